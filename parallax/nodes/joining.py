@@ -16,14 +16,13 @@ from parallax.errors import AbsentError, ConfigError, printable
 from parallax.machine.host import interface_of, own_address
 from parallax.machine.variables import or_unset
 from parallax.nodes.meeting import OpenMeeting, ask
-from parallax.nodes.objects import sign_with
-from parallax.nodes.secret import agree, ranks_in_words, run_secret
 
 TIMEOUT = datetime.timedelta(minutes=10)  # of an operation on any group
 JOIN_SECONDS = 300.0  # for all ranks to come
 NOTE_SECONDS = 10.0  # after which who waits says for whom
 _POLL_SECONDS = 0.05
 _JOIN = "PARALLAX_JOIN_SECONDS"
+_NAMED = 5  # ranks that a message names
 _LATE_SECONDS = 5.0  # by which torch may be late itself
 
 
@@ -31,9 +30,8 @@ def start_processes(file: str | None = None) -> None:
     """Join torchrun's world over gloo; also for CUDA devices, whose tensors are staged through the host.
 
     Ranks meet at ``file`` where all are on one host, otherwise at torchrun's address, apart from those that were there
-    before (:mod:`parallax.nodes.meeting`), where those that have a secret prove it (:mod:`parallax.nodes.secret`). Then
-    they talk over the network card that leads there, unless the user names another: gloo asks for this host's name,
-    which often means loopback.
+    before (:mod:`parallax.nodes.meeting`). Then they talk over the network card that leads there, unless the user names
+    another: gloo asks for this host's name, which often means loopback.
     """
     store: Any
     answer: Callable[[], object] = _nothing
@@ -57,8 +55,6 @@ def start_processes(file: str | None = None) -> None:
         note_seconds=_note_seconds(limit),
         meanwhile=answer,
     )
-    meeting = dist.PrefixStore("secret", store)  # type: ignore[attr-defined]
-    sign_with(agree(meeting, rank, size, run_secret()) if file is None else b"")
     if file is None:
         _choose_card(own, [addresses.get(str(other)).decode() for other in range(size)])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
@@ -182,17 +178,23 @@ def wait_for_all(
             absent = [each for each in range(size) if not store.check([f"rank {each}"])]
             if seconds > join_seconds and absent:
                 raise AbsentError(
-                    f"{ranks_in_words(absent)} of {size} {'has' if len(absent) == 1 else 'have'} not come within "
+                    f"{_names(absent)} of {size} {'has' if len(absent) == 1 else 'have'} not come within "
                     f"{join_seconds:g} s: see what hinders its process from starting, or its host{or_unset()}"
                 )
             if absent and rank < min(set(range(size)) - set(absent) - {rank}, default=size):
-                who = f"{len(absent)} of {size} ranks: {ranks_in_words(absent)}"
+                who = f"{len(absent)} of {size} ranks: {_names(absent)}"
                 print(
                     f"parallax: waiting for {printable(who)}; up to {join_seconds:g} s",
                     file=sys.stderr,
                 )
             noted = True
         time.sleep(_POLL_SECONDS)
+
+
+def _names(ranks: Sequence[int]) -> str:
+    """The first of them by number."""
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{more}"
 
 
 def _check_size(store: Any, rank: int, size: int) -> None:

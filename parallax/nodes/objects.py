@@ -1,15 +1,17 @@
-"""Python objects between ranks: pickled, and where the run has a secret, unpickled only if its holder has signed them.
+"""Python objects between ranks: values and records of this package, never code.
 
-A signature is of the object, who sent it, and the how manyth of its group it is, so none can be sent again or as
-another's. Tensors travel without: who could change them could spoil a training, but run nothing.
+Torch's own collectives of objects unpickle whatever they receive, so whoever reaches a rank's port could run code
+there. The unpickler here knows builtin values, the records of Parallax (dataclasses, enumerations, named tuples,
+errors), and a few types of torch and ``pathlib``; it refuses every other name.
 """
 
 from __future__ import annotations
 
-import hmac
+import io
 import pickle
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import is_dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -17,51 +19,71 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallax.common.units import format_bytes
-from parallax.errors import TransportError
+from parallax.errors import ParallaxError, TransportError
 
 MOST_BYTES = 2**31  # of one object
-_TAG_BYTES = 32
-_UNSIGNED = b""
-
-_key = _UNSIGNED
-_sent: Counter[str] = Counter()  # by group
-
-
-def sign_with(key: bytes) -> None:
-    """From now on, by this key; empty: not at all."""
-    global _key
-    _key = key
-    _sent.clear()
+_PACKAGE = __name__.partition(".")[0]
+_OTHERS = frozenset([("pathlib", "PosixPath"), ("torch", "Size"), ("torch", "device")])
 
 
 def all_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """One value of every rank of ``group`` (torch's world), on every rank; called by all of them."""
-    label = _label(group)
-    padded, lengths = _padded(_sealed(value, label, dist.get_rank(group)), group)
+    """Return one value of every rank of ``group`` (torch's world), on every rank; called by all of them."""
+    padded, lengths = _padded(pickle.dumps(value), group)
     found = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(found, padded, group=group)
-    return _all_opened(found, lengths, label)
+    return _all_read(found, lengths)
 
 
 def objects_for_first(value: object) -> list[Any]:
-    """One value of every rank of torch's world, on rank 0, and nothing on others; called by all of them."""
-    label, mine = _label(None), dist.get_rank()
-    padded, lengths = _padded(_sealed(value, label, mine), None)
-    found = [torch.empty_like(padded) for _ in lengths] if mine == 0 else []
+    """Return one value of every rank of torch's world on rank 0, and an empty list on others; called by all of them."""
+    padded, lengths = _padded(pickle.dumps(value), None)
+    found = [torch.empty_like(padded) for _ in lengths] if dist.get_rank() == 0 else []
     dist.gather(padded, found or None)
-    return _all_opened(found, lengths, label)
+    return _all_read(found, lengths)
 
 
 def object_of_first(value: object) -> Any:
-    """The value of rank 0 of torch's world, on every rank; called by all of them."""
-    label, rank = _label(None), dist.get_rank()
-    data = _sealed(value, label, 0) if rank == 0 else b""
+    """Return the value of rank 0 of torch's world on every rank; called by all of them."""
+    rank = dist.get_rank()
+    data = pickle.dumps(value) if rank == 0 else b""
     size = torch.tensor([len(data)], dtype=torch.int64)
     dist.broadcast(size, 0)
     length = _checked(int(size), 0)
     held = torch.frombuffer(bytearray(data or length), dtype=torch.uint8)
     dist.broadcast(held, 0)
-    return value if rank == 0 else _opened(held.numpy().tobytes(), label, 0)
+    return value if rank == 0 else read_object(held.numpy().tobytes(), 0)
+
+
+def read_object(data: bytes, rank: int) -> Any:
+    """Return the object that ``data`` of rank ``rank`` is. Raises :class:`TransportError` where it is no pickle of
+    values and records of this package."""
+    try:
+        return _Reader(io.BytesIO(data)).load()
+    except Exception as error:  # whatever bytes make of an unpickler
+        raise TransportError(
+            f"rank {rank} sent something that is not data of Parallax, and it was not read "
+            f"({type(error).__name__}: {error}): see who else is on the network between the hosts"
+        ) from error
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        ours = module.partition(".")[0] == _PACKAGE
+        # A name with dots would lead from a module of ours to those that it imports.
+        if "." not in name and (ours or module == "torch" or (module, name) in _OTHERS):
+            found = super().find_class(module, name)
+            if (module, name) in _OTHERS or isinstance(found, torch.dtype) or _is_record(found):
+                return found
+        raise pickle.UnpicklingError(f"{module}.{name} is refused")
+
+
+def _is_record(found: Any) -> bool:
+    """Whether ``found`` is a class of Parallax that only holds values: a dataclass, an enumeration, a named tuple or
+    an error."""
+    if not isinstance(found, type) or found.__module__.partition(".")[0] != _PACKAGE:
+        return False
+    named = issubclass(found, tuple) and hasattr(found, "_fields")
+    return is_dataclass(found) or issubclass(found, Enum | ParallaxError) or named
 
 
 def _padded(data: bytes, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
@@ -76,43 +98,17 @@ def _padded(data: bytes, group: dist.ProcessGroup | None) -> tuple[Tensor, list[
     return padded, lengths
 
 
-def _all_opened(found: Sequence[Tensor], lengths: Sequence[int], label: str) -> list[Any]:
+def _all_read(found: Sequence[Tensor], lengths: Sequence[int]) -> list[Any]:
     return [
-        _opened(tensor[:length].cpu().numpy().tobytes(), label, rank)
+        read_object(tensor[:length].cpu().numpy().tobytes(), rank)
         for rank, (tensor, length) in enumerate(zip(found, lengths))
     ]
-
-
-def _label(group: dist.ProcessGroup | None) -> str:
-    name = str((group or dist.group.WORLD).group_name)  # type: ignore[union-attr]
-    _sent[name] += 1
-    return f"{name} {_sent[name]}"
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
     """Where the group's backend wants its tensors."""
     found = None if dist.get_backend(group) == "gloo" else torch.accelerator.current_accelerator()
     return found or torch.device("cpu")
-
-
-def _sealed(value: object, label: str, rank: int) -> bytes:
-    data = pickle.dumps(value)
-    return _tag(data, label, rank) + data
-
-
-def _opened(data: bytes, label: str, rank: int) -> Any:
-    if _key:
-        tag, data = data[:_TAG_BYTES], data[_TAG_BYTES:]
-        if not hmac.compare_digest(tag, _tag(data, label, rank)):
-            raise TransportError(
-                f"what came as rank {rank}'s is not signed with the run's secret, and was not read: see who else is on "
-                "the network between the hosts"
-            )
-    return pickle.loads(data)
-
-
-def _tag(data: bytes, label: str, rank: int) -> bytes:
-    return hmac.digest(_key, f"{label} {rank}\0".encode() + data, "sha256") if _key else _UNSIGNED
 
 
 def _checked(length: int, rank: int) -> int:

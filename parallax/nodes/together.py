@@ -20,7 +20,7 @@ def rank_and_size() -> tuple[int, int]:
 
 def from_all(call: Callable[[], _Found]) -> list[_Found]:
     """What ``call`` gives on every rank, on every rank; or the error of the first that has one. Called by all ranks of
-    torch's world; what is given is pickled."""
+    torch's world. What is given is values and records (:mod:`parallax.nodes.objects`)."""
     mine = _tried(call)
     told = all_objects(mine) if rank_and_size()[1] > 1 else [mine]
     return [_found(each) for each in told]

@@ -28,7 +28,6 @@ def rank(connection: Connection, number: int, told: int, variables: dict[str, st
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "PARALLAX_JOIN_SECONDS": "30",
-        "PARALLAX_SECRET": "known to all of them",
         **variables,
     }
     try:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import secrets
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from parallax.common.documents import SMALL_BYTES, read_json
@@ -21,11 +22,12 @@ from parallax.runtime.checkpoint import partial_folder
 _WORD = "last-start.json"
 
 
+@dataclass(frozen=True, slots=True)
 class Fence:
     """The ``word`` of one start, which was ``started`` at that time; the same on all ranks."""
 
-    def __init__(self, word: str, started: float) -> None:
-        self._word, self.started = word, started
+    word: str
+    started: float
 
     @classmethod
     def new(cls, directory: Path) -> Fence:
@@ -36,14 +38,14 @@ class Fence:
         """Leave this start's word in ``directory``, if that is there. Raises :class:`LaterStartError` where a later
         start has left its own."""
         found = _read(directory)
-        if found.get("word") == self._word or not directory.is_dir():
+        if found.get("word") == self.word or not directory.is_dir():
             return
         if _time_of(found) > self.started:
             raise LaterStartError(
                 f"{printable(str(directory))}: this run was started again meanwhile, on "
                 f"{printable(str(found.get('node')))}, and goes on there; this start of it ends here, and saves nothing"
             )
-        told = {"word": self._word, "started": self.started, "node": node_name()}
+        told = {"word": self.word, "started": self.started, "node": node_name()}
         # Made where whatever an interrupted save leaves is swept. Whoever saves says what is wrong with the folder.
         with contextlib.suppress(OSError):
             made = partial_folder(directory, 0) / _WORD

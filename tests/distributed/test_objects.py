@@ -1,0 +1,109 @@
+"""Objects between ranks are values and records of Parallax; nothing that a stranger sends is executed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallax.common.events import Span
+from parallax.errors import InfeasiblePlan, TransportError
+from parallax.nodes.objects import all_objects, object_of_first, read_object
+from parallax.nodes.together import from_all, from_first
+from parallax.plan.cluster import Link
+from parallax.plan.plan import Directive
+from tests.distributed.pool import Pool
+
+
+def talks() -> Any:
+    rank = dist.get_rank()
+    every = all_objects({"rank": rank, "long": "x" * (rank * 1000)})
+    first = object_of_first(("first", rank))
+    return (
+        [each["rank"] for each in every],
+        first,
+        from_all(lambda: rank),
+        from_first(lambda: rank),
+    )
+
+
+def test_objects_arrive(pool: Pool) -> None:
+    assert pool.run(talks, 2) == [([0, 1], ("first", 0), [0, 1], 0)] * 2
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [1, 2.5, float("inf"), "text", b"bytes", True],
+        {(0, 1): {"a": {1, 2}, "b": frozenset([3])}},
+        (Path("a/b"), torch.float32, torch.Size([2, 3]), torch.device("cpu")),
+        Link(bytes_per_second=1.0, latency_seconds=2.0),
+        Directive.KEEP,
+        Span._make([*map(str, range(len(Span._fields)))]),
+        InfeasiblePlan,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_and_records_are_read(value: object) -> None:
+    assert read_object(pickle.dumps(value), 0) == value
+
+
+class Calls:
+    """A pickle that calls something where it is loaded."""
+
+    def __init__(self, call: Any, *given: Any) -> None:
+        self.call, self.given = call, given
+
+    def __reduce__(self) -> Any:
+        return self.call, self.given
+
+
+def named(module: str, name: str) -> bytes:
+    """A pickle that is what a module calls ``name``."""
+    texts = [
+        pickle.SHORT_BINUNICODE + bytes([len(text)]) + text.encode() for text in (module, name)
+    ]
+    return pickle.PROTO + b"\x04" + b"".join(texts) + pickle.STACK_GLOBAL + pickle.STOP
+
+
+def test_code_of_a_stranger_is_not_executed(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    for data in (
+        pickle.dumps(Calls(os.mkdir, str(mark))),
+        pickle.dumps(Calls(getattr, Link, "__init__")),
+        pickle.dumps(Calls(torch.hub.load, str(mark))),
+        named("parallax.nodes.objects", "pickle.loads"),
+        named("parallax.nodes.objects", "pickle"),
+        named("parallax.nodes.objects", "read_object"),
+        named("parallax.runtime.engine", "Engine"),
+        named("torch", "load"),
+        b"no pickle",
+    ):
+        with pytest.raises(TransportError, match="rank 3 sent something that is not data"):
+            read_object(data, 3)
+    assert not mark.exists()
+
+
+def says_a_huge_size() -> str:
+    """Rank 1 announces more than there is memory for."""
+    if dist.get_rank() == 1:
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(2)]
+        dist.all_gather(sizes, torch.tensor([2**50]))
+        return ""
+    try:
+        all_objects(None)
+    except TransportError as error:
+        return str(error)
+    return "read"
+
+
+def test_no_object_is_larger_than_any_of_ours(pool: Pool) -> None:
+    assert pool.run(says_a_huge_size, 2)[0].startswith(
+        "rank 1 sends an object of 1.0 PiB, and 2.0 GiB are the most"
+    )
