@@ -1,4 +1,4 @@
-"""The loss of the held-out rows: the mean over all rows, or over all counted targets, whatever batches they come in."""
+"""Validation loss: the mean over all held-out rows, or over all counted targets, whatever the batch size."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from parallax.runtime.engine import Engine
 from parallax.runtime.health.row_comparison import RowDigest, row_digest
 from parallax.train.data import Source
 
-MOST_BATCHES = 1000  # of a source that neither ends nor says how many held-out rows it has
+MOST_BATCHES = 1000  # of a source that neither ends nor has ``validation_rows``
 _ENDS = StopIteration, IndexError, EmptyBatchError
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The ``loss`` of ``batches`` batches. ``cut``: they were the first of more. ``bad``: the first whose loss is not
-    finite, and that loss."""
+    """The ``loss`` of ``batches`` batches. ``truncated``: the source has more batches. ``bad``: index and loss of the
+    first batch whose loss is not finite."""
 
     loss: float
     batches: int
-    cut: bool = False
+    truncated: bool = False
     bad: tuple[int, float] | None = None
 
 
 class HeldOut:
-    """The held-out rows of ``source``, in batches of ``rows``; ``most``: so many batches at most, None for all."""
+    """The held-out rows of ``source`` in batches of ``rows``, at most ``most`` batches; None: all."""
 
     def __init__(self, engine: Engine, source: Source, rows: int, most: int | None) -> None:
         self._engine, self._source, self._rows, self._most = engine, source, rows, most
 
     def evaluate(self, progress: Callable[[int, int | None], bool]) -> Evaluated | None:
-        """Their loss; all ranks call it. ``progress`` is told how many batches are done, of how many where that is
-        known, and says whether to go on: where it does not, there is no loss."""
+        """Return the validation loss; all ranks call it. ``progress(done, count)`` is called after each batch, with
+        None for an unknown count; where it returns False, the evaluation stops and the result is None."""
         total, weights, done, bad = 0.0, 0.0, 0, None
         known = self._known_batches()
         batches = self._batches() if known is None else self._known(known)
@@ -49,11 +49,11 @@ class HeldOut:
             total, weights, done = total + loss * weight, weights + weight, done + 1
             if not progress(done, known if known is not None else self._most):
                 return None
-        cut = known is None and self._most is None and done == MOST_BATCHES
-        return Evaluated(total / weights if weights else math.nan, done, cut, bad)
+        truncated = known is None and self._most is None and done == MOST_BATCHES
+        return Evaluated(total / weights if weights else math.nan, done, truncated, bad)
 
     def _known_batches(self) -> int | None:
-        """How many there are, where the source says so."""
+        """Return the number of batches of a source with ``validation_rows``; None for other sources."""
         rows = getattr(self._source, "validation_rows", None)
         if rows is None:
             return None
@@ -68,7 +68,7 @@ class HeldOut:
             left -= len(batch)
 
     def _batches(self) -> Iterator[Rows]:
-        """Until the source has no more, or gives the first batch again."""
+        """Yield batches until the source ends or repeats its first batch."""
         first: RowDigest | None = None
         short = False
         for index in itertools.islice(itertools.count(), self._most or MOST_BATCHES):
@@ -76,9 +76,7 @@ class HeldOut:
                 batch = self._source.validation(index, self._rows)
             except HangError:
                 raise
-            except (
-                Exception
-            ) as error:  # behind a short batch, whatever the source raises is the end
+            except Exception as error:  # after a short batch any error is the end
                 if index and (short or isinstance(error, _ENDS)):
                     return
                 raise
@@ -93,7 +91,7 @@ class HeldOut:
             yield batch
 
     def _agreed(self, batch: Rows | None) -> Rows | None:
-        """The batch, where all ranks have one; None where none has. Raises :class:`DataError` otherwise."""
+        """Return the batch where all ranks have one, None where none has. Raises :class:`DataError` otherwise."""
         mesh = self._engine.mesh
         have = int(mesh.sum(torch.tensor([float(batch is not None)])).item())
         if have in (0, mesh.plan.world_size):

@@ -230,7 +230,7 @@ class _Run:
                     self._end_of_rows(voice)
                     break
                 with self._recording.step(), self._saves.saved_before(voice):
-                    result = self._nodes.told(self._engine.step(batch))
+                    result = self._nodes.on_common_clock(self._engine.step(batch))
                 self._checkup.stepped(result)
                 with self._unwritten.trying(self._directory / "debug"):
                     self._recording.add(result)
@@ -414,7 +414,7 @@ class _Run:
             voice.note(
                 f"step {step}: the validation loss is no number: held-out batch {index} gives {loss}"
             )
-        if found.cut:
+        if found.truncated:
             voice.note(
                 f"step {step}: the validation loss is of the first {found.batches} held-out batches, and there are "
                 "more: set trainer.eval_batches, or give the source validation_rows, their number of rows"

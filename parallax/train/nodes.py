@@ -1,7 +1,8 @@
-"""What nodes tell each other of a run: on which clock things happened, and what each has written down.
+"""Records of a run over several nodes: spans on one clock, files collected on rank 0.
 
-Ranks write beside them what they did; where nodes share no directory, rank 0's gets what the summary, ``explain`` and
-``calibrate`` read, when the run ends. Every host has a clock of its own, so spans are told on that of rank 0's.
+Each rank writes its events into the run directory of its node. Where nodes share no directory, rank 0 gets the files
+that the summary, ``explain`` and ``calibrate`` read when the run ends. Each host has its own clock, so spans are
+converted to the clock of rank 0's host.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from parallax.report.occupancy import occupancy_path
 from parallax.runtime.meters.step import StepResult
 from parallax.train.monitor import Unwritten
 
-_MOST_BYTES = 8 * 2**20  # of a rank's events that are sent: their end
+_MOST_BYTES = 8 * 2**20  # of a rank's events are sent, the last ones
 
 
 def events_path(directory: Path, rank: int) -> Path:
-    """Where a rank writes what it does."""
+    """Return the path of a rank's events."""
     return directory / f"events-rank{rank}.jsonl"
 
 
 class NodeRecords:
-    """The records of this rank among those of all; made on every rank together."""
+    """The records of this rank. All ranks construct it together."""
 
     def __init__(self, mesh: Mesh, directory: Path) -> None:
         self._rank, self._directory = mesh.rank, directory
         self._sites = find_sites(directory, mesh.nodes)
         self._offset_seconds = clock_offset(mesh.nodes) if mesh.nodes.several else 0.0
 
-    def told(self, result: StepResult) -> StepResult:
-        """The same on the clock of rank 0's host."""
+    def on_common_clock(self, result: StepResult) -> StepResult:
+        """Return ``result`` with its spans on the clock of rank 0's host."""
         if not self._offset_seconds:
             return result
         late = self._offset_seconds
@@ -42,7 +43,7 @@ class NodeRecords:
         return replace(result, spans=spans)
 
     def gather(self, unwritten: Unwritten) -> None:
-        """Bring what other nodes have written to rank 0's directory; called by every rank."""
+        """Copy the files of other nodes into rank 0's directory; called by every rank."""
         if self._sites.shared:
             return
         found = objects_for_first(self._own_files())
@@ -66,7 +67,7 @@ class NodeRecords:
 
 
 def _end(path: Path) -> bytes:
-    """The last whole lines of a file."""
+    """Return the last whole lines of a file, at most :data:`_MOST_BYTES`."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - _MOST_BYTES))

@@ -1,4 +1,4 @@
-"""What one rank remembers of the steps of its run, and what is written of them at its end."""
+"""The record of a run's steps on one rank, and the summary at its end."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from parallax.train.repeats import (
     note_restart,
     noted_refusals,
     noted_restarts,
-    told,
+    numbers_of,
 )
 
 PREDICTED_EVENTS = "events-predicted.jsonl"
 MEASURED_EVENTS = "events-measured.jsonl"  # the spans of all ranks for the step of median length
-COMPLETE = "steps"  # how a run ended that took all of its steps
+COMPLETE = "steps"  # the summary's ``ended`` of a run that took all of its steps
 WARM_UP = 2  # steps left out of the median: first touches of memory, first connections
-RECENT = 25  # steps whose spans are remembered, to find the one of median length
+RECENT = 25  # steps whose spans are kept, among which is the step of median length
 
 
 class RunRecord:
-    """The steps so far. Rank 0 writes for all; what cannot be written is noted in ``unwritten``."""
+    """The steps so far. Rank 0 writes for all ranks; failed writes are noted in ``unwritten``."""
 
     def __init__(self, mesh: Mesh, plan: Plan, directory: Path, unwritten: Unwritten) -> None:
         self._mesh, self._plan, self._directory = mesh, plan, directory
@@ -54,7 +54,7 @@ class RunRecord:
         self.validation_loss: float | None = None
 
     def begin(self, done: int) -> None:
-        """The run goes on after step ``done``: what its files tell of later ones, they will tell again."""
+        """Resume after step ``done``: remove later steps from the run's files, since they are repeated."""
         events, metrics = events_path(self._directory, self._mesh.rank), self._directory / METRICS
         with self._unwritten.trying(events):
             forget_steps(events, done)  # spans count steps from 0
@@ -66,7 +66,7 @@ class RunRecord:
 
     def add(self, result: StepResult) -> None:
         if len(self.seconds) == WARM_UP:
-            self._recent.clear()  # from now on there is better to choose from
+            self._recent.clear()  # the first steps are slower than the rest
         self._recent.append((result.seconds, result.spans))
         self.seconds.append(result.seconds)
         self._losses.append(result.loss)
@@ -75,7 +75,7 @@ class RunRecord:
         self._last = result
 
     def summary(self, rows_per_step: int, tokens_per_row: int) -> dict[str, Any]:
-        """Predicted against measured; the same on every rank. ``tokens_per_row``: 1 where rows are not of tokens."""
+        """Return predicted and measured figures, equal on all ranks. ``tokens_per_row``: 1 for rows without tokens."""
         plan = self._plan
         measured, predicted_spans = self._typical_spans(), self._predicted_spans()
         spent, planned = seconds_by_term(measured), seconds_by_term(predicted_spans)
@@ -89,7 +89,7 @@ class RunRecord:
                     "rank": rank,
                     "stage": stage,
                     "replica": replica,
-                    # Of what is measured: an accelerator's context, for one, no allocator sees.
+                    # Without memory that the allocator does not see, such as an accelerator's context.
                     "budget_bytes": plan.allocator_bytes(rank),
                     "predicted_peak_bytes": plan.allocator_peak_bytes(rank),
                     "measured_peak_bytes": peak,
@@ -117,11 +117,11 @@ class RunRecord:
         }
 
     def _results(self, rows_per_step: int, tokens_per_row: int) -> dict[str, float | None]:
-        """Of this start's steps. One that finds all taken has what the start that took them had no time to say."""
+        """Return loss and speed of this start's steps; of ``metrics.jsonl`` where earlier starts took all steps."""
         metrics = self._directory / METRICS
-        losses = self._losses or told(metrics, "loss")
-        seconds = self.seconds or told(metrics, "step_seconds")
-        validated = [] if self._losses else told(metrics, "validation_loss")
+        losses = self._losses or numbers_of(metrics, "loss")
+        seconds = self.seconds or numbers_of(metrics, "step_seconds")
+        validated = [] if self._losses else numbers_of(metrics, "validation_loss")
         timed = seconds[WARM_UP:] or seconds
         median = statistics.median(timed) if timed else None
         rate = rows_per_step / median if median else None
@@ -135,7 +135,7 @@ class RunRecord:
         }
 
     def write_occupancy(self, step: int) -> None:
-        """What this rank's swap held over ``step``, the last; what an earlier plan left there is not this one's."""
+        """Write the swap's memory over ``step``, the last one, or remove the file of an earlier plan."""
         if self._last is not None:
             with self._unwritten.trying(occupancy_path(self._directory, self._mesh.rank)):
                 self._write_occupancy(self._last, step)
@@ -156,8 +156,8 @@ class RunRecord:
         occupancy.save(self._directory)
 
     def write(self, summary: dict[str, Any], *, picture: bool) -> None:
-        """What rank 0 leaves of a run; one that was complete already, and is, keeps its summary, and gets what a
-        process that was killed has not come to."""
+        """Write summary, measured events and, with ``picture``, the timeline on rank 0. A run that was complete before
+        keeps its summary; files that a killed process did not write are added."""
         path, trying = self._directory / "summary.json", self._unwritten.trying
         if self._mesh.rank != 0:
             return
@@ -168,9 +168,8 @@ class RunRecord:
                 try:
                     path.write_text(json.dumps(finite(summary), indent=1), encoding="utf-8")
                 except OSError:
-                    path.unlink(missing_ok=True)  # half of it says nothing
+                    path.unlink(missing_ok=True)  # half of it is no JSON
                     raise
-        # A picture takes longer than saving did.
         drawn = self._directory / "timeline.png"
         if picture and (self._recent or not drawn.exists()):
             with trying(drawn):
@@ -179,14 +178,14 @@ class RunRecord:
                     timeline_png(predicted, measured, drawn)
 
     def _write_measured(self, path: Path) -> None:
-        """Before the summary: where there is one, there is this."""
+        """Write the events before the summary, so that a run with a summary has them."""
         if self._measured or not path.exists():
             path.unlink(missing_ok=True)
             with EventLog(path) as events:
                 events.extend(self._measured)
 
     def _typical_spans(self) -> list[Span]:
-        """The spans of all ranks for the recent step of median length, as rank 0 measured it."""
+        """Return the spans of all ranks for the recent step that has the median length on rank 0."""
         recent = list(self._recent)
         if not recent:
             return []
@@ -197,13 +196,13 @@ class RunRecord:
         return self._measured
 
     def _predicted_spans(self) -> list[Span]:
-        """What the plan said of each action; none where there is no such file."""
+        """Return the predicted span of each action; empty without the file."""
         path = self._directory / PREDICTED_EVENTS
         return list(read_events(path)) if path.is_file() else []
 
 
 def _spans_of(path: Path) -> list[Span]:
-    """What the start before has measured; none where that cannot be read."""
+    """Return the spans that an earlier start measured; empty where the file cannot be read."""
     try:
         return list(read_events(path))
     except ConfigError:
@@ -211,6 +210,6 @@ def _spans_of(path: Path) -> list[Span]:
 
 
 def _terms(plan: Plan, stage: int) -> dict[str, int]:
-    """Predicted bytes by term of the fullest rank of a stage; none where the plan does not say."""
+    """Return the predicted bytes by term of the fullest rank of a stage; empty where the plan has none."""
     found = plan.prediction.stages
     return dict(found[stage].memory) if stage < len(found) else {}

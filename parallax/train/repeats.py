@@ -1,11 +1,11 @@
-"""Steps that are taken again: after a failure a run goes on from a checkpoint that lies behind what its files tell.
+"""Steps that are repeated after a failure: a run resumes from a checkpoint that is older than the end of its files.
 
 ::
 
     metrics.jsonl          1 2 3 4 5 6 7 | killed          the checkpoint is of step 5
-    after the restart      1 2 3 4 5                       steps 6 and 7 come again: they are lost, and noted as such
+    after the restart      1 2 3 4 5                       steps 6 and 7 are lost and repeated
 
-What is told of them goes, or every reader would have to choose between two of each.
+Records of lost steps are removed, otherwise every reader would have to choose between two records of a step.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _REFUSED = "refused"
 
 
 def last_step(path: Path) -> int:
-    """The last step that a file of JSON lines tells of; -1 where there is none."""
+    """Return the last step in a file of JSON lines; -1 where there is none."""
     try:
         return next((step for _, step in _from_end(path) if step is not None), -1)
     except OSError:
         return -1
 
 
-def told(path: Path, key: str) -> list[float]:
-    """The numbers that a file of JSON lines has for ``key``, in order."""
+def numbers_of(path: Path, key: str) -> list[float]:
+    """Return the numbers under ``key`` in a file of JSON lines, in order."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:
@@ -42,7 +42,8 @@ def told(path: Path, key: str) -> list[float]:
 
 
 def forget_steps(path: Path, first: int) -> int:
-    """Remove what the end of a file tells of step ``first`` and later ones, and half a line; the number of steps."""
+    """Remove the records of step ``first`` and later ones from the end of a file, and a partial line. Return how many
+    steps were removed."""
     if not path.exists():
         return 0
     kept, steps = 0, set[int]()
@@ -57,24 +58,24 @@ def forget_steps(path: Path, first: int) -> int:
 
 
 def note_restart(directory: Path, step: int, lost_steps: int) -> None:
-    """Write down that the run in ``directory`` goes on after ``step``, and takes ``lost_steps`` again."""
+    """Note that the run in ``directory`` resumes after ``step`` and repeats ``lost_steps``."""
     _append(directory, {"step": step, "lost_steps": lost_steps})
 
 
 def note_refusal(directory: Path, reasons: Iterable[str]) -> None:
-    """Write down why the run in ``directory`` goes on without some hosts."""
+    """Note why the run in ``directory`` continues without some hosts."""
     for reason in reasons:
         _append(directory, {_REFUSED: reason})
 
 
 def noted_refusals(directory: Path) -> list[str]:
-    """Why the run went on without some hosts."""
+    """Return the noted reasons for which the run continued without some hosts."""
     found = (_value(line, _REFUSED) for line in _lines(directory))
     return [each for each in found if isinstance(each, str)]
 
 
 def noted_restarts(directory: Path) -> tuple[int, int]:
-    """How often the run went on after a failure, and how many steps it took again for it."""
+    """Return how often the run resumed after a failure, and how many steps it repeated."""
     lost = [
         number for line in _lines(directory) if (number := _number(line, "lost_steps")) is not None
     ]
@@ -95,7 +96,8 @@ def _lines(directory: Path) -> list[bytes]:
 
 
 def _from_end(path: Path) -> Iterator[tuple[int, int | None]]:
-    """Where each whole line ends and of which step it tells, from the last to the first; only those are read."""
+    """Yield the end offset and the step of each whole line, from the last line to the first. Only the lines asked for
+    are read."""
     if not path.stat().st_size:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
@@ -107,7 +109,7 @@ def _from_end(path: Path) -> Iterator[tuple[int, int | None]]:
 
 
 def _number(line: bytes, key: str) -> int | None:
-    """A number in a line; None where it is damaged, or has none."""
+    """Return a number in a line; None where the line is damaged or has none."""
     found = _value(line, key)
     return found if isinstance(found, int) else None
 

@@ -1,8 +1,8 @@
-"""What a run does when its data source has no more rows.
+"""The end of a data source.
 
-A source says so by StopIteration, as an iterator does: the run ends in order after the last step that had its rows,
-with an evaluation and a checkpoint. An IndexError may mean the same, or a mistake: the step before is saved, and the
-run ends with the error. A rank cannot know whether others have rows, so before each step all tell each other.
+A source that has no more rows raises StopIteration. The run then evaluates, saves a checkpoint and ends. An IndexError
+may be the same or a mistake: the run saves a checkpoint and ends with the error. A rank cannot know whether the other
+ranks have rows, so all ranks exchange a flag before each step.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from parallax.errors import DataError, printable
 from parallax.mesh import Mesh
 from parallax.runtime.batch import Rows
 
-ENDED = "rows"  # how a run ended whose rows ended
+ENDED = "rows"  # the summary's ``ended`` of such a run
 
 
 class RowsEnd:
-    """One rank's part. After :meth:`fetch` has found no rows, ``everywhere`` says whether no rank has any, as all ranks
-    know."""
+    """The source of one rank. ``everywhere``: after :meth:`fetch` returned None, whether no rank has rows."""
 
     def __init__(self, mesh: Mesh, rows: int) -> None:
         self._mesh, self._rows = mesh, rows
@@ -30,7 +29,7 @@ class RowsEnd:
         self._here = self.everywhere = False
 
     def fetch(self, get: Callable[[], Rows]) -> Rows | None:
-        """The next batch of ``get``; None on all ranks where any has none. All ranks call it."""
+        """Return the next batch of ``get``, or None on all ranks where any rank has none. All ranks call it."""
         batch = self._fetch(get)
         ended = self._count(self._here)
         self.everywhere = ended == self._mesh.plan.world_size
@@ -48,8 +47,8 @@ class RowsEnd:
         return None
 
     def refuse(self, step: int) -> None:
-        """Where the rows have ended after ``step`` and everything is saved: raise :class:`DataError` on all ranks if
-        they must not end here."""
+        """Raise :class:`DataError` on all ranks where the rows must not end after ``step``: before the first step, on
+        some ranks alone, or by an IndexError. Called once everything is saved."""
         mistakes = self._count(bool(self._mistake))
         if not self.everywhere or mistakes or not step:
             self._refuse(step, mistakes > 0)
@@ -77,6 +76,6 @@ class RowsEnd:
 
 
 def _place(error: IndexError) -> str:
-    """The error in words, and where it was raised."""
+    """Return the error's text and the line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return printable(f"IndexError ({error}, {frame.filename}:{frame.lineno})")

@@ -105,7 +105,7 @@ def test_all_held_out_rows_count_alike(behind: str, said: bool, rows: int, loss:
     source = Slices(rows, behind, said)
     found, whole, told = evaluated(source, None, loss)
     assert found.loss == pytest.approx(whole(*data(rows)), rel=1e-6)
-    assert (found.batches, found.cut) == (-(-rows // BATCH), False)
+    assert (found.batches, found.truncated) == (-(-rows // BATCH), False)
     assert told[-1] == (found.batches, found.batches if said else None)
 
 
@@ -141,7 +141,7 @@ def test_a_source_without_an_end_is_cut_and_says_so(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(evaluation, "MOST_BATCHES", 5)
     found, _, _ = evaluated(Endless(4, ""), None)
-    assert (found.batches, found.cut) == (5, True)
+    assert (found.batches, found.truncated) == (5, True)
 
 
 def test_a_source_without_held_out_rows_is_one_line() -> None:
