@@ -24,7 +24,7 @@ from tests.leaks import no_leak, own_temporary_folder  # noqa: E402
 __all__ = ["no_leak", "own_temporary_folder"]
 
 
-LONG = "slow", "faults", "nodes", "slurm"  # marks of tests of which a part may run
+LONG = "slow", "faults", "nodes", "slurm", "thorough"  # marks of tests of which a part may run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -140,8 +140,7 @@ def train(
     ``checkpoints`` is where these go, a folder of the run directory where nothing else is said; ``checkpoint``: how.
 
     ``onlooker`` learns what is done outside of steps, and knows whether this rank has been asked to end. Where there is
-    a reason to end early (:mod:`parallax.train.stop`), all ranks do after the same step, with a checkpoint; a request
-    ends the step that is under way as if it had not begun.
+    a reason to end early (:mod:`parallax.train.stop`), all ranks end after the same step, with a checkpoint.
 
     The summary's ``ended`` is "steps", "rows" where the source had no more, or the name of that reason: "drift", of
     which ``drift`` says why, or "stopped", of which ``stopped`` is the signal's number.
