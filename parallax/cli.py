@@ -44,8 +44,7 @@ COMMANDS = {
     "import": "a run's first checkpoint, from weights that others have trained",
     "doctor": "devices, memory, bandwidths, and what will go wrong",
 }
-"""Commands and what they do; each is a module of :mod:`parallax.commands`, with a ``_`` where it is a word of
-Python."""
+"""Commands and their descriptions; each is a module of :mod:`parallax.commands`, with ``_`` after a Python keyword."""
 
 
 # In the output, or in any other file or pipe.
@@ -53,7 +52,8 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, call, exit code: 0 well, 1 failed, 2 wrong input. Without ``arguments`` it is a process's whole work."""
+    """Run the command line and return the exit code: 0 for success, 1 for a failure, 2 for wrong input. ``arguments``:
+    those of the process where left out."""
     code = _main(arguments)
     if arguments is None:
         heed_to_the_end(code)
@@ -91,7 +91,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _said(error: BaseException) -> int:
-    """Tell the user why the command failed; the exit code."""
+    """Print why the command failed; return the exit code."""
     if under_torchrun():
         from parallax.runtime.failure.exit_report import leave
 
@@ -121,7 +121,7 @@ def _said(error: BaseException) -> int:
 
 
 def _refused(code: int) -> int:
-    """The exit code of wrong input; torchrun would start a rank again that cannot even begin."""
+    """Return the exit code of wrong input. Under torchrun end the rank for good, since a restart would fail again."""
     if under_torchrun():
         from parallax.runtime.failure.refusal import end
 
@@ -131,8 +131,8 @@ def _refused(code: int) -> int:
 
 @contextlib.contextmanager
 def _no_collection(*, own_process: bool) -> Iterator[None]:
-    """Imports leave next to no garbage, and a collector that looks through all they have made, again and again, takes
-    a fifth of their time; where nobody else's objects are there it does not do so afterwards, either."""
+    """Disable the garbage collector during imports, which make many objects and hardly any garbage: it takes a fifth of
+    their time. In a process of our own the objects are frozen afterwards."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -146,7 +146,8 @@ def _no_collection(*, own_process: bool) -> Iterator[None]:
 
 
 def _give_up_output() -> bool:
-    """Whether it cannot be written: what is left of it would fail again when the process ends."""
+    """Redirect a broken stdout to the null device, so that flushing at exit cannot fail again. Return whether it was
+    broken."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -159,7 +160,7 @@ def _give_up_output() -> bool:
 
 
 def _printed(error: OSError) -> bool:
-    """Whether it was raised where the console, or a function of ours, prints: nothing may be left of a long text."""
+    """Whether the error was raised while printing."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -171,14 +172,14 @@ def _printed(error: OSError) -> bool:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose mistakes are the user's, said as all others are."""
+    """A parser that raises :class:`ConfigError` instead of printing and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{printable(message)}; `{self.prog} --help` shows what is accepted")
 
 
 def _parse(typed: list[str]) -> argparse.Namespace:
-    """What was typed. Settings may stand anywhere: argparse takes those after an option for something else."""
+    """Return the parsed arguments. Settings may stand anywhere; argparse alone misreads those after an option."""
     parser = _parser(next((word for word in typed if word in COMMANDS), None))
     parsed, left = parser.parse_known_args(typed)
     settings = [word for word in left if "=" in word and not word.startswith("-")]
@@ -194,7 +195,7 @@ def _parse(typed: list[str]) -> argparse.Namespace:
 
 
 def _as_setting(left: list[str]) -> str:
-    """The setting that the first unknown option is, where it is a word of the field."""
+    """Return our setting for the first unknown option, where that is a term of the field such as ``--batch-size``."""
     option = next((word for word in left if word.startswith("--")), "").partition("=")[0]
     if not option:
         return ""
@@ -204,7 +205,7 @@ def _as_setting(left: list[str]) -> str:
 
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
-    """The parser with the options of the ``chosen`` command, the only one whose module is imported."""
+    """Return the parser with the options of the ``chosen`` command, whose module alone is imported."""
     parser = _Parser(
         prog="parallax",
         description="Train PyTorch models that are too large for their devices.",

@@ -1,4 +1,4 @@
-"""``parallax calibrate``: what a run measured corrects the profile that it was planned with.
+"""``parallax calibrate``: correct the profile that a run was planned with by its measured times.
 
 The corrected profile goes into the run's directory, and where the profiler looks before it measures: the next plan of
 the same model on this machine is made with it.
@@ -31,14 +31,14 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
+    """Add the options of the command."""
     parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run, or its name")
     add_words(parser)
     add_json(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Correct, write, print; the exit code."""
+    """Run the command; return the exit code."""
     console = console_of(parsed)
     directory = parsed.run if parsed.run.is_dir() else RUNS / parsed.run
     with working(console, "calibrating") as work:

@@ -1,4 +1,4 @@
-"""``parallax doctor``: what this machine has, and what will go wrong on it."""
+"""``parallax doctor``: the devices, memory and links of this machine, and known problems of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
+    """Add the options of the command."""
     add_json(parser)
     parser.add_argument(
         "--write-cluster",
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Print it; the exit code."""
+    """Run the command; return the exit code."""
     if parsed.write_cluster is None:
         return run_doctor(parsed.json)
     if parsed.json:

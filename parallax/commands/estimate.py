@@ -1,4 +1,4 @@
-"""``parallax estimate``: the memory that training a model needs, before there is any device."""
+"""``parallax estimate``: the memory that training a model needs, without a device."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
+    """Add the options of the command."""
     add_json(parser)
     add_overrides(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Count, print; the exit code."""
+    """Run the command; return the exit code."""
     console = console_of(parsed)
     with working(console, "counting") as work:
         config = compose(parsed.overrides)

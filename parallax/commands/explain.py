@@ -1,4 +1,4 @@
-"""``parallax explain``: why a plan looks as it does, where its bytes and seconds go, and what a run's swap did."""
+"""``parallax explain``: the reasons of a plan, its bytes and seconds by term, and the swap of a run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
+    """Add the options of the command."""
     add_plan(parser)
     add_words(parser)
     parser.add_argument(
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Print it; the exit code."""
+    """Run the command; return the exit code."""
     console, plan = console_of(parsed), Plan.load(plan_file(parsed.plan))
     if words := words_of(parsed):  # nothing below needs the schedule itself
         plan = know_schedule(plan, plan_file(parsed.plan), words)
@@ -86,13 +86,13 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _profile_of(path: Path) -> ModelProfile | None:
-    """The profile that the plan at ``path`` was made from; None where it was not kept beside it."""
+    """Return the profile beside the plan at ``path``, from which the plan was made; None without one."""
     beside = inputs_path(path)
     return Inputs.load(beside).profile if beside.is_file() else None
 
 
 def _swap_rows(ranks: list[Any], directory: Path) -> tuple[list[Any], RenderableType | None]:
-    """What the ranks' swap did, for programs and for people."""
+    """Return the swap statistics of the ranks as JSON and as a table."""
     try:
         rows = [{key: rank[key] for key in ("rank", "stage", "replica", "swap")} for rank in ranks]
         return rows, swap_tables(ranks) if ranks else None
@@ -108,7 +108,7 @@ def _damaged(path: Path, error: Exception) -> ConfigError:
 
 
 def _swapped(directory: Path) -> tuple[list[Any], str]:
-    """The ranks of a run's summary whose stage swapped; where there are none, why."""
+    """Return the ranks of a run's summary whose stage swapped, or none and the reason."""
     path = directory / "summary.json"
     if not path.is_file():
         return [], f"there is no {path}, which a run writes at its end"

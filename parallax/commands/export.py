@@ -1,4 +1,4 @@
-"""``parallax export``: the weights of a run's last checkpoint, as others load them."""
+"""``parallax export``: the weights of a run's last checkpoint in the formats of other libraries."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
+    """Add the options of the command."""
     parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run, or its name")
     parser.add_argument(
         "--to",
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Write, print; the exit code."""
+    """Run the command; return the exit code."""
     console = console_of(parsed)
     directory = parsed.run if parsed.run.is_dir() else RUNS / parsed.run
     out = parsed.out.expanduser() if parsed.out is not None else None

@@ -1,4 +1,4 @@
-"""``parallax import``: a run's first checkpoint from weights that others have trained."""
+"""``parallax import``: make a run's first checkpoint from weights of other libraries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
+    """Add the options of the command."""
     parser.add_argument("source", type=Path, metavar="SOURCE", help="a file or a folder")
     parser.add_argument(
         "--from",
@@ -33,17 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step",
         type=int,
         default=0,
-        help="steps that it was trained for: learning rate and rows go on there (default: 0)",
+        help="steps that it was trained for, from which learning rate and rows continue (default: 0)",
     )
     parser.add_argument(
-        "--weights-only", action="store_true", help="leave states of an optimizer out"
+        "--weights-only", action="store_true", help="leave out the optimizer states"
     )
     add_json(parser)
     add_overrides(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Compare, write, print; the exit code."""
+    """Run the command; return the exit code."""
     console = console_of(parsed)
     with working(console, "importing") as work:
         path = parsed.source.expanduser()
@@ -73,7 +73,7 @@ def run(parsed: argparse.Namespace) -> int:
     for line in (
         *found.remarks,
         f"step {found.step}, {format_bytes(found.weight_bytes)} of weights, {states} of optimizer states",
-        f"imported to {found.directory}: `parallax train name={found.directory.name}{steps}` goes on from there",
+        f"imported to {found.directory}: `parallax train name={found.directory.name}{steps}` continues from there",
     ):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0

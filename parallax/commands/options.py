@@ -1,4 +1,4 @@
-"""What several commands have in common: options, where a plan's file is, how results are printed and written."""
+"""Shared by several commands: options, paths of plans, printed and written results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FILE_WIDTH = 120  # columns of what is not printed to a terminal
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Settings as ``key=value``."""
+    """Add the settings, given as ``key=value``."""
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -46,12 +46,12 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def with_options_of(folder: str, overrides: Sequence[str]) -> list[str]:
-    """``overrides`` that may choose from the options in ``folder``, too."""
+    """Return ``overrides`` with the options in ``folder`` added to the search path."""
     return [searchpath(folder_of_options("--config-dir", folder)), *overrides]
 
 
 def add_words(parser: argparse.ArgumentParser) -> None:
-    """Class paths that files name, and that are imported where the user names them, too."""
+    """Add the option for class paths that are named in files and may be imported."""
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -62,7 +62,7 @@ def add_words(parser: argparse.ArgumentParser) -> None:
 
 
 def words_of(parsed: argparse.Namespace) -> dict[str, str]:
-    """The class paths that the user has named, key by key."""
+    """Return the class paths on the command line, by key."""
     named: dict[str, str] = {}
     for word in parsed.overrides:
         key, _, value = word.partition("=")
@@ -76,8 +76,8 @@ def words_of(parsed: argparse.Namespace) -> dict[str, str]:
 
 
 def trusting(words: Mapping[str, str]) -> Callable[[Path, Mapping[str, str]], None]:
-    """What is asked about the class paths of a stored configuration, see :mod:`parallax.common.trust`. ``words`` are
-    those that the user has named on this command line; the file must name each of them, too."""
+    """Return the check of class paths in a stored configuration (:mod:`parallax.common.trust`). ``words`` are the paths
+    on this command line; the file must name each of them."""
 
     def ask(file: Path, found: Mapping[str, str]) -> None:
         for key, typed in words.items():
@@ -92,8 +92,8 @@ def trusting(words: Mapping[str, str]) -> Callable[[Path, Mapping[str, str]], No
 
 
 def know_schedule(plan: Plan, file: Path, words: dict[str, str]) -> Plan:
-    """The plan with its schedule known also where it is one of the user's own and the user has named it, see
-    :mod:`parallax.common.trust`."""
+    """Return the plan after importing its schedule where that is a function of the user and is named on the command
+    line (:mod:`parallax.common.trust`)."""
     key, typed, name = "plan.schedule", words.get("plan.schedule", ""), plan.schedule.name
     if name in SCHEDULES or ":" in name:
         if typed not in ("", name):
@@ -114,14 +114,12 @@ def know_schedule(plan: Plan, file: Path, words: dict[str, str]) -> Plan:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """The switch to output for programs."""
-    parser.add_argument(
-        "--json", action="store_true", help="print it for programs, as one line of JSON"
-    )
+    """Add the switch to JSON output."""
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    """The plan file that a command is about."""
+    """Add the argument for a plan file."""
     parser.add_argument(
         "plan",
         type=Path,
@@ -131,23 +129,23 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def console_of(parsed: argparse.Namespace) -> Console:
-    """Where people read: beside the output where that is for programs; tables in a file have room."""
+    """Return the console for people: stderr where stdout is JSON. In files tables may be wide."""
     console = safe_console(stderr=parsed.json)
     return console if console.is_terminal else safe_console(stderr=parsed.json, width=FILE_WIDTH)
 
 
 def print_json(data: Any) -> None:
-    """One line."""
+    """Print ``data`` as one line of JSON."""
     print(json.dumps(data))
 
 
 def price_per_hour(cluster: Cluster) -> float:
-    """What all devices cost; 0 where no price was given."""
+    """Return the price of all devices; 0 without prices."""
     return sum(device.price_per_hour for device in cluster.devices)
 
 
 def plan_file(path: Path) -> Path:
-    """The plan file that ``path`` means: itself, or that of a run's directory, or of the run of that name."""
+    """Return the plan file of ``path``, which is a file, a run's directory or a run's name."""
     try:
         if path.is_dir():
             return path / "plan.yaml"
@@ -159,7 +157,7 @@ def plan_file(path: Path) -> Path:
 
 
 def read_plan(path: Path, words: dict[str, str]) -> tuple[Plan, Inputs]:
-    """A plan, whose schedule is known, with what it was made from."""
+    """Load a plan and its :class:`Inputs`, and import its schedule."""
     file = plan_file(path)
     plan, inputs = Plan.load(file), Inputs.load(inputs_path(file))
     inputs.check(plan)
@@ -167,7 +165,7 @@ def read_plan(path: Path, words: dict[str, str]) -> tuple[Plan, Inputs]:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Raise :class:`ConfigError` where no file can be at ``path``: before the work, not after it."""
+    """Raise :class:`ConfigError` before the work where ``path`` cannot be written."""
     if path.is_dir() or not path.parent.is_dir():
         reason = (
             "it is a folder" if path.is_dir() else f"{printable(str(path.parent))} is no folder"
@@ -177,7 +175,7 @@ def check_writable(option: str, path: Path) -> None:
 
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[Path]:
-    """A file that cannot be written is the user's mistake, named by the option that asked for it."""
+    """Turn an OSError of writing a file into a :class:`ConfigError` that names the option."""
     check_writable(option, path)
     try:
         yield path

@@ -1,4 +1,4 @@
-"""``parallax profile``: what each block of a model costs, measured here or derived from shapes."""
+"""``parallax profile``: the costs of each block of a model, measured here or derived from shapes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
+    """Add the options of the command."""
     add_json(parser)
     parser.add_argument(
         "--output", type=Path, default=Path("profile.json"), help="where to write it (profile.json)"
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Measure or derive, write, print; the exit code."""
+    """Run the command; return the exit code."""
     console = console_of(parsed)
     check_writable("--output", parsed.output)
     with working(console, "profiling") as work:
@@ -58,8 +58,8 @@ def run(parsed: argparse.Namespace) -> int:
         b.stays.at(rows) for b in profile.blocks
     ):
         console.print(
-            f"of what {rows} row(s) save, nothing may leave the device: tensors smaller than "
-            f"swap.minimum_bytes={config.swap.smallest_bytes(device_kind(config))} stay",
+            f"no activation of {rows} row(s) can be offloaded: tensors smaller than "
+            f"swap.minimum_bytes={config.swap.smallest_bytes(device_kind(config))} stay on the device",
             soft_wrap=True,
         )
     console.print(f"profile: {parsed.output}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""``parallax report``: what the points of a sweep, or one run, have measured: a table, CSV, charts, and a page."""
+"""``parallax report``: the results of a sweep or a run as a table, CSV, charts and a page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
+    """Add the options of the command."""
     parser.add_argument(
         "results",
         type=Path,
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Print the table and write the files; the exit code."""
+    """Run the command; return the exit code."""
     console = safe_console()
     if not console.is_terminal:
         console = safe_console(width=WIDTH)

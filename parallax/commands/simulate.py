@@ -1,4 +1,4 @@
-"""``parallax simulate``: run a plan's action lists on predicted costs again, and show what every rank does when."""
+"""``parallax simulate``: run a plan's action lists on predicted costs and show the timeline of every rank."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
+    """Add the options of the command."""
     add_plan(parser)
     add_words(parser)
     parser.add_argument(
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Simulate, write, print; the exit code."""
+    """Run the command; return the exit code."""
     console = console_of(parsed)
     plan, inputs = read_plan(parsed.plan, words_of(parsed))
     with console.status(f"simulating {plan.world_size} rank(s)"):
@@ -76,7 +76,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _spans(forecast: Forecast, plan: Plan) -> list[Span]:
-    """Every action; only plans that are small enough have them."""
+    """Return the span of every action. Raises :class:`PlanError` for plans too large to be simulated by action."""
     if not forecast.spans:
         raise PlanError(
             f"{plan.world_size} ranks with {plan.micro_batches(plan.global_batch)} micro-batches are timed without "

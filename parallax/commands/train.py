@@ -1,4 +1,4 @@
-"""``parallax train``: plan, start the processes, train; under torchrun, one rank of it."""
+"""``parallax train``: plan, start the processes and train; under torchrun, be one rank."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
+    """Add the options of the command."""
     parser.add_argument(
         "--run-dir",
         type=Path,
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Train; the exit code."""
+    """Run the command; return the exit code."""
     if parsed.cfg or parsed.resolve or parsed.package is not None:
         return _show_settings(parsed)
     if parsed.multirun or wants_sweep(parsed.overrides):
@@ -90,7 +90,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _show_settings(parsed: argparse.Namespace) -> int:
-    """Print the settings of one run; the exit code."""
+    """Print the settings of a run; return the exit code."""
     if parsed.cfg is None:
         raise ConfigError("--resolve and --package go with --cfg job, --cfg hydra or --cfg all")
     if parsed.multirun or wants_sweep(parsed.overrides):
@@ -105,7 +105,7 @@ def _show_settings(parsed: argparse.Namespace) -> int:
 
 
 def _sweep(parsed: argparse.Namespace) -> int:
-    """Many runs; the exit code."""
+    """Run all points of a sweep; return the exit code."""
     if parsed.run_dir is not None:
         raise ConfigError("--run-dir: a sweep prepares its own directories; leave out -m or this")
     if under_torchrun():
@@ -117,7 +117,7 @@ def _sweep(parsed: argparse.Namespace) -> int:
 
 
 def _trusts(parsed: argparse.Namespace) -> Trusts:
-    """What is asked about a prepared directory: its settings stand, so nothing but class paths can be typed with it."""
+    """Return the check of class paths in a prepared directory, whose settings cannot be changed on the command line."""
     if parsed.run_dir is None:
         return trusting({})
     for word in parsed.overrides:

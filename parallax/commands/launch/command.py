@@ -1,4 +1,4 @@
-"""What ``parallax launch`` does."""
+"""``parallax launch``: write and submit the batch job."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
+    """Add the options of the command."""
     parser.add_argument("--slurm", action="store_true", help="as a job of Slurm, by sbatch")
     parser.add_argument("--dry", action="store_true", help="print the batch script, submit nothing")
     counts = {
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Submit, or print; the exit code. Every run's settings are read first: a queue is a bad place to find mistakes."""
+    """Submit or print the job; return the exit code. The settings of every run are checked before the job is queued."""
     if not parsed.slurm:
         raise ConfigError("parallax launch: for which batch system? accepted is --slurm")
     console = safe_console(stderr=parsed.dry)
@@ -107,7 +107,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _points(axes: Sequence[Sequence[tuple[str, str]]]) -> list[list[str]]:
-    """The settings of each task of a job array, which all have the same nodes; none where nothing varies."""
+    """Return the settings of each task of a job array, whose tasks have the same nodes; empty without an array."""
     for key, _ in (pair for axis in axes for pair in axis[:1]):
         if key in ("cluster", "cluster.nodes", "cluster.devices", "name"):
             raise ConfigError(
@@ -125,7 +125,7 @@ def _check(config: RunConfig) -> None:
     config.trainer.check_steps()
     if config.trainer.resume == "never":
         raise ConfigError(
-            "trainer.resume=never: a job that is queued again goes on from its checkpoint; leave that out, and choose "
+            "trainer.resume=never: a job that is queued again resumes from its checkpoint; leave that out, and choose "
             "a new name"
         )
 
@@ -135,8 +135,8 @@ def _unnamed(overrides: Sequence[str]) -> list[str]:
 
 
 def _trained(overrides: Sequence[str], config: RunConfig) -> list[str]:
-    """What the ranks are given: they have the devices, so a cluster to plan for says nothing to them; but its budget
-    is theirs, too."""
+    """Return the settings of the ranks: without the cluster of the catalog, since they find their devices, but with
+    its memory budget."""
     words = _unnamed(overrides)
     if not isinstance(config.cluster, CatalogClusterConfig):
         return words

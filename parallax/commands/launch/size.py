@@ -1,4 +1,4 @@
-"""How many nodes a job asks for, and how many ranks each has."""
+"""The size of a job: nodes, and ranks on each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallax.run.job import plan_run
 
 @dataclass(frozen=True)
 class JobSize:
-    """So many ``nodes``, each with so many ranks and devices."""
+    """``nodes`` with the same number of ranks and devices each."""
 
     nodes: int
     processes: int
@@ -22,7 +22,7 @@ class JobSize:
 
 
 def job_size(parsed: argparse.Namespace, config: RunConfig) -> JobSize:
-    """As asked for; otherwise what the plan for a cluster of the catalog needs."""
+    """Return the size on the command line, otherwise the size of the plan for a cluster of the catalog."""
     nodes, gpus, processes = (
         count_of(f"--{key.replace('_', '-')}", getattr(parsed, key))
         for key in ("nodes", "gpus_per_node", "processes_per_node")
@@ -54,7 +54,7 @@ def _planned(config: RunConfig) -> JobSize:
 
 
 def count_of(option: str, value: int | None) -> int | None:
-    """The number given to ``option``, which must be above zero."""
+    """Return the number given to ``option``; raise :class:`ConfigError` below 1."""
     if value is not None and value < 1:
         raise ConfigError(f"{option}={value}: accepted are whole numbers from 1")
     return value

@@ -1,4 +1,4 @@
-"""``parallax plan``: the best plan, why it is the best, and what other machines or batches would give."""
+"""``parallax plan``: the best plan, why it is the best, and plans for other machines or batches."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ EXAMPLES = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its options."""
+    """Add the options of the command."""
     add_json(parser)
     parser.add_argument(
         "--output",
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Plan, compare or tell apart; the exit code."""
+    """Run the command; return the exit code."""
     console = console_of(parsed)
     if parsed.diff is not None:
         return _diff(parsed, console)

@@ -23,7 +23,7 @@ SHORT = {"devices": "cluster.devices", "nodes": "cluster.nodes"}
 
 
 def what_if(parsed: argparse.Namespace, console: Console) -> int:
-    """Plan every combination; the exit code. All of them are read before the first is planned."""
+    """Plan every combination and return the exit code. All settings are read before the first plan."""
     alternatives = [alternative(text, "--what-if") for text in parsed.what_if]
     combinations = [dict(chosen) for chosen in itertools.product(*alternatives)]
     outcomes: list[Outcome] = []
@@ -56,7 +56,7 @@ def what_if(parsed: argparse.Namespace, console: Console) -> int:
 
 
 def alternative(text: str, option: str) -> list[tuple[str, str]]:
-    """``key=a,b``, given to ``option``, as the pairs to choose one from."""
+    """Split ``key=a,b``, given to ``option``, into pairs of key and value."""
     key, equals, values = text.partition("=")
     found = list(_split(values))
     if not equals or not key or not all(found):
@@ -67,7 +67,7 @@ def alternative(text: str, option: str) -> list[tuple[str, str]]:
 
 
 def _split(values: str) -> Iterator[str]:
-    """The values between commas; those inside brackets separate nothing."""
+    """Split at commas outside of brackets."""
     depth, start = 0, 0
     for index, sign in enumerate(values):
         depth += (sign in "[{(") - (sign in ")}]")
