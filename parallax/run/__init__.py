@@ -1,1 +1,1 @@
-"""A run: what is asked, its directory, its processes, and another plan where one drifts."""
+"""A run: its configuration, plan, directory and processes, and a new plan where measured times drift."""

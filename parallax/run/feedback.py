@@ -1,8 +1,7 @@
-"""The way back from a run to the planner: its measured timeline corrects the profile that it was planned with.
+"""Correct the profile that a run was planned with by the run's measured timeline.
 
-A run's directory holds its plan, what the plan was made from, and what every rank did when. The corrected profile is
-written there, and where the profiler looks before it measures: the next plan of the same model on this machine is
-made with it.
+A run's directory holds its plan, the plan's inputs and the events of every rank. The corrected profile is written there
+and into the cache of profiles, so the next plan of the same model on this machine uses it.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ RECENT_STEPS = 100  # steps of a run that are looked at: the last
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectedProfile:
-    """A corrected profile, where the next plan will find it (None where it will not), the cluster that it is for, and
-    seconds of a step: as measured, as the plan predicted them, and as predicted with the corrected profile. ``slow``:
-    the ranks that the cluster has as slow, and how many times as slow."""
+    """A corrected profile with its path in the cache (None where it is not kept), the cluster that it is for, and the
+    seconds of a step: measured, predicted by the plan, and predicted with the corrected profile. ``slow``: ranks
+    whose devices are slow in that cluster, and by which factor."""
 
     profile: ModelProfile
     path: Path | None
@@ -50,12 +49,12 @@ class CorrectedProfile:
 
     @property
     def first_error(self) -> float:
-        """The plan's error as a fraction of what was measured."""
+        """Return the error of the plan as a fraction of the measured seconds."""
         return self.first_seconds / self.measured_seconds - 1
 
     @property
     def second_error(self) -> float:
-        """The error that is left."""
+        """Return the error with the corrected profile as a fraction of the measured seconds."""
         return self.second_seconds / self.measured_seconds - 1
 
 
@@ -66,10 +65,10 @@ def correct(
     progress: Callable[[str], None],
     slow: Mapping[int, float] | None = None,
 ) -> CorrectedProfile:
-    """Correct the profile of the run in ``directory`` and write it. ``slow``: ranks whose devices took so many times
-    as long as others, which is no fault of the blocks that they held; what the run's spans do not show of that is left
-    out. A profile of slow devices is not kept for other runs, which may find them at full speed. Raises
-    :class:`ConfigError` where the run wrote down no steps, :class:`~parallax.errors.PlanError` where its files do not
+    """Correct the profile of the run in ``directory`` and write it. ``slow``: the factors by which devices of ranks
+    were slower than others, which the blocks are not to blame for; factors that the run's spans do not show are
+    ignored. A profile of slow devices is not kept for other runs, whose devices may have full speed. Raises
+    :class:`ConfigError` where the run recorded no steps, :class:`~parallax.errors.PlanError` where its files do not
     belong together."""
     inputs = Inputs.load(inputs_path(directory / "plan.yaml"))
     inputs.check(plan)
@@ -101,8 +100,8 @@ def correct(
 
 
 def drop_contradicted(directory: Path, config: RunConfig, summary: Mapping[str, Any]) -> str:
-    """Where the steps of a run contradict the profile that it was planned with, drop the kept one, so that the next
-    plan measures; what to tell. A slow rank and steps that are recorded are reasons of their own."""
+    """Remove the kept profile where the measured steps of a run contradict it, so that the next plan measures again;
+    return the message for the user. Runs with a slow rank or with recorded steps do not count."""
     if summary.get("stragglers") or config.debug.record != "off":
         return ""
     numbers = summary.get("step_seconds_median"), summary.get("predicted_step_seconds")
@@ -119,8 +118,8 @@ def drop_contradicted(directory: Path, config: RunConfig, summary: Mapping[str, 
 
 
 def measured_spans(directory: Path, ranks: int) -> list[Span]:
-    """What the ranks of a run did in its last steps, without the first, which touch memory and connect; where they did
-    not write that down, the typical step that the run's end wrote."""
+    """Return the spans of the last steps of a run without its first ones, which touch memory and connect; without
+    recorded events, the spans of the typical step that the end of the run wrote."""
     files = [events_path(directory, rank) for rank in range(ranks)]
     spans = [span for file in files if file.is_file() for span in _recent(file)]
     typical = directory / MEASURED_EVENTS
@@ -147,7 +146,7 @@ def check_spans(spans: Sequence[Span], directory: Path, plan: Plan) -> None:
 
 
 def typical_step(spans: Sequence[Span]) -> list[Span]:
-    """The spans of the step of median length."""
+    """Return the spans of the step of median length."""
     bounds: dict[int, tuple[float, float]] = {}
     for span in spans:
         start, end = bounds.get(span.step, (span.start, span.end))
@@ -157,7 +156,7 @@ def typical_step(spans: Sequence[Span]) -> list[Span]:
 
 
 def _recent(file: Path) -> list[Span]:
-    """The spans of the last steps of a file."""
+    """Return the spans of the last :data:`RECENT_STEPS` steps in a file."""
     steps: dict[int, list[Span]] = {}
     for span in read_events(file):
         steps.setdefault(span.step, []).append(span)

@@ -1,4 +1,4 @@
-"""From a resolved configuration to the objects of a run: model, loss, rows, profile, plan."""
+"""From a resolved configuration to the objects of a run: model, loss, data, profile, plan."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ DEFAULT_SEQUENCE = 256
 
 
 def build_chain(config: RunConfig) -> Chain:
-    """The model of ``config`` as a chain of blocks."""
+    """Return the model of ``config`` as a chain of blocks."""
     model = built_model(config)
     return describe(
         partial(build_model, model),
@@ -78,7 +78,7 @@ def build_chain(config: RunConfig) -> Chain:
 
 
 def _inputs(config: RunConfig, rows: int) -> Any:
-    """Inputs of that many rows, or of a batch where it has fewer."""
+    """Return inputs of ``rows`` rows, or of all rows of a smaller batch."""
     if isinstance(config.data, TextDataConfig):
         return torch.empty(rows, sequence_length(config), dtype=torch.int64, device="meta")
     batch = first_batch(config, open_source(config))
@@ -87,7 +87,7 @@ def _inputs(config: RunConfig, rows: int) -> Any:
 
 
 def doing(config: RunConfig, what: str) -> str:
-    """What is being done, with the user's function that is called for it."""
+    """Return the name of a phase with the user's function that it calls."""
     group = {"building the model": config.model, "fetching rows": config.data}[what]
     key = "model.target" if group is config.model else "data.target"
     target = getattr(group, "target", "")
@@ -95,7 +95,7 @@ def doing(config: RunConfig, what: str) -> str:
 
 
 def built_model(config: RunConfig) -> BuiltModelConfig:
-    """The model of ``config``, which must have code."""
+    """Return the model settings of ``config``. Raises :class:`ConfigError` for a model without code."""
     if isinstance(config.model, TransformerConfig):
         raise ConfigError(
             "model=transformer: it has sizes but no code, so it can be planned for (cluster=dgx_a100) but neither "
@@ -105,7 +105,7 @@ def built_model(config: RunConfig) -> BuiltModelConfig:
 
 
 def local_cluster(config: RunConfig) -> ClusterConfig:
-    """The cluster of ``config``, which must be this machine."""
+    """Return the cluster settings of ``config``. Raises :class:`ConfigError` for a cluster of the catalog."""
     if isinstance(config.cluster, CatalogClusterConfig):
         raise ConfigError(
             "cluster=catalog: it is a cluster to plan for; train on this machine with cluster=local"
@@ -114,7 +114,8 @@ def local_cluster(config: RunConfig) -> ClusterConfig:
 
 
 def check_devices(config: RunConfig) -> None:
-    """Refuse to train on the CPU where nobody asked for that, and torch cannot use the accelerator of this host."""
+    """Raise :class:`ConfigError` where training would run on the CPU although this host has an accelerator that torch
+    cannot use, unless the settings ask for the CPU."""
     if local_cluster(config).kind == AUTO and (found := unusable_device()):
         wrong, remedy = found
         raise ConfigError(
@@ -123,14 +124,14 @@ def check_devices(config: RunConfig) -> None:
 
 
 def device_kind(config: RunConfig) -> str:
-    """What ``config``'s model is to be trained on: an accelerator of the catalog, or the kind of this machine."""
+    """Return the kind of device to train on: of the catalog cluster, or of this machine."""
     if isinstance(config.cluster, CatalogClusterConfig):
         return config.cluster.kind.name
     return choose_devices(config.cluster).kind
 
 
 def build_loss(config: RunConfig) -> Loss:
-    """The model's own ``loss(outputs, targets)``, or that of :func:`usual_loss`."""
+    """Return the model's own ``loss(outputs, targets)``, or :func:`usual_loss`."""
     factory = partial(build_model, built_model(config))
     model = construct(factory, config.seed).with_attributes()
     own = getattr(model, "loss", None)
@@ -145,8 +146,8 @@ def build_loss(config: RunConfig) -> Loss:
 
 
 def usual_loss(outputs: Any, targets: Any) -> Tensor:
-    """The loss that ``outputs`` have, as models of transformers have one where labels are among their inputs; otherwise
-    mean cross-entropy: class scores in the last dimension of ``outputs``, or of its ``logits``, classes in
+    """Return the loss in ``outputs``, as models of transformers have it where labels are among their inputs; otherwise
+    mean cross-entropy: class scores in the last dimension of ``outputs`` or of its ``logits``, classes in
     ``targets``."""
     own = getattr(outputs, "loss", None)
     if isinstance(own, Tensor):
@@ -173,19 +174,19 @@ def usual_loss(outputs: Any, targets: Any) -> Tensor:
 
 
 def sequence_length(config: RunConfig) -> int:
-    """Bytes in a row of text."""
+    """Return the bytes in a row of text."""
     if isinstance(config.model, CustomModelConfig):
         return int(config.model.kwargs.get("sequence", DEFAULT_SEQUENCE))
     return DEFAULT_SEQUENCE if isinstance(config.model, TimmConfig) else config.model.sequence
 
 
 def tokens_per_row(config: RunConfig) -> int:
-    """What a row counts in tokens per second: its bytes, or one where rows are the user's own."""
+    """Return the tokens in a row: its bytes of text, or 1 for rows of the user's source."""
     return sequence_length(config) if isinstance(config.data, TextDataConfig) else 1
 
 
 def open_source(config: RunConfig, *, quiet: bool = True) -> Source:
-    """The rows of ``config``."""
+    """Return the data source of ``config``."""
     vocabulary = getattr(config.model, "vocabulary", BYTES)
     if isinstance(config.data, TextDataConfig) and not vocabulary:
         raise ConfigError(
@@ -200,8 +201,8 @@ def open_source(config: RunConfig, *, quiet: bool = True) -> Source:
 
 
 def first_batch(config: RunConfig, source: Source) -> Rows:
-    """Held-out rows, as many as a batch has, to measure and to plan with. Raises :class:`DataError` where there are
-    fewer, or where all rows of a text are fewer."""
+    """Return a batch of held-out rows, for measuring and planning. Raises :class:`DataError` where the source has fewer
+    rows than a batch."""
     wanted, text = config.trainer.global_batch, isinstance(config.data, TextDataConfig)
     if isinstance(source, TextSource) and len(source) < wanted:
         raise DataError(
@@ -235,7 +236,7 @@ def first_batch(config: RunConfig, source: Source) -> Rows:
 
 
 def _sampled(config: RunConfig, *, quiet: bool = True) -> Rows:
-    """Those rows, whose inputs and targets are as many."""
+    """Return the first held-out batch, checked to have as many targets as inputs."""
     batch = first_batch(config, open_source(config, quiet=quiet))
     if isinstance(config.data, TextDataConfig):
         return batch
@@ -247,7 +248,7 @@ def _sampled(config: RunConfig, *, quiet: bool = True) -> Rows:
 
 
 def _check_inputs(what: str, batch: Rows) -> None:
-    """Raise :class:`DataError` where rows of several lengths are given in a way in which they cannot be cut."""
+    """Raise :class:`DataError` for inputs that are a list of tensors, one for each row."""
     one, two = (flatten(batch.inputs(0, rows))[0] for rows in (1, 2))
     if len(one) != len(two):
         raise DataError(
@@ -266,11 +267,11 @@ def plan_run(
     verified: bool = False,
     accept: Callable[[Chain], None] = lambda chain: None,
 ) -> Planned:
-    """The plan of ``config``, on this machine or for its catalog cluster. A given ``profile`` is used instead of
-    measuring, or deriving, one. ``present`` is the cluster of several nodes, this one the first. ``scratch`` is where
-    swap files would go. ``verified``: it is to be trained, so the chain is compared with its model, and rows that meet
-    must not be cut (:mod:`parallax.run.verified`). ``accept`` raises for a model that is not to be planned for, of
-    which there are no weights yet."""
+    """Return the plan of ``config`` on this machine or for its catalog cluster. ``profile`` replaces measuring or
+    deriving one. ``present``: the cluster of several nodes, of which this is the first. ``scratch``: the folder of
+    swap files. ``verified``: the plan will be trained, so the chain is compared with its model, and batches whose
+    loss depends on the split are refused (:mod:`parallax.run.verified`). ``accept`` raises for a model that must not
+    be planned, before it has weights."""
     if isinstance(config.cluster, CatalogClusterConfig):
         return plan_catalog(
             stepped_by(profile or profile_run(config, progress), config.optimizer),
@@ -313,7 +314,7 @@ def _what_is_planned(
     present: Cluster | None,
     accept: Callable[[Chain], None],
 ) -> tuple[Chain, Loss, Rows]:
-    """Model, loss and a batch of ``config``, which some plan on this machine may follow."""
+    """Return model, loss and a batch of ``config``, after checking that some plan on this machine may follow it."""
     check_devices(config)
     config.replicas.check_asked(config.plan)
     progress(doing(config, "building the model"))
@@ -338,7 +339,8 @@ def _what_is_planned(
 
 
 def profile_run(config: RunConfig, progress: Callable[[str], None]) -> ModelProfile:
-    """The profile of ``config``'s model: measured on this machine, or derived from shapes for its catalog cluster."""
+    """Return the profile of ``config``'s model: measured on this machine, or derived from shapes for its catalog
+    cluster."""
     if isinstance(config.cluster, CatalogClusterConfig):
         return price(model_work(config, progress), config.cluster.kind)
     check_devices(config)
@@ -362,7 +364,7 @@ def profile_run(config: RunConfig, progress: Callable[[str], None]) -> ModelProf
 
 
 def remember_run_profile(profile: ModelProfile, config: RunConfig) -> Path:
-    """Put ``profile`` where the next plan of ``config`` on this machine finds it instead of measuring; the file."""
+    """Keep ``profile`` for the next plan of ``config`` on this machine; return the file."""
     return remember_profile(
         profile,
         build_chain(config),
@@ -376,7 +378,7 @@ def remember_run_profile(profile: ModelProfile, config: RunConfig) -> Path:
 
 
 def model_work(config: RunConfig, progress: Callable[[str], None] = lambda text: None) -> ModelWork:
-    """What ``config``'s model asks of any device; nothing is computed and no weight is made."""
+    """Return the operations and bytes of ``config``'s model, counted without computing or making weights."""
     if isinstance(config.model, TransformerConfig):
         if config.trainer.gather_loss:
             raise ConfigError(
@@ -399,7 +401,7 @@ def model_work(config: RunConfig, progress: Callable[[str], None] = lambda text:
 
 
 def read_profile(config: RunConfig, path: Path) -> ModelProfile:
-    """A profile file, which must be of ``config``'s model."""
+    """Read a profile file. Raises :class:`ConfigError` where it is of another model than ``config``'s."""
     found, model = ModelProfile.load(path), config.model
     if isinstance(model, TransformerConfig):
         wanted = model.work(str(config.precision)).fingerprint
@@ -414,7 +416,7 @@ def read_profile(config: RunConfig, path: Path) -> ModelProfile:
 
 
 def _shapes(config: RunConfig, chain: Chain) -> Sample:
-    """Rows that need no data to be there: text has whole numbers; rows of one's own are asked for."""
+    """Return a sample of batches: whole numbers on the meta device for text, rows of the user's source otherwise."""
     if isinstance(config.data, TextDataConfig):
         length = sequence_length(config)
 

@@ -1,4 +1,4 @@
-"""The cluster that is there: what each node of a run has, and the links between them.
+"""The present cluster: the devices of each node of a run, and the links between nodes.
 
 ::
 
@@ -52,15 +52,16 @@ Kind = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A cluster of several nodes; ``kinds`` are those of each node's devices, ``device_bytes`` what each of them has on
-    one, of which the cluster counts the least of its kind."""
+    """A cluster of several nodes. ``kinds``: the kind of each node's devices. ``device_bytes``: the memory of a device
+    of each node, of which the cluster has the smallest of its kind."""
 
     cluster: Cluster
     kinds: tuple[Kind, ...]
     device_bytes: tuple[int, ...]
 
     def at_speeds(self, seconds: Sequence[float]) -> Joined:
-        """The same, where the devices of a node take so many ``seconds`` for the same work."""
+        """Return the cluster with devices at the relative speeds of ``seconds``, which each node takes for the same
+        work."""
         nodes = tuple(
             replace(
                 node,
@@ -73,20 +74,20 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What a node has, as a cluster of its own."""
+    """The devices of a node as a cluster of one node."""
 
     cluster: Cluster
     kind: Kind
 
 
 def node_devices(config: ClusterConfig, nodes: Nodes) -> DeviceChoice:
-    """The devices of this rank's node: one for each of its ranks."""
+    """Return the devices of this rank's node: one for each of its ranks."""
     return choose_devices(replace(config, devices=nodes.local_count))
 
 
 def share_devices(config: ClusterConfig, nodes: Nodes, *, select: bool) -> None:
-    """Let this process know which devices all ranks have, before it plans for them; called by every rank of torch's
-    world. ``select``: a rank has none yet, and takes that of its number on its host."""
+    """Tell this process the devices of all ranks before it plans; called by every rank of torch's world. ``select``:
+    select the device of this rank's number on its host first."""
     kind, local_rank = chosen_kind(config), os.environ.get("LOCAL_RANK")
 
     def own() -> OwnDevice | None:
@@ -110,7 +111,7 @@ def share_devices(config: ClusterConfig, nodes: Nodes, *, select: bool) -> None:
 def measured_cluster(
     config: ClusterConfig, choice: DeviceChoice, swap: SwapConfig, scratch: Path | None
 ) -> Cluster:
-    """This machine as the planner sees it, with the bandwidths that were measured on it."""
+    """Return this machine as a cluster, with its measured bandwidths."""
     folder = existing_parent(swap_folder(swap, scratch))
     return build_cluster(
         config,
@@ -125,10 +126,10 @@ def measured_cluster(
 def join_nodes(
     config: ClusterConfig, swap: SwapConfig, nodes: Nodes, scratch: Path | None
 ) -> Joined:
-    """What all nodes have, as one cluster; called by every rank of torch's world. ``scratch`` is where swap files would
-    go. Nodes with the same kind of devices count as the weakest of them, so that a plan holds wherever it runs.
+    """Return the cluster of all nodes; called by every rank of torch's world. ``scratch``: the folder of swap files.
+    Nodes with the same kind of devices count as the weakest of them, so that a plan fits on each of them.
 
-    Raises :class:`~parallax.errors.UnfitHostError` where some have not what is asked of each.
+    Raises :class:`~parallax.errors.UnfitHostError` where a setting asks for more than some nodes have.
     """
 
     def offer() -> _Offer:
@@ -158,7 +159,7 @@ def join_nodes(
 
 
 def _between(config: ClusterConfig, nodes: Nodes) -> RemoteLink:
-    """The link between nodes, as the user says or as it is measured."""
+    """Return the link between nodes from the settings, or measured."""
     kind = node_devices(config, nodes).kind
     if (link := asked_link(config)) is not None:
         # A host's ranks share its network card; accelerators mostly have one each.
@@ -175,7 +176,7 @@ def _kind(choice: DeviceChoice) -> Kind:
 
 
 def _weakest(index: int, offers: Sequence[_Offer]) -> Node:
-    """The node of an offer, with what the least of its kind has."""
+    """Return the node of an offer with the smallest capacities of all nodes of its kind."""
     node = offers[index].cluster.nodes[0]
     alike = [each.cluster.nodes[0] for each in offers if each.kind == offers[index].kind]
     devices = [device for each in alike for device in each.devices]
@@ -210,7 +211,7 @@ def _slowest(links: Sequence[Link]) -> Link:
 
 
 def swap_folder(swap: SwapConfig, scratch: Path | None) -> Path:
-    """Where swap files would be, or something there already above it."""
+    """Return the folder of swap files."""
     return (
         Path(swap.directory) if swap.directory != "auto" else scratch or Path(tempfile.gettempdir())
     )

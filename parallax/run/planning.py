@@ -1,4 +1,4 @@
-"""Plans a described model: for this machine, whose devices measure its blocks, or for machines from the catalog."""
+"""Plan a described model for this machine, whose devices measure its blocks, or for machines of the catalog."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _Costs = TypeVar("_Costs", ModelProfile, ModelWork)
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan with everything it was made from. ``remarks``: what to say of its devices, one line each."""
+    """A plan with its inputs. ``remarks``: lines for the user about the devices."""
 
     plan: Plan
     forecast: Forecast
@@ -70,7 +70,7 @@ class Planned:
 
 
 def settle(choice: DeviceChoice) -> None:
-    """Make this process compute as the ranks of a run do."""
+    """Configure this process's threads and allocator as ranks of a run do."""
     torch.set_num_threads(choice.threads)
     if choice.kind == "cpu":
         use_one_arena()  # before a thread has another
@@ -78,7 +78,7 @@ def settle(choice: DeviceChoice) -> None:
 
 
 def settled(cluster: ClusterConfig, plan: PlanConfig) -> DeviceChoice:
-    """The devices that ``plan`` asks for, with this process computing as their ranks will."""
+    """Return the devices for ``plan``, after configuring this process as their ranks."""
     count = _given(cluster, plan)
     return _settled(cluster, min(count, plan.ranks or count))
 
@@ -90,7 +90,7 @@ def _settled(cluster: ClusterConfig, count: int) -> DeviceChoice:
 
 
 def _given(cluster: ClusterConfig, plan: PlanConfig) -> int:
-    """Devices that ``plan`` may use; where the machine is asked, as many as it asks for at least."""
+    """Return the devices that a plan may use; on this machine at least as many as ``plan`` asks for."""
     alone = [each for each in (plan.stages, plan.replicas) if isinstance(each, int)]
     return choose_devices(cluster, at_least=plan.ranks or max([1, *alone])).count
 
@@ -113,12 +113,11 @@ def plan_model(
     scratch: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Planned:
-    """Measure ``chain`` on this machine and search the plan for global batches like ``batch``.
+    """Measure ``chain`` on this machine and return the best plan for global batches like ``batch``.
 
-    With ``gather_loss`` the loss is computed once, of all rows of a batch, for losses in which rows meet.
-    ``profile`` is used instead of measuring. ``present`` is the cluster to plan for where it is of more nodes than
-    this one, its first. ``scratch`` is where swap files would go. Raises
-    :class:`~parallax.errors.InfeasiblePlan` where nothing fits.
+    With ``gather_loss`` the loss is computed once, of all rows of a batch, for contrastive losses. ``profile`` replaces
+    the measurement. ``present``: the cluster of several nodes, of which this is the first. ``scratch``: the folder of
+    swap files. Raises :class:`~parallax.errors.InfeasiblePlan` where nothing fits.
     """
     cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
     batch = RowCheck(chain.dtype).of(batch, "the batch to plan with")
@@ -154,8 +153,8 @@ def plan_model(
 
 
 def as_planned(cluster: ClusterConfig, asked: PlanConfig, plan: Plan) -> ClusterConfig:
-    """What ranks of ``plan`` are told of ``cluster``: as many devices as it uses, and on a CPU as many threads as each
-    had when it was measured, also where the planner has found that fewer of them are as fast."""
+    """Return the settings of ``cluster`` for the ranks of ``plan``: as many devices as it uses, and on a CPU as many
+    threads for each as were measured, also where the planner found that fewer devices are as fast."""
     counted = dataclasses.replace(cluster, devices=plan.world_size)
     if asked.ranks is not None or cluster.threads != AUTO or chosen_kind(cluster) != "cpu":
         return counted
@@ -167,7 +166,7 @@ def as_planned(cluster: ClusterConfig, asked: PlanConfig, plan: Plan) -> Cluster
 
 
 def _unused(given: int, used: int) -> str:
-    """A line on the devices that no plan uses; empty where there are none."""
+    """Return a line on the devices that the plan leaves unused; empty where there are none."""
     if used == given:
         return ""
     return (
@@ -177,7 +176,7 @@ def _unused(given: int, used: int) -> str:
 
 
 def _started(cluster: ClusterConfig) -> bool:
-    """Whether the ranks are there, so that each is a device of the plan."""
+    """Whether the ranks are running, so that each is a device of the plan."""
     return dist.is_initialized() and cluster.devices == dist.get_world_size()
 
 
@@ -192,8 +191,8 @@ def check_model(
     gather_loss: bool,
     present: Cluster | None = None,
 ) -> int:
-    """The number of devices that plans of ``chain`` for batches of ``rows`` rows use. Refuses settings that none can
-    follow, before anything is measured; see :func:`~parallax.plan.search.contradiction.check_question`."""
+    """Return how many devices plans of ``chain`` for ``rows`` rows may use. Raises before any measurement where no plan
+    can follow the settings; see :func:`~parallax.plan.search.contradiction.check_question`."""
     return check_question(
         Question(
             config=plan,
@@ -211,8 +210,8 @@ def check_model(
 
 
 def stepped_by(costs: _Costs, optimizer: OptimizerConfig) -> _Costs:
-    """Profiles and works are of models that AdamW steps, with two states for each weight; ``costs`` with those of
-    ``optimizer``. A step moves weight, gradient and states, and all but the gradient back."""
+    """Return ``costs`` of AdamW, with two states for each weight, converted to ``optimizer``. A step reads weight,
+    gradient and states, and writes all but the gradient."""
     optimizer_bytes = costs.optimizer_bytes * optimizer.states / ADAMW_STATES
     if isinstance(costs, ModelProfile):
         moved = (3 + 2 * optimizer.states) / (3 + 2 * ADAMW_STATES)
@@ -236,8 +235,8 @@ def measure_model(
     scratch: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
-    """What ``chain`` costs on the devices of ``choice``, measured on the first rows of ``batch``; with ``gather_loss``
-    the loss on all of them. ``scratch`` is where swap files would go."""
+    """Return the profile of ``chain`` on the devices of ``choice``, measured on the first rows of ``batch``; with
+    ``gather_loss`` the loss of all rows is measured. ``scratch``: the folder of swap files."""
     conditions = _conditions(chain, batch, choice, precision, swap, gather_loss, scratch)
     return measure(chain, loss, **conditions, name=name, progress=progress)
 
@@ -253,7 +252,7 @@ def remember_profile(
     swap: SwapConfig,
     gather_loss: bool,
 ) -> Path:
-    """Put ``profile`` where :func:`measure_model`, asked the same, will find it instead of measuring; the file."""
+    """Keep ``profile`` where :func:`measure_model` with the same arguments will find it; return the file."""
     path = profile_path(
         chain, loss, **_conditions(chain, batch, choice, precision, swap, gather_loss)
     )
@@ -270,7 +269,7 @@ def _conditions(
     gather_loss: bool,
     scratch: Path | None = None,
 ) -> dict[str, Any]:
-    """What a measurement depends on besides model and loss: arguments of
+    """Return the conditions of a measurement besides model and loss: arguments of
     :func:`~parallax.model.profiling.measure.measure`."""
 
     def sample(count: int) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -288,7 +287,7 @@ def _conditions(
 
 
 def _offloader(choice: DeviceChoice, swap: SwapConfig, scratch: Path | None) -> Offloader | None:
-    """How the ranks of a run would offload."""
+    """Return the offloading that ranks of a run would use."""
     tier = tier_below(choice, swap.tier)
     return Trials(tier.name, swap, swap_folder(swap, scratch)) if tier.exists else None
 
@@ -305,8 +304,8 @@ def plan_catalog(
     gather_loss: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Planned:
-    """Search the plan of a model for machines that are not at hand; ``dtype`` is the one of its matrix products.
-    Schedules and tiers that the runtime does not know are searched, too."""
+    """Search the plan of a model for machines that are not at hand. ``dtype``: the number format of its matrix
+    products. Schedules and tiers without an implementation in the runtime are searched too."""
     parameters = sum(block.parameters for block in profile.blocks)
     weight_bytes = (
         round(sum(block.parameter_bytes for block in profile.blocks) / max(1, parameters)) or 4
@@ -345,8 +344,8 @@ def plan_catalog(
 def plan_together(
     chain: Chain, loss: Loss, batch: Rows, *, cluster: ClusterConfig | None = None, **options: Any
 ) -> Plan:
-    """One plan for all ranks of an initialised torch.distributed, of one node or of several: rank 0 plans for as many
-    devices as there are ranks, the others get its plan, or its error. Options are those of :func:`plan_model`."""
+    """Return one plan on all ranks of an initialised torch.distributed, on one node or several. Rank 0 plans for as
+    many devices as there are ranks and sends the plan, or its error. Options are those of :func:`plan_model`."""
     sized = dataclasses.replace(cluster or ClusterConfig(), devices=dist.get_world_size())
     nodes = Nodes.gather()
     share_devices(sized, nodes, select=False)

@@ -1,4 +1,4 @@
-"""What a prepared run takes of each host, from its plan, its profile and the checkpoints that it has."""
+"""The memory and disk that a prepared run needs on each host, from its plan, profile and checkpoints."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from parallax.runtime.checkpoint import PART_BYTES, list_checkpoints, step_of
 
 
 def check_start(run: PreparedRun) -> None:
-    """Raise :class:`PreflightError` where this host has less of anything than all ranks of ``run`` take."""
+    """Raise :class:`PreflightError` where this host has less memory or disk than all ranks of ``run`` need."""
     check_host(host_needs(run, range(run.plan.world_size)))
 
 
 def check_start_together(run: PreparedRun, nodes: Nodes) -> None:
-    """The same for each node and its ranks; called by every rank of torch's world. Raises
-    :class:`~parallax.errors.UnfitHostError` where some of several hosts have less."""
+    """Check each node for its own ranks; called by every rank of torch's world. Raises
+    :class:`~parallax.errors.UnfitHostError` where some of several hosts have too little."""
     mine = [rank for rank, host in enumerate(nodes.hosts) if host == nodes.hosts[nodes.rank]]
     where = f"node {printable(nodes.name(nodes.rank))}"
 
@@ -49,8 +49,8 @@ def check_start_together(run: PreparedRun, nodes: Nodes) -> None:
 
 
 def check_versions(nodes: Nodes) -> None:
-    """Raise :class:`~parallax.errors.UnfitHostError` where ranks have other versions of what decides a run's numbers
-    and files; called by every rank of torch's world."""
+    """Raise :class:`~parallax.errors.UnfitHostError` where ranks have other versions of Python, torch, numpy or
+    Parallax, which decide a run's numbers and files; called by every rank of torch's world."""
     first = Elastic.gather(nodes).measure(nodes)
     found = from_all(versions)
     why: dict[str, str] = {}
@@ -71,7 +71,7 @@ def check_versions(nodes: Nodes) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of this process."""
+    """Return the versions of this process."""
     return {
         "python": ".".join(platform.python_version_tuple()[:2]),
         "parallax": parallax.__version__,
@@ -81,7 +81,7 @@ def versions() -> dict[str, str]:
 
 
 def host_needs(run: PreparedRun, ranks: Sequence[int]) -> HostNeeds:
-    """What ``ranks`` of the run take together, all of one host."""
+    """Return the needs of ``ranks``, which are all on one host."""
     plan = run.plan
     on_cpu = chosen_kind(local_cluster(run.config)) == "cpu"
     tier = tier_named(plan.tier)
@@ -105,7 +105,7 @@ def host_needs(run: PreparedRun, ranks: Sequence[int]) -> HostNeeds:
 
 
 def below_bytes(plan: Plan, rank: int) -> int:
-    """What a rank is predicted to hold in the tier below its device, of what the plan lets it."""
+    """Return the bytes that a rank is predicted to hold in the offload tier."""
     stages = [plan.stages[index] for index in plan.stages_of(plan.locate(rank)[0])]
     given = sum(each.tier_bytes + each.state_bytes + each.streamed_bytes for each in stages)
     return min(given, plan.prediction.ranks[rank].tier_peak_bytes)
@@ -127,8 +127,8 @@ def _swap_files(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
 
 
 def _checkpoints(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
-    """Those that are kept and the one that is being written, less what is there and will be deleted; of several hosts
-    the part of ``ranks``. Nothing where it is not known how large one is."""
+    """Return the disk space for the kept checkpoints and the one being written, less the files that are there and will
+    be deleted. On several hosts: the part of ``ranks``. Empty where the size of a checkpoint is not known."""
     folder = run.config.checkpoint.folder(run.directory, run.config.name)
     profile, there = _profile(run.directory), list_checkpoints(folder)
     positions = {run.plan.locate(rank)[0] for rank in ranks}
@@ -153,7 +153,7 @@ def _checkpoints(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
 
 
 def _saves_to_come(run: PreparedRun, there: Sequence[Path]) -> int:
-    """Checkpoints that this start writes: one every so often, and one at the end."""
+    """Return how many checkpoints this start will write: the regular ones and one at the end."""
     trainer = run.config.trainer
     done = (step_of(there[-1]) or 0) if there and trainer.resume == "auto" else 0
     steps, every = trainer.steps, trainer.checkpoint_every
@@ -164,8 +164,8 @@ def _saves_to_come(run: PreparedRun, there: Sequence[Path]) -> int:
 
 
 def checkpoint_bytes(profile: ModelProfile) -> int:
-    """One checkpoint: parameters, the optimizer's states and the full-precision copies of what is trained. What is not
-    may be left out of it."""
+    """Return the bytes of one checkpoint: trained parameters, optimizer states and full-precision copies. Frozen
+    parameters may be left out of checkpoints and are not counted."""
     trained = profile.unique_trained_bytes(range(len(profile.blocks)))
     return round((1 + profile.optimizer_bytes + profile.master_bytes) * trained)
 

@@ -1,5 +1,4 @@
-"""The directory of a run: what is asked, the plan for it, and all that its ranks read, written before any of them
-starts."""
+"""The directory of a run: configuration, plan and all other files that its ranks read, written before they start."""
 
 from __future__ import annotations
 
@@ -47,13 +46,14 @@ class PreparedRun:
 
     @classmethod
     def read(cls, directory: Path, trusts: Trusts = lambda file, found: None) -> PreparedRun:
-        """Read what :func:`prepare` wrote. ``trusts`` raises where the class paths of the file must not be imported."""
+        """Read the directory that :func:`prepare` wrote. ``trusts`` raises where class paths in its files must not be
+        imported."""
         config = StoredRun.read(directory, trusts).config
         plan = Plan.load(directory / "plan.yaml")
         return cls(directory, _counted(config, plan), plan)
 
     def fingerprints(self) -> tuple[str, str]:
-        """What ranks compare at their first barrier."""
+        """Return the hashes of configuration and plan, which ranks compare at their first barrier."""
         return configuration.fingerprint(self.config), self.plan.hash()
 
 
@@ -64,10 +64,10 @@ def prepare(
     present: Cluster | None = None,
     patience_seconds: float = 0.0,
 ) -> PreparedRun:
-    """Compose, plan, and write the run directory, which ``held`` locks until it is closed. A directory of the same name
-    is continued from its last checkpoint, which any plan can load, with its own settings under what is typed.
-    ``present`` is the cluster of several nodes, this one the first. ``patience_seconds``: for how long another process
-    may still hold the directory."""
+    """Compose the settings, plan, and write the run directory, which ``held`` locks until it is closed. An existing
+    directory resumes from its last checkpoint, which any plan can load, with its own settings and the overrides on
+    top. ``present``: the cluster of several nodes, of which this is the first. ``patience_seconds``: how long to
+    wait for another process that holds the directory."""
     with working(console, "planning") as work:
         found = settings(overrides, RUNS)
         config = found.config
@@ -111,7 +111,7 @@ def prepare(
 
 
 def check_name(name: str) -> None:
-    """Raise :class:`ConfigError` where no run is made: in a sweep's own folder, below a folder that is no sweep's."""
+    """Raise :class:`ConfigError` for a name inside a sweep's own folder, or below a folder that is no sweep's."""
     parent, _, point = name.rpartition("/")
     if parent and not (RUNS / parent / SWEEP).is_file():
         raise ConfigError(
@@ -124,14 +124,14 @@ def check_name(name: str) -> None:
 
 
 def free_name() -> str:
-    """The time, and a number where runs begin in one second."""
+    """Return the time as a name, with a number where another run began in the same second."""
     now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     names = (now, *(f"{now}-{number}" for number in range(2, 1000)))
     return next((name for name in names if not (RUNS / name).exists()), now)
 
 
 def _counted(config: RunConfig, plan: Plan) -> RunConfig:
-    """The settings with the number of devices that the plan uses, which ranks share the cores by."""
+    """Return the settings with the number of devices that the plan uses, among which ranks share the cores."""
     cluster = config.cluster
     return (
         replace(config, cluster=as_planned(cluster, config.plan, plan))
@@ -141,7 +141,7 @@ def _counted(config: RunConfig, plan: Plan) -> RunConfig:
 
 
 def write_run(directory: Path, config: RunConfig, planned: Planned) -> None:
-    """What the ranks read, and what `simulate` and `calibrate` need later: all of it, or nothing is changed."""
+    """Write the files that ranks, ``simulate`` and ``calibrate`` read: all of them, or none where writing fails."""
 
     def fill(folder: Path) -> None:
         (folder / STORED).write_text(configuration.dump(config), encoding="utf-8")
@@ -155,7 +155,8 @@ def write_run(directory: Path, config: RunConfig, planned: Planned) -> None:
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
-    """The same on a node that does not see rank 0's directory, whose :func:`run_files` these are."""
+    """Write ``files``, which :func:`run_files` read in rank 0's directory, on a node that does not see that
+    directory."""
 
     def fill(folder: Path) -> None:
         for name, content in files.items():
@@ -165,7 +166,7 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _place(directory: Path, fill: Callable[[Path], None]) -> None:
-    """Let ``fill`` write into a folder beside, and move what it wrote to its place; what belongs to another plan goes
+    """Let ``fill`` write into a temporary folder, then move its files into place; files of another plan are set
     aside."""
     try:
         for left in directory.glob(f"{_PREPARING}*"):
@@ -185,15 +186,15 @@ def _place(directory: Path, fill: Callable[[Path], None]) -> None:
 
 
 def run_files(directory: Path) -> dict[str, bytes]:
-    """What a rank reads of a prepared run, by name, for a node that does not see its directory."""
+    """Return the files of a prepared run by name, for nodes that do not see its directory."""
     plan = directory / "plan.yaml"
     names = STORED, "profile.json", plan.name, inputs_path(plan).name, PREDICTED_EVENTS
     return {name: (directory / name).read_bytes() for name in names if (directory / name).is_file()}
 
 
 def _set_aside(directory: Path, plan: Plan) -> None:
-    """Where a run goes on under another plan, put the old one and what it measured into a folder of their own: spans
-    of two plans in one file would be taken for one."""
+    """Move an old plan and its measurements into a folder of their own where a run resumes under another plan: a file
+    with spans of two plans could not be read."""
     try:
         old = Plan.load(directory / "plan.yaml")
     except PlanError:

@@ -1,8 +1,8 @@
-"""A run that goes on: with the settings it was begun with, changed by what was typed, as far as its checkpoint allows.
+"""Resume a run: with its stored settings, changed by the overrides as far as its checkpoint allows.
 
-The directory of a run keeps its settings, so its name alone is enough. What was typed is applied on top. Some settings
-are what a checkpoint is made of; changing them would train something else under the old name, so they are refused, key
-by key, before anything is measured or written.
+The directory of a run keeps its settings, so its name is enough to resume it. Overrides are applied on top. Settings
+that a checkpoint depends on cannot be changed, since that would train another model under the old name; they are
+refused, key by key, before anything is measured or written.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _SHOWN = 6  # differences that a refusal lists
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run by its directory and the settings that it was begun with."""
+    """The directory of a run and its stored settings."""
 
     directory: Path
     config: RunConfig
 
     @classmethod
     def read(cls, directory: Path, trusts: Trusts = lambda file, found: None) -> StoredRun:
-        """``trusts`` raises where the class paths of the file must not be imported."""
+        """Read the settings. ``trusts`` raises where class paths in the file must not be imported."""
         text = read_stored(directory)
         trusts(directory / STORED, class_paths(text))
         return cls(directory, load_stored(directory / STORED, text))
@@ -47,8 +47,8 @@ class StoredRun:
 
 @dataclass(frozen=True)
 class Settings:
-    """What to train with. ``changed``: what was typed over a run's own settings, one line each; None where the run is
-    a new one. ``rate``: how that changes the learning rate of the next step; empty where it does not."""
+    """The settings to train with. ``changed``: the overrides that differ from the stored settings, one line each; None
+    for a new run. ``rate``: how they change the learning rate of the next step; empty where they do not."""
 
     config: RunConfig
     changed: list[str] | None
@@ -56,8 +56,8 @@ class Settings:
 
 
 def settings(overrides: Sequence[str], runs: Path) -> Settings:
-    """The settings that ``overrides`` mean: on top of those of the run that they name, where there is one below
-    ``runs``; on top of the defaults otherwise, and with ``trainer.resume=never``."""
+    """Return the settings for ``overrides``: on top of the stored settings of the run that they name below ``runs``,
+    otherwise, and with ``trainer.resume=never``, on top of the defaults."""
     name = configuration.said(overrides, "name")
     if (
         name == "auto"
@@ -83,7 +83,7 @@ def settings(overrides: Sequence[str], runs: Path) -> Settings:
 
 
 def _rate_change(directory: Path, stored: RunConfig, config: RunConfig) -> str:
-    """How the learning rate of the next step differs from that of the schedule so far; empty where it does not."""
+    """Return how the learning rate of the next step differs from the old schedule; empty where it does not."""
     found = list_checkpoints(config.checkpoint.folder(directory, config.name))
     done = (step_of(found[-1]) or 0) if found else 0
     before, after = stored.trainer.steps, config.trainer.steps
@@ -98,7 +98,7 @@ def _rate_change(directory: Path, stored: RunConfig, config: RunConfig) -> str:
 
 
 def read_stored(directory: Path) -> str:
-    """The text of a run's settings."""
+    """Return the text of a run's stored settings."""
     try:
         return read_text(directory / STORED, 4 * LARGEST)  # bytes; letters are counted later
     except OSError as error:
@@ -111,7 +111,7 @@ def read_stored(directory: Path) -> str:
 
 
 def load_stored(file: Path, text: str) -> RunConfig:
-    """Settings that a run has stored in ``file``, whose class paths the user trusts."""
+    """Load stored settings from ``file``, whose class paths the user trusts."""
     try:
         return configuration.load(text)
     except ConfigError as error:
@@ -122,7 +122,7 @@ def load_stored(file: Path, text: str) -> RunConfig:
 
 
 def check_resumable(directory: Path, stored: RunConfig, config: RunConfig) -> None:
-    """Raise :class:`ConfigError`, with every key and both values, where the run's checkpoint is of other settings."""
+    """Raise :class:`ConfigError`, with every key and both values, where the run's checkpoint has other settings."""
     found = list_checkpoints(config.checkpoint.folder(directory, config.name))
     if not found:
         return
@@ -136,9 +136,9 @@ def check_resumable(directory: Path, stored: RunConfig, config: RunConfig) -> No
 
 
 def check_model_of(folder: Path, chain: Chain) -> None:
-    """Raise :class:`CheckpointError`, with the names, where the last checkpoint in ``folder`` is of another model than
-    ``chain``, which has no weights yet: what the settings name may have changed since. One that is damaged says so when
-    it is loaded, where another is taken instead."""
+    """Raise :class:`CheckpointError`, with names, where the last checkpoint in ``folder`` is of another model than
+    ``chain``, which has no weights yet: the code behind the settings may have changed. A damaged checkpoint is
+    reported when it is loaded, where an older one is used instead."""
     for path in list_checkpoints(folder)[-1:]:
         with contextlib.suppress(CheckpointError):
             reader = CheckpointReader(path)
@@ -150,7 +150,7 @@ def check_model_of(folder: Path, chain: Chain) -> None:
 
 
 def _lost(stored: RunConfig, config: RunConfig, checkpoint: Path) -> Iterator[str]:
-    """Differences that the checkpoint cannot follow: ``key: old -> new``."""
+    """Return the changed settings that the checkpoint does not allow, as ``key: old -> new``."""
     for key, (old, new) in configuration.changes(stored, config).items():
         group = key.split(".")[0]
         fixed = key in ("seed", "optimizer.name") or (group == "model" and key != "model.verify")
@@ -162,7 +162,7 @@ def _lost(stored: RunConfig, config: RunConfig, checkpoint: Path) -> Iterator[st
 
 
 def _same_rows(config: RunConfig, checkpoint: Path) -> bool:
-    """Whether text, wherever it lies now, is that of the checkpoint."""
+    """Whether the text has the content that the checkpoint was trained on, whatever its path."""
     if not isinstance(config.data, TextDataConfig):
         return False
     try:

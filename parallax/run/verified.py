@@ -1,4 +1,4 @@
-"""What is checked of a configured run before its first step: that its chain is its model, that its rows may be cut."""
+"""Checks of a configured run before its first step: the chain equals its model, and the batch may be split."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def verify_run(
 
 
 def check_rows(config: RunConfig, verdict: Verdict, plan: Plan) -> None:
-    """Raise :class:`ConfigError` where ``plan`` cuts a batch whose parts give another loss."""
+    """Raise :class:`ConfigError` where ``plan`` splits a batch whose parts have another loss than the whole."""
     rows = config.trainer.global_batch
     micro_batches = plan.micro_batches(rows)
     replicas = max(stage.replicas for stage in plan.stages)
@@ -53,7 +53,7 @@ def check_rows(config: RunConfig, verdict: Verdict, plan: Plan) -> None:
 
 
 def _gathering(config: RunConfig) -> str:
-    """The settings under which the outputs of all micro-batches meet before the loss."""
+    """Return the settings under which the loss gets the outputs of all micro-batches."""
     asked = config.plan
     schedule = "" if asked.schedule in (AUTO, "gpipe") else " plan.schedule=gpipe"
     interleave = "" if asked.interleave in (AUTO, 1) else " plan.interleave=auto"

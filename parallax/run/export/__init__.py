@@ -1,4 +1,4 @@
-"""``parallax export``: the last checkpoint of a run in a form that others load, one form a file.
+"""``parallax export``: the last checkpoint of a run in the formats of other libraries, one module each.
 
 =============  =========================================================================================
 huggingface    a folder of transformers, with tokenizer

@@ -1,12 +1,12 @@
 """Weights and optimizer states in torch's distributed checkpoint format.
 
-The state_dict is that of ``torch.distributed.checkpoint.state_dict``: ``model`` by name, each tied weight under all of
-its names; and ``optimizer``, whose ``state`` is by parameter name, too, and whose ``param_groups`` are those of the
-``torch.optim`` optimizer of the run's settings. ``master`` is a weight in full precision, where its own is shorter. One
-tensor is in memory at a time; each is a file of its own.
+The state dict is that of ``torch.distributed.checkpoint.state_dict``: ``model`` by name, each tied weight under all of
+its names; ``optimizer`` with ``state`` by parameter name and the ``param_groups`` of the ``torch.optim`` optimizer in
+the run's settings. ``master`` is a weight in full precision, where the model's own format is shorter. One tensor is in
+memory at a time; each is a file of its own.
 
-torch's own writer makes it. Its index, ``.metadata``, is a pickle of torch's classes: torch's readers execute what such
-a file says, so whoever is given one must trust its maker. ``parallax import`` does not execute it
+torch's own writer makes the files. Their index, ``.metadata``, is a pickle of torch's classes, and torch's readers
+execute such a file, so its receiver must trust its author. ``parallax import`` does not execute it
 (:mod:`parallax.model.files.distributed`).
 """
 
@@ -36,7 +36,7 @@ _PLACE = torch.device("cpu")
 
 
 class DistributedForm:
-    """A folder that ``torch.distributed.checkpoint`` loads, or ``dcp_to_torch_save`` makes one file of."""
+    """A folder for ``torch.distributed.checkpoint``, or for ``dcp_to_torch_save``, which makes one file of it."""
 
     name, takes_adapters = "dcp", False
 
@@ -73,7 +73,7 @@ class DistributedForm:
 
 
 def _states(trained: Trained, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
-    """What is known of each parameter, without values; those that never had a gradient are not there."""
+    """Return the state of each parameter without values; parameters that never had a gradient have none."""
     found: dict[str, dict[str, Tensor]] = {}
     known = set(names)
     for held, tensor in trained.reader.held().items():
@@ -84,23 +84,24 @@ def _states(trained: Trained, names: Iterable[str]) -> dict[str, dict[str, Tenso
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans with tensors that have no values, and reads each when it is written."""
+    """A save planner for tensors without values, which are read when they are written."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
         super().__init__()
         self._read = read
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The tensor with its values; what is no tensor as it is."""
+        """Return the tensor with its values; other objects as they are."""
         found = super().lookup_object(index)
         return self._read(index.fqn) if isinstance(found, Tensor) else found
 
 
 class _Writer(FileSystemWriter):
-    """Writes files of about :data:`PART_BYTES`, as torch's keeps what it puts into one; and nothing of where it was."""
+    """Writes files of about :data:`PART_BYTES`, since torch's writer keeps all tensors of a file in memory, and leaves
+    this machine's paths out."""
 
     def storage_meta(self) -> StorageMeta:
-        """Torch would put this machine's path into it."""
+        """Return no metadata: torch's has this machine's path."""
         return StorageMeta()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -115,7 +116,7 @@ class _Writer(FileSystemWriter):
 
 
 def _runs(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    """In order, as many as have about :data:`PART_BYTES`."""
+    """Yield consecutive items of about :data:`PART_BYTES` together."""
     run, size = list[WriteItem](), 0
     for item in items:
         run.append(item)
@@ -130,7 +131,7 @@ def _runs(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
 
 
 def _groups(trained: Trained) -> Iterator[dict[str, Any]]:
-    """The groups of the optimizer, with the names of their parameters."""
+    """Return the groups of the optimizer with the names of their parameters."""
     names = {names[0] for names in trained.names()}
     parameters = {n: p for n, p in trained.model.named_parameters() if n in names}
     stand_ins = {

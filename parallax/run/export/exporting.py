@@ -1,8 +1,8 @@
-"""The last checkpoint of a run as others load it.
+"""Write the last checkpoint of a run in another format.
 
-Tensors are read, made into what the files are to hold, and written one after the other, so no more than what is made
-together, such as the experts of one layer, is in memory. What the files will hold is known from the checkpoint's
-headers before anything is written.
+Tensors are read, converted and written one after the other, so only tensors that are converted together, such as the
+experts of one layer, are in memory at once. The contents of the files follow from the checkpoint's headers, so they are
+known before anything is written.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from parallax.runtime.checkpoint import CheckpointReader, list_checkpoints
 
 
 def export(run: StoredRun, form: ExportForm, out: Path | None) -> Exported:
-    """Write the last checkpoint of ``run`` in ``form`` to the folder ``out``, by default one of the run's directory
-    with the step's name. All of it is there afterwards, or nothing."""
+    """Write the last checkpoint of ``run`` in ``form`` to the folder ``out``, by default one in the run's directory
+    with the step's name. Afterwards the folder is complete, or not there."""
     checkpoint = _last(run)
     out = out or run.directory / form.name / checkpoint.name
     _check_free(out)
@@ -64,7 +64,7 @@ def _last(run: StoredRun) -> Path:
 
 
 def _history(checkpoint: Path) -> tuple[float, str]:
-    """By which a run goes on from one and not from another: that of the latest start, and then the last."""
+    """Return the order of checkpoints: those of the latest start, and among them the last step."""
     try:
         return CheckpointReader(checkpoint).started, checkpoint.name
     except CheckpointError:
@@ -72,7 +72,8 @@ def _history(checkpoint: Path) -> tuple[float, str]:
 
 
 def _check_free(out: Path) -> None:
-    """No file is there and nothing in the folder, so that what an export makes is of one run alone."""
+    """Raise :class:`ConfigError` where ``out`` is a file or a folder with files, so that an export holds one run
+    alone."""
     taken = "it is no folder" if out.exists() and not out.is_dir() else ""
     if out.is_dir() and any(out.iterdir()):
         taken = "it is not empty"

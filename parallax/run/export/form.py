@@ -1,4 +1,4 @@
-"""What an export is made of: a run's last checkpoint with its model, and a form in which others load it."""
+"""The parts of an export: the last checkpoint of a run with its model, and the format to write."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from parallax.runtime.checkpoint import CheckpointReader
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: where, of which step, how many bytes of tensors, which ``files``, and ``remarks`` on what was
-    not to be had."""
+    """The folder, step, bytes of tensors and ``files`` of an export, and ``remarks`` on missing parts."""
 
     directory: Path
     step: int
@@ -30,8 +29,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class Contents:
-    """What will be written: its bytes, and ``write``, which puts it into a folder and returns what is to be said of
-    it."""
+    """The bytes that will be written, and ``write(folder)``, which returns the remarks for the user."""
 
     size: int
     write: Callable[[Path], list[str]]
@@ -39,7 +37,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint and the model that it is of, which has no values. ``settings`` are the run's."""
+    """A checkpoint with its model, which has no values. ``settings``: those of the run."""
 
     model: nn.Module
     reader: CheckpointReader
@@ -52,18 +50,18 @@ class Trained:
 
     @property
     def beginning(self) -> Path | None:
-        """The folder of transformers that the run began with."""
+        """Return the folder of transformers that the run began with."""
         if isinstance(self.config, HuggingFaceConfig) and self.config.pretrained:
             return Path(self.config.pretrained).expanduser()
         return None
 
     def names(self) -> list[list[str]]:
-        """All names of each tensor of the model that is saved, the checkpoint's first."""
+        """Return all names of each tensor of the model that is saved, the checkpoint's first."""
         return all_names(self.model)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What the checkpoint has of the model, without values. Raises :class:`CheckpointError` where it is of
-        another."""
+        """Return the model's tensors in the checkpoint, without values. Raises :class:`CheckpointError` for a
+        checkpoint of another model."""
         known, found = self.model.state_dict(keep_vars=True), self.reader.model_tensors()
         due = {names[0]: known[names[0]].shape for names in self.names()}
         wrong = [
@@ -80,24 +78,23 @@ class Trained:
         return found
 
     def read(self, name: str) -> Tensor:
-        """One tensor of the model."""
+        """Return one tensor of the model."""
         return self.reader.read(f"model/{name}")
 
 
 class ExportForm(Protocol):
-    """A form in which others load what a run has trained. ``takes_adapters``: it is for what a run trains beside a
-    base, which its checkpoints do not hold."""
+    """A format of another library. ``takes_adapters``: it can hold adapters, whose checkpoints lack the base."""
 
     name: str
     takes_adapters: bool
 
     def contents(self, trained: Trained) -> Contents:
-        """What is to be written of ``trained``. Raises :class:`ConfigError` where that has no such form."""
+        """Return the contents of an export of ``trained``. Raises :class:`ConfigError` where it has no such format."""
         ...
 
 
 def all_names(model: nn.Module) -> list[list[str]]:
-    """All names of each tensor of ``model`` that is saved, the first one first."""
+    """Return all names of each saved tensor of ``model``, the first one first."""
     aliases = tied_names(model)
     others = {other for names in aliases.values() for other in names}
     known = model.state_dict(keep_vars=True)

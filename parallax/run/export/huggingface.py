@@ -1,4 +1,4 @@
-"""A folder that transformers loads: weights, configuration, tokenizer and processor."""
+"""A folder of transformers: weights, configuration, tokenizer and processor."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ _PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 
 
 class HuggingFaceForm:
-    """A folder that ``from_pretrained`` of transformers loads, with the tokenizer's files of the folder that the run
-    began with."""
+    """A folder for ``from_pretrained``, with the tokenizer's files of the folder that the run began with."""
 
     name, takes_adapters = "huggingface", False
 
@@ -60,7 +59,7 @@ class HuggingFaceForm:
 
 
 def _write_beside(model: Any, source: Path | None, folder: Path) -> list[str]:
-    """What belongs to the weights; what is to be said of it."""
+    """Write configuration, tokenizer and processor; return the remarks for the user."""
     settings, dtype = model.config, model.dtype
     parts = [getattr(settings, key, None) for key in settings.sub_configs]
     for part in (settings, *(each for each in parts if getattr(each, "dtype", None))):
@@ -81,8 +80,8 @@ def _write_beside(model: Any, source: Path | None, folder: Path) -> list[str]:
 
 
 def _check_as_configured(model: Any) -> None:
-    """A model that a factory has changed, by adapters or another head, is not what its configuration says: others would
-    load something else."""
+    """Raise :class:`ConfigError` where a factory changed the model, by adapters or another head: its configuration
+    would load another model."""
     kind = class_of_transformers(model)
     due = construct(lambda: kind(copy.deepcopy(model.config)), seed=1).model
     shapes, wanted = (
@@ -101,7 +100,7 @@ def _check_as_configured(model: Any) -> None:
 
 
 def _usual_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """The number format of most that floats."""
+    """Return the most frequent floating dtype."""
     sizes: dict[torch.dtype, int] = {}
     for tensor in tensors:
         if tensor.is_floating_point():
@@ -110,7 +109,7 @@ def _usual_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
 
 
 def _carry(source: Path, folder: Path) -> None:
-    """Copy what a folder of transformers has beside its weights: tokenizer, processor, chat templates."""
+    """Copy tokenizer, processor and chat templates from a folder of transformers."""
     for path in sorted(source.iterdir()):
         left = path.name.startswith(".") or path.name in _LEFT_NAMES
         if path.is_file() and not left and not path.name.lower().endswith(_LEFT_ENDS):

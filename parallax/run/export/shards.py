@@ -18,7 +18,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 class Shards:
-    """What ``trained`` becomes in files of ``layout``."""
+    """The tensors of ``trained`` converted to ``layout``, in safetensors files."""
 
     def __init__(self, trained: Trained, layout: FileLayout) -> None:
         tensors = trained.tensors()
@@ -29,7 +29,7 @@ class Shards:
 
     @property
     def size(self) -> int:
-        """Bytes of all of them."""
+        """Return the bytes of all files."""
         return sum(shard.size for shard in self._shards)
 
     def write(self, folder: Path) -> None:
@@ -38,7 +38,7 @@ class Shards:
 
 @dataclass
 class Shard:
-    """One file: what it holds, without values, how that is made, and its bytes."""
+    """One file: its tensors without values, how they are made, and its bytes."""
 
     held: dict[str, Tensor] = field(default_factory=dict)
     recipes: list[Recipe] = field(default_factory=list)
@@ -46,8 +46,8 @@ class Shard:
 
 
 def cut(recipes: Sequence[Recipe], held: Mapping[str, Tensor]) -> list[Shard]:
-    """What is made, in files of :data:`SHARD_BYTES`; large numbers before small ones, so that all lie at multiples of
-    their size."""
+    """Return the files, of :data:`SHARD_BYTES`; larger elements come first, so that all tensors are aligned to their
+    size."""
     made = [(recipe, recipe.make(held.__getitem__)) for recipe in recipes]
     made.sort(key=lambda pair: -max(tensor.itemsize for tensor in pair[1].values()))
     shards = [Shard()]
@@ -62,7 +62,7 @@ def cut(recipes: Sequence[Recipe], held: Mapping[str, Tensor]) -> list[Shard]:
 
 
 def write_shards(folder: Path, shards: Sequence[Shard], read: Read) -> None:
-    """Write them, with an index where they are several."""
+    """Write the files, with an index where there are several."""
     count = len(shards)
     stem = SINGLE.removesuffix(".safetensors")
     names = [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]

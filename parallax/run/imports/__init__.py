@@ -1,7 +1,7 @@
-"""``parallax import``: a run's first checkpoint from what others have trained.
+"""``parallax import``: make a run's first checkpoint from weights of other libraries.
 
-The other way of :mod:`parallax.run.export`. Names and shapes are compared before anything is written; then one tensor
-after another is read, brought into the number format of the masters, and written.
+The inverse of :mod:`parallax.run.export`. Names and shapes are compared before anything is written; then each tensor is
+read, converted to the number format of the masters, and written.
 """
 
 from parallax.run.imports.importing import Imported, import_run, import_settings

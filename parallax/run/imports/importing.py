@@ -1,4 +1,4 @@
-"""From a source to the directory of a run with one checkpoint, from which ``parallax train name=…`` goes on."""
+"""From a source to the directory of a run with one checkpoint, which ``parallax train name=…`` resumes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from parallax.train.data import TextSource
 
 @dataclass(frozen=True)
 class Imported:
-    """What was made: the run's directory, the step of its checkpoint, bytes of weights and of an optimizer's states,
-    and ``remarks`` on what the source has not."""
+    """The directory of the run, the step of its checkpoint, the bytes of weights and optimizer states, and ``remarks``
+    on parts that the source lacks."""
 
     directory: Path
     step: int
@@ -45,8 +45,7 @@ class Imported:
 
 
 def import_settings(path: Path, form: str, overrides: Sequence[str]) -> RunConfig:
-    """The settings of the run that is to be made. A folder of transformers says which model it is of, where nobody else
-    does."""
+    """Return the settings of the new run. A folder of transformers sets the model, unless the user does."""
     keys = ("model.pretrained", "model.architecture")
     named = any(configuration.said(overrides, key) for key in keys)
     words = list(overrides)
@@ -66,9 +65,9 @@ def import_run(
     weights_only: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Imported:
-    """Make the run of ``config``, with the checkpoint of ``step`` from the files at ``path``, which are of one of the
-    forms :data:`SOURCES`. ``weights_only``: without the states of an optimizer. Nothing is written where names or
-    shapes are not those of the model, or there is no room."""
+    """Make the run of ``config`` with the checkpoint of ``step`` from the files at ``path``, whose format is one of
+    :data:`SOURCES`. ``weights_only``: without optimizer states. Nothing is written where names or shapes differ from
+    the model, or the disk is too small."""
     directory = _free_directory(config)
     steps = config.trainer.steps
     if step < 0 or 0 < steps <= step:
@@ -98,7 +97,7 @@ def import_run(
 
 
 class _Import:
-    """What of ``source`` becomes a checkpoint of ``chain``, whose number format is that of the masters."""
+    """The conversion of ``source`` into a checkpoint of ``chain``, whose number format is that of the masters."""
 
     def __init__(
         self, config: RunConfig, chain: Chain, source: ImportSource, *, states: bool
@@ -115,8 +114,8 @@ class _Import:
         }
 
     def check(self) -> list[str]:
-        """Raise :class:`CheckpointError` with the names of what is missing, too much, or of another shape or kind;
-        what is to be said of the rest."""
+        """Raise :class:`CheckpointError` with the names of tensors that are missing, superfluous, or of another shape
+        or type; return the remarks for the user."""
         weights = self._source.weights
         buffers = {name for name, _ in self._chain.model.named_buffers()}
         remarks = weights.check(self._wanted, self._aliases, buffers)
@@ -125,7 +124,7 @@ class _Import:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all weights, as they are written."""
+        """Return the bytes of all weights as they are written."""
         return sum(
             tensor.numel() * self._dtype_of(tensor).itemsize for tensor in self._wanted.values()
         )
@@ -173,7 +172,8 @@ class _Import:
                     )
 
     def _weight(self, name: str, tensor: Tensor) -> Tensor:
-        """The master, where the source has one; what files need not hold, as the model's constructor makes it."""
+        """Return the master weight where the source has one; a tensor that files may lack is made by the model's
+        constructor."""
         held = self._source.weights.find(name, self._aliases)
         if MASTER in self._source.states.get(name, {}):
             value = self._source.read_state(name, MASTER)
@@ -196,12 +196,12 @@ class _Import:
         raise AssertionError(name)
 
     def _dtype_of(self, tensor: Tensor) -> torch.dtype:
-        """What it is kept in: what floats as the masters are."""
+        """Return the dtype in the checkpoint: that of the masters for floating tensors."""
         return self._chain.dtype if tensor.is_floating_point() else tensor.dtype
 
 
 def _free_directory(config: RunConfig) -> Path:
-    """Where the run will be: there is nothing yet."""
+    """Return the directory of the new run. Raises :class:`ConfigError` where it exists."""
     check_name(config.name)
     directory = RUNS / config.name
     saved = config.checkpoint.folder(directory, config.name)
@@ -214,14 +214,14 @@ def _free_directory(config: RunConfig) -> Path:
 
 
 def _in_masters(config: RunConfig) -> RunConfig:
-    """The same model in the number format of its masters, in which nothing is lost."""
+    """Return the same model in the number format of its masters, which loses nothing."""
     masters = config.precision.masters
     precision = replace(config.precision, parameters=masters, compute=masters, loss_scale="auto")
     return replace(config, precision=precision)
 
 
 def _rows_from(config: RunConfig, step: int) -> dict[str, Any]:
-    """Where the rows go on: after those of ``step`` batches of text; others' sources begin."""
+    """Return the state of the data source: after ``step`` batches of text, at the beginning for a user's source."""
     source = open_source(config)
     state = source.state_dict()
     if isinstance(source, TextSource):

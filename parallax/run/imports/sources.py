@@ -1,4 +1,4 @@
-"""What is imported: files with weights, and with an optimizer's states where their form has them."""
+"""Sources of an import: files with weights and, in some formats, optimizer states."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _OF_OPTIMIZER = ("optimizer.state.", "optim.state.")
 
 @dataclass(frozen=True)
 class ImportSource:
-    """``weights`` by the model's names. ``states``: for each parameter's name, which of ``files`` is each of its
-    states. ``unread``: what else the files hold, of which nobody knows what it is."""
+    """``weights`` by the model's names. ``states``: for each parameter, the name in ``files`` of each of its states.
+    ``unread``: names in the files that are not understood."""
 
     weights: CheckpointWeights
     files: TensorFiles
@@ -36,22 +36,22 @@ class ImportSource:
     unread: Sequence[str] = ()
 
     def without_values(self, name: str) -> dict[str, Tensor]:
-        """The states of a parameter, without values."""
+        """Return the states of a parameter without values."""
         return {key: self.files.held[held] for key, held in self.states.get(name, {}).items()}
 
     def read_state(self, name: str, key: str) -> Tensor:
-        """One state of a parameter."""
+        """Return one state of a parameter."""
         return self.files.read(self.states[name][key])
 
 
 def _safetensors(path: Path, chain: Chain) -> ImportSource:
-    """The model's own names."""
+    """Open safetensors files with the model's own names."""
     del chain
     return _of_files(path, OwnLayout())
 
 
 def _huggingface(path: Path, chain: Chain) -> ImportSource:
-    """As ``save_pretrained`` of transformers writes them."""
+    """Open a folder that ``save_pretrained`` of transformers wrote."""
     return _of_files(path, layout_of(chain.model))
 
 
@@ -61,7 +61,7 @@ def _of_files(path: Path, layout: FileLayout) -> ImportSource:
 
 
 def _distributed(path: Path, chain: Chain) -> ImportSource:
-    """torch's distributed checkpoint format: the model's state_dict alone, or beside an optimizer's."""
+    """Open torch's distributed checkpoint format: a model's state dict, alone or with an optimizer's."""
     files = DistributedFiles(path)
     wanted = set(chain.model.state_dict(keep_vars=True))
     prefix = max(_OF_MODEL, key=lambda each: len(wanted & _below(files.held, each).keys()))
@@ -81,7 +81,7 @@ SOURCES: dict[str, Callable[[Path, Chain], ImportSource]] = {
 
 
 class _Renamed:
-    """Some of ``files``, under other names."""
+    """Some tensors of ``files`` under other names."""
 
     def __init__(self, files: TensorFiles, names: Mapping[str, str]) -> None:
         self._files, self._names = files, names
@@ -93,12 +93,12 @@ class _Renamed:
 
 
 def _below(names: Collection[str], prefix: str) -> dict[str, str]:
-    """Names that begin with ``prefix``: without it → whole."""
+    """Return names that begin with ``prefix``: without it → whole."""
     return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
 
 
 def _states(path: Path, names: Collection[str]) -> dict[str, dict[str, str]]:
-    """For each parameter, the names of its states."""
+    """Return the names of the states of each parameter."""
     found: dict[str, dict[str, str]] = {}
     for prefix in _OF_OPTIMIZER:
         for rest, whole in _below(names, prefix).items():

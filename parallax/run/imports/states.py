@@ -1,4 +1,4 @@
-"""Whether states of an optimizer are of this run's, and what they become."""
+"""Check and convert optimizer states of another library."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _KEYS = {"adamw": {_STEP, "exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}, 
 def check_states(
     source: ImportSource, trained: Mapping[str, nn.Parameter], optimizer: OptimizerConfig
 ) -> list[str]:
-    """Raise :class:`CheckpointError`, with names, where ``source`` has states that are not of ``optimizer`` over the
-    parameters ``trained``; what is to be said of states that are not there."""
+    """Raise :class:`CheckpointError`, with names, where ``source`` has states that ``optimizer`` does not have for the
+    parameters ``trained``; return a remark on missing states."""
     unknown = sorted(set(source.states) - set(trained))
     if unknown:
         raise CheckpointError(
@@ -58,8 +58,8 @@ def check_states(
 def state_as_kept(
     what: str, key: str, value: Tensor, parameter: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """A state as checkpoints have it: counters as torch's optimizers count, all else in ``dtype``; ``what`` it is to
-    an error."""
+    """Return a state as checkpoints hold it: counters in torch's format, other tensors in ``dtype``. ``what``: its name
+    in an error."""
     check_finite(what, value)
     if key == _STEP:
         return value.reshape(()).to(torch.float32)

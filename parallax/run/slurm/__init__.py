@@ -1,1 +1,1 @@
-"""Runs as jobs of Slurm: the batch script, and what it does on the nodes."""
+"""Runs as jobs of Slurm: the batch script, and its body on the nodes."""

@@ -1,8 +1,8 @@
-"""A run as a job of Slurm: the batch script that starts it on its nodes, and starts it again where it was ended early.
+"""A run as a job of Slurm: the batch script that starts it on its nodes, and queues it again where it was ended early.
 
-A batch system gives a job so many nodes for so long. The script asks for them, starts one torchrun on each
-(``body.sh``), and is told before the time is over; the run saves, goes back into the queue under its own name and
-continues. The points of a sweep are tasks of one job array, each a run of its own.
+Slurm gives a job its nodes for a limited time. The script asks for them, starts one torchrun on each (``body.sh``), and
+gets a signal before the time is over; the run saves, the job returns to the queue under its own name, and the run
+resumes. The points of a sweep are tasks of one job array, each a run of its own.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _SUBMIT_SECONDS = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """The run ``name``, trained with ``settings`` by ``processes`` ranks on each of so many ``nodes``.
+    """The run ``name``, trained with ``settings`` by ``processes`` ranks on each of ``nodes``.
 
-    ``gpus``: devices to ask for on each node; 0 for ranks on CPUs. ``cpus`` of each node; 0 asks for whole nodes.
-    ``time``: Slurm's limit in its own words; empty leaves the partition's. ``grace_seconds``: how long the run may take
-    to save. ``options``: more of sbatch's, which count after the others. ``points``: the settings of each task of a
-    job array, whose runs are ``name-0``, ``name-1``, …; none is a job of one run.
+    ``gpus``: devices of each node; 0 for ranks on CPUs. ``cpus`` of each node; 0 asks for whole nodes. ``time``:
+    Slurm's limit in Slurm's format; empty for the partition's. ``grace_seconds``: the time that the run may need to
+    save. ``options``: further options of sbatch, after the others. ``points``: the settings of each task of a job
+    array, whose runs are ``name-0``, ``name-1``, …; empty for a job of one run.
     """
 
     name: str
@@ -62,11 +62,11 @@ class SlurmJob:
 
     @property
     def runs(self) -> list[str]:
-        """The names of its runs."""
+        """Return the names of its runs."""
         return [f"{self.name}-{index}" for index in range(len(self.points))] or [self.name]
 
     def script(self, folder: Path, runs: Path) -> str:
-        """The batch script, to be run in ``folder`` with run directories in ``runs`` below it."""
+        """Return the batch script for the folder ``folder`` with run directories in ``runs`` below it."""
         if not str(folder).isprintable():
             raise ConfigError(
                 f"--slurm: the folder {printable(str(folder))} has control characters in its name, which end a line of "
@@ -76,7 +76,7 @@ class SlurmJob:
         return "\n".join([*head, "set -euo pipefail", "", *self._variables(), "", BODY.read_text()])
 
     def submit(self, folder: Path, runs: Path) -> str:
-        """Write the script into its run directory and hand it to sbatch; the job's number."""
+        """Write the script into its run directory and submit it; return the job's number."""
         path = runs / self.name / SCRIPT
         try:
             for name in self.runs:  # Slurm makes no folder for the log
@@ -91,7 +91,8 @@ class SlurmJob:
         return _sbatch(folder / path)
 
     def _asked(self, folder: Path, runs: Path) -> list[str]:
-        """Of sbatch. Ranks start by one torchrun, so a node has one task, with all that the job has there."""
+        """Return the options of sbatch. One torchrun starts all ranks of a node, so a node has one task with all its
+        cores and devices."""
         log = f"{runs}/{self.name}{'-%a' if self.points else ''}/{LOG}"
         grace = self.grace_seconds or _USUAL_GRACE_SECONDS
         asked = {
@@ -126,7 +127,8 @@ class SlurmJob:
 
 
 def _sbatch(path: Path) -> str:
-    """Hand a script to Slurm; the job's number. Raises :class:`ConfigError` in Slurm's words where it takes none."""
+    """Submit a script; return the job's number. Raises :class:`ConfigError` with Slurm's message where it is
+    refused."""
     command = ["sbatch", "--parsable", str(path)]
     try:
         done = subprocess.run(

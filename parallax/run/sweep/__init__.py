@@ -1,1 +1,1 @@
-"""Many runs from one command: which points there are, each as a process of its own, what became of them."""
+"""Many runs from one command: the points of a sweep, each in a process of its own, and their outcomes."""

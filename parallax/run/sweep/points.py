@@ -1,11 +1,11 @@
-"""A point of a sweep: its name, its directory, and what became of it, in files that outlive whoever wrote them.
+"""A point of a sweep: its name, its directory, and its outcome, in files that outlive the process that wrote them.
 
 ::
 
-    runs/SWEEP/sweep.json             what was typed
-    runs/SWEEP/POINT/point.json       the point, and how it ended
-    runs/SWEEP/POINT/output.log       what its run printed
-    runs/SWEEP/POINT/...              the run itself, a directory like that of any other
+    runs/SWEEP/sweep.json             the overrides of the sweep
+    runs/SWEEP/POINT/point.json       the point and its outcome
+    runs/SWEEP/POINT/output.log       the output of its run
+    runs/SWEEP/POINT/...              the run itself, a directory like any other run's
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_WONDER = re.compile(r"[A-Za-z0-9._-]+")
 
 
 class PointStatus(StrEnum):
-    """How a point stands."""
+    """The status of a point."""
 
     RUNNING = "running"
     DONE = "done"
@@ -39,7 +39,7 @@ class PointStatus(StrEnum):
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep: its ``overrides`` as they would be typed, of which ``swept`` differ from point to point."""
+    """One run of a sweep: its ``overrides`` as typed, of which ``swept`` differ between points."""
 
     number: int
     overrides: tuple[str, ...]
@@ -47,14 +47,14 @@ class Point:
 
     @classmethod
     def of(cls, number: int, overrides: Sequence[str], alike: Collection[str]) -> Point:
-        """The point of ``overrides``, whose keys but those ``alike`` differ."""
+        """Return the point of ``overrides``, of which all keys but ``alike`` differ between points."""
         pairs = [word.lstrip("+").partition("=") for word in overrides]
         return cls(number, tuple(overrides), {k: v for k, _, v in pairs if k not in alike})
 
     @property
     def name(self) -> str:
-        """A folder's name that says what differs: ``model-gpt_devices-2``. Where that cannot be said in a folder's
-        name, or is too long for one, a number that is the same each time makes it another than all others."""
+        """Return the differences as the name of a folder: ``model-gpt_devices-2``. Where they are too long or have
+        characters that a name may not have, a hash is part of it."""
         short = {key: key.rpartition(".")[2] for key in self.swept}
         words = [
             f"{key if list(short.values()).count(word) > 1 else word}-{self.swept[key]}"
@@ -74,7 +74,7 @@ class Point:
 
 @dataclass(frozen=True)
 class PointOutcome:
-    """What became of a point. ``seconds`` is what it took, this time; ``reason`` says why it is not done."""
+    """The outcome of a point. ``seconds``: the time of this attempt; ``reason``: why it is not done."""
 
     point: Point
     status: PointStatus
@@ -82,12 +82,12 @@ class PointOutcome:
     seconds: float = 0.0
 
     def save(self, directory: Path) -> None:
-        """Write it into the point's directory."""
+        """Write the outcome into the point's directory."""
         replace_text(directory / POINT, json.dumps(asdict(self), indent=1))
 
     @classmethod
     def load(cls, directory: Path) -> PointOutcome | None:
-        """What was written there; none where nothing was."""
+        """Read an outcome; None where there is none."""
         tree = read_json(directory / POINT)
         if tree is None:
             return None
@@ -106,7 +106,7 @@ class PointOutcome:
 
 
 def read_json(path: Path) -> Any:
-    """What is in a file of ours; None where there is none."""
+    """Return the content of a JSON file of ours; None where there is none."""
     try:
         return documents.read_json(path, documents.DOCUMENT_BYTES)
     except FileNotFoundError:
@@ -116,7 +116,7 @@ def read_json(path: Path) -> Any:
 
 
 def summary_of(directory: Path) -> dict[str, Any] | None:
-    """What a run wrote at its end; None where it has not come to one."""
+    """Return the summary of a run; None where it has not ended."""
     summary = read_json(directory / "summary.json")
     if summary is not None and not isinstance(summary, dict):
         raise _damaged(directory / "summary.json", ValueError("it holds no keys"))
@@ -124,7 +124,7 @@ def summary_of(directory: Path) -> dict[str, Any] | None:
 
 
 def outcomes(folder: Path) -> dict[str, PointOutcome]:
-    """What became of the points of a sweep so far, by their names, in their order."""
+    """Return the outcomes of the points of a sweep so far, by name, in their order."""
     found = {
         path.parent.name: outcome
         for path in folder.glob(f"*/{POINT}")
@@ -139,5 +139,5 @@ def _damaged(path: Path, error: Exception) -> ConfigError:
 
 
 def is_complete(summary: Mapping[str, Any] | None) -> bool:
-    """Whether a run with this summary has taken all of its steps, or all for which there were rows."""
+    """Whether a run with this summary has taken all of its steps, or used all of its rows."""
     return summary is not None and summary.get("ended") in ("steps", "rows")

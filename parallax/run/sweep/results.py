@@ -1,6 +1,6 @@
-"""What the points of a sweep, or one run, have measured, read from their directories.
+"""Results of the points of a sweep, or of one run, read from their directories.
 
-Nothing that a file names is imported, so a directory of somebody else's can be reported.
+No class path in the files is imported, so a directory of another user can be reported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STILL = ("trainer.microbatch", "trainer.gather_loss")
 
 
 def find_folder(name: Path) -> Path:
-    """The directory of a sweep or of a run, given by itself or by its name."""
+    """Return the directory of a sweep or of a run, given by path or name."""
     try:
         for folder in (name, RUNS / name):
             if (folder / SWEEP).is_file() or (folder / STORED).is_file():
@@ -48,7 +48,7 @@ def find_folder(name: Path) -> Path:
 
 
 def read_results(folder: Path) -> SweepResults:
-    """All points of the sweep in ``folder``, or the run that is there."""
+    """Return the results of all points of the sweep in ``folder``, or of the run there."""
     name = folder.resolve().name
     tree = read_json(folder / SWEEP)
     if tree is None:
@@ -65,7 +65,7 @@ def _status(folder: Path) -> PointStatus:
 
 
 def _result(name: str, directory: Path, outcome: PointOutcome) -> PointResult:
-    """What there is of a point; of one that has failed, at least why."""
+    """Return the result of a point; for a failed point at least the reason."""
     words = dict(outcome.point.swept)
     try:
         measured = dict(_measured(directory))
@@ -97,7 +97,7 @@ _PLANNED = ("workload", "model", "unit", "global_batch", "devices", "layout")
 
 
 def _measured(directory: Path) -> Iterator[tuple[str, Any]]:
-    """Fields of a point's result: of its settings, of its plan, of its summary, as far as they are there."""
+    """Return the fields of a point's result from its settings, plan and summary, as far as they exist."""
     if not (directory / STORED).is_file():
         return
     settings = leaves(plain_yaml(read_stored(directory)))
@@ -128,7 +128,7 @@ def _measured(directory: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _shapes(key: str) -> bool:
-    """Whether a setting decides what work a step is, however many devices and rows share it."""
+    """Whether a setting changes the work of a step, whatever the devices and rows."""
     besides = key.startswith(_BESIDES) and key not in _STILL
     return key not in _HOW_MANY and not besides
 
@@ -139,7 +139,7 @@ def _number(summary: Mapping[str, Any], key: str) -> float | None:
 
 
 def _layout(plan: Plan) -> str:
-    """Stages and replicas in words."""
+    """Return stages and replicas as text."""
     replicas = [stage.replicas for stage in plan.stages]
     if len(replicas) == 1:
         return "1 process" if replicas[0] == 1 else f"{replicas[0]} replicas"

@@ -1,8 +1,8 @@
-"""A sweep: all its points are judged before the first one starts, those that are done are left alone, one that fails
-ends nothing but itself.
+"""A sweep: all points are checked before the first one starts, finished points are skipped, a failed point ends only
+itself.
 
-Typed again under the same name, the same command goes on where the sweep stopped: a point that was interrupted
-continues from its checkpoint, as any run does.
+The same command under the same name continues the sweep: a point that was interrupted resumes from its checkpoint, as
+any run does.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _SHOWN = 6  # points that the last line lists
 
 
 def sweep(overrides: Sequence[str], console: Console) -> int:
-    """Run the points that ``overrides`` mean; the exit code. Raises :class:`ConfigError`, before anything is started or
-    written, where one of them cannot be."""
+    """Run the points of ``overrides``; return the exit code. Raises :class:`ConfigError` before anything is started or
+    written where a point is invalid."""
     with heeding(interrupt):
         with console.status("reading the points"):
             asked = Multirun.read(overrides)
@@ -73,7 +73,7 @@ def sweep(overrides: Sequence[str], console: Console) -> int:
 
 
 def _launch(asked: Multirun, folder: Path, points: Sequence[Point], left: Sequence[Point]) -> None:
-    """Run the points that are ``left``, and show how they come along."""
+    """Run the points that are ``left`` and show their progress."""
     job = PointJob(
         sweep=folder.name,
         alike=asked.alike,
@@ -87,7 +87,7 @@ def _launch(asked: Multirun, folder: Path, points: Sequence[Point], left: Sequen
 
 
 def _launched(point: Point, asked: Multirun) -> tuple[str, ...]:
-    """A point's overrides as Hydra wants them."""
+    """Return a point's overrides in Hydra's form."""
     return (asked.points or ())[point.number - 1]
 
 
@@ -97,7 +97,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _points(asked: Multirun) -> list[Point]:
-    """The points that are known beforehand; where there are none, what all of them have in common is judged."""
+    """Return the points that are known beforehand; for other sweepers check the settings that all points share."""
     if asked.points is None:
         words = [plain(word) for word in asked.words]
         compose(
@@ -114,7 +114,7 @@ def _points(asked: Multirun) -> list[Point]:
 
 
 def _judged(point: Point, sweep_name: str, asked: Multirun) -> bool:
-    """Whether a point is done, with the settings that it has now. Raises :class:`ConfigError` where it cannot be."""
+    """Whether a point is done with its present settings. Raises :class:`ConfigError` where they are invalid."""
     words = [*asked.options.words, *point.overrides, f"name={sweep_name}/{point.name}"]
     try:
         config = settings(words, RUNS).config
@@ -137,7 +137,7 @@ def _is_done(directory: Path, config: RunConfig) -> bool:
 def _write(
     folder: Path, overrides: Sequence[str], points: Sequence[Point], done: Sequence[Point]
 ) -> None:
-    """What was typed, for whoever reads the sweep later, and which points are done, where nobody was left to say it."""
+    """Write the overrides for readers of the sweep, and the outcomes that a killed process could not write."""
     for point in done:
         outcome = PointOutcome.load(folder / point.name)
         if outcome is None or outcome.status is not PointStatus.DONE:
@@ -150,7 +150,7 @@ def _write(
 def _watching(
     folder: Path, left: Sequence[Point], asked: Multirun, progress: SweepProgress
 ) -> Iterator[None]:
-    """Where points run in other processes, say here what those write down."""
+    """Print the outcomes that points in other processes write."""
     if asked.in_turn:
         yield
         return
@@ -181,7 +181,7 @@ def _watching(
 
 
 def _say_stopped(number: int, folder: Path, asked: Multirun) -> int:
-    """One line on how to go on; the exit code."""
+    """Print how to continue; return the exit code."""
     found = outcomes(folder)
     done = sum(outcome.status is PointStatus.DONE for outcome in found.values())
     many = f"{done} of {len(asked.points)}" if asked.points else f"{done}"
@@ -198,12 +198,12 @@ def _say_stopped(number: int, folder: Path, asked: Multirun) -> int:
 
 
 def _without_command(reason: str) -> str:
-    """How far a run came, without how to go on with that run alone, and what stopped it."""
+    """Return a run's last message without the command that resumes that run alone."""
     return re.sub(r"^stopped by SIG\w+ ", "", reason.partition("; `parallax train")[0])
 
 
 def _tell(folder: Path, points: Sequence[Point], console: Console) -> int:
-    """The table, and which points are not done; the exit code."""
+    """Print the table and the unfinished points; return the exit code."""
     results = read_results(folder)
     console.print(results_table(results))
     console.print(
