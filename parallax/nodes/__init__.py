@@ -1,1 +1,1 @@
-"""Several hosts as one: where the ranks are, what one of them finds, told to all, and the links between nodes."""
+"""Several hosts as one: the place of each rank, results shared by all ranks, and the links between nodes."""

@@ -1,12 +1,12 @@
-"""Hosts that are unfit for a run: which they are, and whether the others go on without them.
+"""Unfit hosts of a run, and whether the other hosts continue without them.
 
-What one host lacks is no reason to end a run that several carry, where they come and go::
+In an elastic run, in which hosts come and go, an unfit host does not end the run::
 
-    host a, at HEAD    fit ──────────────────────────────> ends its ranks; torchrun starts them again without b
-    host b             torch 2.9.1, too little memory ───> says so, asks its torchrun to end: exit code 2
+    host a, at HEAD    fit ──────────────────────────────> ends its ranks; torchrun restarts them without b
+    host b             torch 2.9.1, too little memory ───> reports why, ends its torchrun: exit code 2
 
-All ranks find out in one exchange, so all decide the same. The host at HEAD, where all meet, is never done without: its
-versions are what the others are measured by.
+All ranks compare in one exchange, so all decide alike. The host at HEAD, where the ranks meet, is never dropped: the
+versions of other hosts are compared with its own.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True)
 class Elastic:
-    """What the hosts were told that started the ranks: ``heads`` are those at HEAD, ``least`` is how many must be left,
-    0 where the run is not elastic, or some of its ranks are not started again."""
+    """The arguments of the launchers on all hosts: ``heads`` are the hosts at HEAD, ``least`` is the minimum of hosts,
+    0 where the run is not elastic or some ranks are not restarted."""
 
     heads: frozenset[str]
     least: int
 
     @classmethod
     def gather(cls, nodes: Nodes) -> Elastic:
-        """Ask all; called by every rank of torch's world."""
+        """Ask all ranks; called by every rank of torch's world."""
         found = from_all(
             lambda: (os.environ.get(AT_HEAD) == "1", os.environ.get(LEAST, "0"), _starts_again())
         )
@@ -45,11 +45,11 @@ class Elastic:
         return cls(heads, least if all(again for _, _, again in found) else 0)
 
     def measure(self, nodes: Nodes) -> int:
-        """The rank with which others are compared: the first at HEAD, otherwise rank 0."""
+        """Return the rank whose versions the others are compared with: the first at HEAD, otherwise rank 0."""
         return next((rank for rank, host in enumerate(nodes.hosts) if host in self.heads), 0)
 
     def goes_on(self, unfit: Mapping[str, str], nodes: Nodes) -> bool:
-        """Whether the hosts that are left, when those that are ``unfit`` have gone, go on."""
+        """Whether the other hosts continue without those that are ``unfit``."""
         left = {*nodes.hosts} - unfit.keys()
         enough = 0 < self.least <= len(left)
         return bool(unfit) and enough and bool(self.heads) and self.heads <= left
@@ -64,10 +64,11 @@ def _starts_again() -> bool:
 
 
 def from_hosts(call: Callable[[], _Found], nodes: Nodes) -> list[_Found]:
-    """What ``call`` gives on the first rank of each node, in their order; called by every rank of torch's world.
+    """Return the results of ``call`` on the first rank of each node, in their order; called by every rank of torch's
+    world.
 
-    Raises :class:`UnfitHostError` where it is a :class:`UserError` on some hosts and not on others; the first's error
-    where it is one on all.
+    Raises :class:`UnfitHostError` where ``call`` raises a :class:`UserError` on some hosts and not on others; the first
+    host's error where it does on all.
     """
 
     def tried() -> tuple[_Found | None, type[UserError], str | None]:

@@ -1,4 +1,4 @@
-"""Ranks come together as torch's world; who does not come is named while the others wait, and within a limit."""
+"""Join all ranks into torch's world, within a limit; missing ranks are named while the others wait."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _LATE_SECONDS = 5.0  # by which torch may be late itself
 def start_processes(file: str | None = None) -> None:
     """Join torchrun's world over gloo; also for CUDA devices, whose tensors are staged through the host.
 
-    Ranks meet at ``file`` where all are on one host, otherwise at torchrun's address, apart from those that were there
-    before (:mod:`parallax.nodes.meeting`). Then they talk over the network card that leads there, unless the user names
-    another: gloo asks for this host's name, which often means loopback.
+    Ranks meet at ``file`` where all are on one host, otherwise at torchrun's address, separately from the ranks of an
+    earlier start (:mod:`parallax.nodes.meeting`). They then talk over the network interface that leads there, unless
+    the user names another: gloo looks up this host's name, which often means loopback.
     """
     store: Any
     answer: Callable[[], object] = _nothing
@@ -61,9 +61,9 @@ def start_processes(file: str | None = None) -> None:
 
 
 def _choose_card(own: str, addresses: Sequence[str]) -> None:
-    """Let gloo and NCCL use the network card that leads to the others, unless the user has named one. ``own``: this
-    host's address, empty where its way to the meeting place is loopback, though for others it is not: then their
-    addresses say which card it is."""
+    """Let gloo and NCCL use the network interface that leads to the other hosts, unless the user has named one.
+    ``own``: this host's address; empty on the host of the meeting place, whose route there is loopback, so the
+    addresses of others decide."""
     others = [address for address in addresses if address]
     card = interface_of(own or (own_address(others[0]) if others else ""))
     if card:
@@ -74,7 +74,7 @@ def _choose_card(own: str, addresses: Sequence[str]) -> None:
 
 
 def join_seconds() -> float:
-    """Within which all ranks must have come: ``PARALLAX_JOIN_SECONDS``, or :data:`JOIN_SECONDS`."""
+    """Return the seconds within which all ranks must come: ``PARALLAX_JOIN_SECONDS``, or :data:`JOIN_SECONDS`."""
     said = os.environ.get(_JOIN, "")
     if said and not said.isdecimal():
         raise ConfigError(f"{_JOIN}={printable(said)}: accepted is a whole number of seconds")
@@ -82,9 +82,9 @@ def join_seconds() -> float:
 
 
 def _network_store() -> tuple[Any, Callable[[], object], int, int]:
-    """Torch's store at MASTER_ADDR, what is to be done there until all have come, this rank and how many there are.
-    Until rank 0 is there the others cannot know who else is missing; so it is the one that they wait for. Torch waits
-    in silence, and for ever where another program listens at the port."""
+    """Return torch's store at MASTER_ADDR, the work to do there until all ranks have come, this rank and the number of
+    ranks. Until rank 0 is there nobody can list the missing ranks, so the others name rank 0. torch alone waits
+    without a message, and forever where another program listens at the port."""
     limit = join_seconds()
     rank, size = (os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE"))
     place = printable(":".join(os.environ.get(key, "") for key in ("MASTER_ADDR", "MASTER_PORT")))
@@ -120,8 +120,8 @@ def _network_store() -> tuple[Any, Callable[[], object], int, int]:
 
 
 def _store(rank: int, size: int, limit: float) -> tuple[Any, Callable[[], object]]:
-    """Of rank 0, which does not wait there for the others; or this meeting's part of that of torchrun's agent, which
-    outlives its ranks, and what rank 0 does there until all have come."""
+    """Return the store that rank 0 opens without waiting for others; or this meeting's part of the store of torchrun's
+    agent, which outlives its ranks, and rank 0's work there until all have come."""
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     end = time.monotonic() + limit
@@ -142,7 +142,7 @@ def _store(rank: int, size: int, limit: float) -> tuple[Any, Callable[[], object
 
 
 def _nothing() -> None:
-    """To be done while others are waited for."""
+    """No work."""
 
 
 def _note_seconds(limit: float) -> float:
@@ -158,12 +158,12 @@ def wait_for_all(
     note_seconds: float = NOTE_SECONDS,
     meanwhile: Callable[[], object] = _nothing,
 ) -> None:
-    """Wait for every rank to call this with the same ``store`` of torch, and say which do not: torch would wait for
-    twice as long and name none.
+    """Wait for every rank to call this with the same ``store`` of torch, and name the ranks that do not: torch would
+    wait twice as long and name none.
 
-    Raises :class:`AbsentError` after ``join_seconds``; after ``note_seconds`` the first of those that are here says on
-    stderr whom it waits for. ``meanwhile`` is called again and again. Raises :class:`ConfigError` where another rank
-    counts another number of ranks.
+    Raises :class:`AbsentError` after ``join_seconds``. After ``note_seconds`` the first present rank prints the missing
+    ranks on stderr. ``meanwhile`` is called repeatedly. Raises :class:`ConfigError` where another rank has another
+    number of ranks.
     """
     _check_size(store, rank, size)
     store.set(f"rank {rank}", "")
@@ -192,13 +192,13 @@ def wait_for_all(
 
 
 def _names(ranks: Sequence[int]) -> str:
-    """The first of them by number."""
+    """Return the first of ``ranks`` as text."""
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{more}"
 
 
 def _check_size(store: Any, rank: int, size: int) -> None:
-    """The first rank says how many there are."""
+    """Compare the number of ranks with that of the first rank in the store."""
     known = store.compare_set("size", "", f"{size} {rank}").decode()
     first, _, other = known.partition(" ")
     if int(first) != size:

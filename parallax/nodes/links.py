@@ -1,8 +1,8 @@
-"""The links between nodes, measured in the transport that will be used: one message at a time, as stages send them.
+"""Measure the links between nodes in the transport of the run: one message at a time, as stages send them.
 
-Neighbours of the ring of nodes are measured, every second pair at the same time, so that it takes as long for a hundred
-nodes as for three: first their first ranks alone, then as many ranks as both have, which shows whether they share the
-node's network. What a pair has measured is kept; the slowest is what a plan may count on.
+The nodes form a ring, and every second pair of neighbours is measured at the same time, so a hundred nodes take as long
+as three. A pair first measures its first ranks alone, then as many ranks as both nodes have, which shows whether ranks
+share the node's network. Results are kept; a plan counts on the slowest link.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _LONG_SECONDS = 0.2  # a message that takes as long says what the link carries
 
 @dataclass(frozen=True, slots=True)
 class RemoteLink:
-    """The link between ranks of two nodes; ``ways`` is how many ranks of a node can use it at full speed together, 0
-    where each has all of it."""
+    """The link between ranks of two nodes. ``ways``: how many ranks of a node can use it at full speed at once; 0 where
+    each has its own."""
 
     link: Link
     ways: float
 
     @classmethod
     def slowest(cls, found: Sequence[RemoteLink]) -> RemoteLink:
-        """What holds for all of them."""
+        """Return the smallest bandwidth and the largest latency of all links."""
         return cls(
             Link(
                 bytes_per_second=min(each.link.bytes_per_second for each in found),
@@ -54,9 +54,9 @@ class RemoteLink:
 def probe_links(
     nodes: Nodes, device: torch.device, backend: str = "", *, fresh: bool = False
 ) -> RemoteLink:
-    """The slowest of the links between nodes; called by every rank of torch's world. ``backend`` carries what is on
-    ``device``; without one it is staged through the host, whose buffers are measured then. ``fresh`` measures what is
-    known again."""
+    """Return the slowest link between nodes; called by every rank of torch's world. ``backend`` carries tensors on
+    ``device``; without one they are staged through the host, and host buffers are measured. ``fresh``: measure known
+    links again."""
     pairs = [pair for turn in _rounds(len(nodes.names)) for pair in turn]
     own = [pair for pair in pairs if nodes.rank == _low(nodes, pair)]
     known = {
@@ -75,7 +75,7 @@ def probe_links(
 
 
 def _rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Pairs of neighbours, those of a round without a node in common."""
+    """Yield rounds of neighbouring pairs; no node is in two pairs of a round."""
     ring = [(node, node + 1) for node in range(count - 1)]
     yield from (ring[turn::2] for turn in range(2))
     yield [(0, count - 1)] if count > 2 else []
@@ -93,7 +93,7 @@ def _path(nodes: Nodes, pair: tuple[int, int], backend: str) -> Path:
 
 
 def _alike(nodes: Nodes, pair: tuple[int, int]) -> int:
-    """As many ranks as both have."""
+    """Return the number of ranks that both nodes have."""
     return min(nodes.of.count(node) for node in pair)
 
 
@@ -121,7 +121,7 @@ def _keep(path: Path, found: RemoteLink) -> None:
 def _measured(
     nodes: Nodes, pairs: Sequence[tuple[int, int]], device: torch.device, backend: str
 ) -> dict[tuple[int, int], RemoteLink]:
-    """Pairs without a node in common, all at the same time."""
+    """Measure pairs without a common node, all at the same time."""
     mine = next((pair for pair in pairs if nodes.mine in pair), None)
     place = nodes.rank - nodes.first(nodes.mine)
     way = None
@@ -154,7 +154,7 @@ def _measured(
 
 
 class _Way:
-    """One end of the way between two ranks."""
+    """One end of the connection between two ranks."""
 
     def __init__(
         self,
@@ -172,14 +172,14 @@ class _Way:
             dist.destroy_process_group(self._group)
 
     def open(self) -> None:
-        """Connect, which NCCL does with a first message, and may take longer than any other."""
+        """Connect: NCCL does so with the first message, which takes longer than others."""
         one = torch.zeros(1, dtype=torch.uint8, device=self._device)
         for sends in (self.low, not self.low):
             self._carry(one, sends=sends)
 
     def alone(self) -> tuple[float, float]:
-        """Seconds of the smallest message, the fastest of several, for what is slower measures who else uses the hosts;
-        and bytes per second of the slower direction."""
+        """Return the latency in seconds, the smallest of several since other traffic only adds to it, and the bytes per
+        second of the slower direction."""
         one, latency = torch.zeros(1, dtype=torch.uint8, device=self._device), float("inf")
         for _ in range(_PINGS):
             start = time.perf_counter()
@@ -189,8 +189,8 @@ class _Way:
         return latency, min(self.rate(latency), self.rate(latency, down=True))
 
     def rate(self, latency: float, *, down: bool = False) -> float:
-        """Bytes per second from the low rank to the high one (``down``: back), of messages that grow until one takes
-        long enough; each is answered, and told of before it."""
+        """Return the bytes per second from the low rank to the high one (``down``: back). Messages grow until one takes
+        :data:`_LONG_SECONDS`; each is announced with its size, and answered."""
         sends = self.low is not down
         count, rate = _FIRST_BYTES, 0.0
         answer = torch.zeros(1, dtype=torch.uint8, device=self._device)
@@ -216,9 +216,9 @@ class _Way:
 
 
 def clock_offset(nodes: Nodes) -> float:
-    """Seconds to add to ``time.perf_counter()`` of this host to read that of rank 0's; called by every rank of torch's
-    world. Of several questions the one that was answered soonest counts, and the middle of its time (Cristian 1989,
-    "Probabilistic clock synchronization")."""
+    """Return the seconds to add to ``time.perf_counter()`` of this host for that of rank 0's; called by every rank of
+    torch's world. Of several requests the one with the fastest answer counts, and the middle of its time (Cristian
+    1989, "Probabilistic clock synchronization")."""
     found, clock = 0.0, torch.zeros(1, dtype=torch.float64)
     for node in range(1, len(nodes.names)):
         leader, soonest = nodes.first(node), float("inf")

@@ -1,15 +1,15 @@
-"""A meeting of ranks in a store that outlives them, apart from those that were there before.
+"""A meeting of ranks in a store that outlives them, separate from earlier meetings.
 
-torchrun's agent keeps one store for all starts of its ranks. What the ranks before have left there cannot be told from
-what the present ones say: their presence is counted, and nobody listens at their addresses any more. How often torchrun
-has started ranks names no meeting: hosts count differently, and a host that joins or leaves does not count. So rank 0
-names each meeting at random, and tells the name to who asks, as long as ranks may come::
+torchrun's agent keeps one store for all starts of its ranks. Values of an earlier start look like values of the present
+one: its ranks would be counted as present, at addresses where nobody listens. The number of restarts does not identify
+a meeting either: hosts count differently, and a host that joins or leaves does not count. So rank 0 gives each meeting
+a random name, and sends it to every rank that asks, as long as ranks may come::
 
     rank r    appends a nonce ──> store ──> rank 0 writes the name under a key of that nonce
     rank r    reads the name  <── store
 
-No nonce is used twice, so only a rank 0 that lives can have answered it. A rank that has died leaves nonces whose
-answers nobody reads. All else is said in the part of the store that has the name.
+No nonce is used twice, so only a living rank 0 can have answered. Nonces of dead ranks get answers that nobody reads.
+Everything else is kept in the part of the store with that name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.05
 
 
 class OpenMeeting:
-    """Rank 0's: ``part`` is the part of ``store`` that nobody has used before."""
+    """The meeting on rank 0. ``part``: a new part of ``store``."""
 
     def __init__(self, store: Any) -> None:
         self._store, self._name = store, secrets.token_hex(_BYTES)
@@ -36,7 +36,7 @@ class OpenMeeting:
         store.append(_ASKED, "")  # it is there from now on, so it can be read without waiting
 
     def answer(self) -> None:
-        """Tell the name to all who have asked for it since the last call."""
+        """Send the name to all ranks that have asked since the last call."""
         asked = self._store.get(_ASKED).decode()
         starts = range(self._answered, len(asked), _DIGITS)
         keys = [_answer(asked[start : start + _DIGITS]) for start in starts]
@@ -46,7 +46,7 @@ class OpenMeeting:
 
 
 def ask(store: Any, seconds: float) -> Any:
-    """For another rank: what :attr:`OpenMeeting.part` is to rank 0. Raises :class:`TimeoutError` where none answers
+    """Return the part of ``store`` that rank 0 has opened. Raises :class:`TimeoutError` where rank 0 does not answer
     within ``seconds``."""
     nonce = secrets.token_hex(_BYTES)
     store.append(_ASKED, nonce)

@@ -1,7 +1,7 @@
-"""Where the ranks of a run are: on which node each, and which of them see the same directory.
+"""The places of the ranks of a run: their nodes, and the directories that they share.
 
-Ranks that follow each other on a host are a node, however they were started. A directory is shared by those who see the
-same marks in it; where not all do, the first rank of each such site writes there what rank 0 writes for all.
+Consecutive ranks on a host are a node, however they were started. Ranks share a directory if they see the same marker
+files in it. Where not all share it, the first rank of each site writes there what rank 0 writes for all.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _OLD_SECONDS = 3600.0  # of a mark that nobody looks for any more
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """``names`` of the nodes, in the order of their ranks; ``of``: which of them each rank is on, ``hosts`` on which
-    host. Ranks that follow each other on a host are a node."""
+    """``names`` of the nodes in the order of their ranks; ``of``: the node of each rank; ``hosts``: the host of each
+    rank. Consecutive ranks on a host are a node."""
 
     rank: int
     names: tuple[str, ...]
@@ -35,7 +35,7 @@ class Nodes:
 
     @classmethod
     def gather(cls) -> Nodes:
-        """Ask all; called by every rank of torch's world."""
+        """Ask all ranks; called by every rank of torch's world."""
         found = from_all(lambda: (host_identity(), node_name()))
         hosts = tuple(host for host, _ in found)
         firsts = [rank for rank in range(len(hosts)) if rank == 0 or hosts[rank] != hosts[rank - 1]]
@@ -47,21 +47,21 @@ class Nodes:
 
     @property
     def several(self) -> bool:
-        """Whether there is more than one."""
+        """Whether there is more than one node."""
         return len(self.names) > 1
 
     @property
     def mine(self) -> int:
-        """The node of this rank."""
+        """Return the node of this rank."""
         return self.of[self.rank]
 
     @property
     def local_count(self) -> int:
-        """Ranks on this rank's host, itself included."""
+        """Return the number of ranks on this rank's host."""
         return self.hosts.count(self.hosts[self.rank])
 
     def first(self, node: int) -> int:
-        """The first rank of ``node``, which acts for it."""
+        """Return the first rank of ``node``, which acts for the node."""
         return self.of.index(node)
 
     @property
@@ -70,7 +70,7 @@ class Nodes:
         return self.first(self.mine) == self.rank
 
     def name(self, rank: int) -> str:
-        """The name of a rank's node."""
+        """Return the name of a rank's node."""
         return self.names[self.of[rank]]
 
 
@@ -80,7 +80,7 @@ ALONE = Nodes(0, ("here",), (0,), ("",))
 
 @dataclass(frozen=True, slots=True)
 class Sites:
-    """Which ranks see the same directory: ``leaders[r]`` is the rank that writes for rank r and all others there."""
+    """The ranks that see the same directory: ``leaders[r]`` is the rank that writes there for rank r."""
 
     rank: int
     leaders: tuple[int, ...]
@@ -102,9 +102,9 @@ class Sites:
 
 
 def find_sites(directory: Path, nodes: Nodes) -> Sites:
-    """Which ranks see the same ``directory``, which is made where it is missing: the first rank of each node leaves a
-    mark there, and who sees a mark shares the directory with its rank. Called by every rank of torch's world. Raises
-    :class:`ConfigError` where it cannot be made."""
+    """Return which ranks see the same ``directory``, which is made where it is missing. The first rank of each node
+    writes a marker file, and a rank that sees a marker shares the directory with its author. Called by every rank of
+    torch's world. Raises :class:`ConfigError` where the directory cannot be made."""
     if not nodes.several:
         return Sites(nodes.rank, (0,) * len(nodes.of))
     prefix = from_first(lambda: f"{_MARK}{secrets.token_hex(8)}-")
@@ -134,7 +134,7 @@ def find_sites(directory: Path, nodes: Nodes) -> Sites:
 
 
 def _first_mark(directory: Path, prefix: str) -> int:
-    """The first rank whose mark is here; that of rank 0 may take a moment to appear."""
+    """Return the first rank whose marker is visible; on a network file system rank 0's may appear late."""
     end = time.monotonic() + _SEEN_SECONDS
     while True:
         ranks = [int(path.name.removeprefix(prefix)) for path in directory.glob(f"{prefix}*")]

@@ -1,4 +1,4 @@
-"""What one rank found out, known to all: its result, or its error, so that all go on or all end."""
+"""Share the result of a call between ranks, or its error, so that all continue or all end."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _Found = TypeVar("_Found")
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process's rank, and how many there are; (0, 1) without torch's world."""
+    """Return this process's rank and the number of ranks; (0, 1) without torch's world."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def from_all(call: Callable[[], _Found]) -> list[_Found]:
-    """What ``call`` gives on every rank, on every rank; or the error of the first that has one. Called by all ranks of
-    torch's world. What is given is values and records (:mod:`parallax.nodes.objects`)."""
+    """Return the results of ``call`` on every rank, or raise the first rank's error; called by all ranks of torch's
+    world. Results are values and records (:mod:`parallax.nodes.objects`)."""
     mine = _tried(call)
     told = all_objects(mine) if rank_and_size()[1] > 1 else [mine]
     return [_found(each) for each in told]
 
 
 def from_first(call: Callable[[], _Found]) -> _Found:
-    """What ``call`` gives on rank 0, on every rank; or its error. The others do not call it."""
+    """Return the result of ``call`` on rank 0, or raise its error, on every rank. Other ranks do not call it."""
     rank, size = rank_and_size()
     mine: Any = _tried(call) if rank == 0 else None
     found: _Found = _found(object_of_first(mine) if size > 1 else mine)
