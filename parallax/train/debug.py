@@ -1,8 +1,5 @@
-"""What a rank leaves of some of its steps for those who look for a fault: on request, for it is large and slows down.
-
-Every recorder has the same two calls, and one that records nothing is used where nothing was asked for, so the loop
-does not know.
-"""
+"""Recordings of some steps for finding faults: traces, profiles, memory. They are large and slow, so they are made on
+request only."""
 
 from __future__ import annotations
 
@@ -32,13 +29,13 @@ _ALLOCATIONS = 1_000_000  # that a CUDA snapshot remembers
 
 @dataclass(frozen=True, kw_only=True)
 class DebugConfig:
-    """What each rank records of a few steps, into the run directory.
+    """Recordings of a few steps by each rank, in the run directory.
 
-    ``record``: ``trace``, its actions with their waits as a Chrome trace; ``profiler``, every operator, by
-    torch.profiler; ``memory``, every allocation: on CUDA a snapshot for https://pytorch.org/memory_viz, on the CPU
-    torch.profiler's account of memory; and for each step a line of a table with what the process and its device hold.
-    ``steps``: the first and the last step, counted from 1 where the process starts, so that a run that goes on is
-    recorded too. What is recorded costs time and memory: the figures of a run that records are not those of the plan.
+    ``record``: ``trace``: the rank's actions with their waits as a Chrome trace; ``profiler``: every operator, by
+    torch.profiler; ``memory``: every allocation, on CUDA a snapshot for https://pytorch.org/memory_viz, on the CPU
+    torch.profiler's account of memory, and for each step a line of a table with the memory of the process and its
+    device. ``steps``: the first and the last step, counted from 1 at the start of the process, so resumed runs can be
+    recorded. A recording costs time and memory, which no plan predicts.
     """
 
     record: str = "off"
@@ -54,20 +51,21 @@ class DebugConfig:
 
 
 class Recorder(Protocol):
-    """Around every step of a loop."""
+    """A recording of steps."""
 
     def step(self) -> AbstractContextManager[None]:
-        """Around one step."""
+        """Return a context for one step."""
 
     def add(self, result: StepResult) -> None:
-        """What came of it."""
+        """Record the result of a step."""
 
     def close(self) -> None:
-        """The loop has ended: write what has not been written."""
+        """Write everything that has not been written."""
 
 
 def recorder(config: DebugConfig, directory: Path, rank: int, device: torch.device) -> Recorder:
-    """What ``config`` asks for. Its files are complete when the last of the steps has ended, or the loop."""
+    """Return the recorder for ``config``. Its files are complete at the end of the last recorded step, or of the
+    loop."""
     if config.record == "off":
         return NoRecord()
     if config.record == "trace":
@@ -84,31 +82,31 @@ def recorder(config: DebugConfig, directory: Path, rank: int, device: torch.devi
 
 
 class NoRecord:
-    """Records nothing."""
+    """A recorder of nothing."""
 
     def step(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def add(self, result: StepResult) -> None:
-        """Nothing."""
+        """No-op."""
 
     def close(self) -> None:
-        """Nothing."""
+        """No-op."""
 
 
 class Trace:
-    """The spans of the steps, which the executor measures anyway."""
+    """The spans of the steps, which the executor always measures, as a Chrome trace."""
 
     def __init__(self, steps: tuple[int, int], path: Path) -> None:
         self._count, (self._first, self._last), self._path = 0, steps, path
         self._spans: list[Span] = []
 
     def step(self) -> AbstractContextManager[None]:
-        """Nothing: spans say themselves when they began."""
+        """Return an empty context: spans have their own times."""
         return contextlib.nullcontext()
 
     def add(self, result: StepResult) -> None:
-        """Take the spans of a step; write them after the last."""
+        """Keep the spans of a step; write all after the last step."""
         self._count += 1
         if self._first <= self._count <= self._last:
             self._spans += result.spans
@@ -116,14 +114,14 @@ class Trace:
             self.close()
 
     def close(self) -> None:
-        """Write the spans that there are."""
+        """Write the spans so far."""
         if self._spans:
             self._path.write_text(json.dumps(chrome_trace(self._spans)), encoding="utf-8")
             self._spans = []
 
 
 class Window:
-    """Something of torch that records between ``start`` and ``stop``, which writes the file."""
+    """A recording by torch between ``start`` and ``stop``, which writes the file."""
 
     def __init__(self, steps: tuple[int, int], start: Call, stop: Call) -> None:
         self._count, (self._first, self._last) = 0, steps
@@ -131,7 +129,7 @@ class Window:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Record it if it is one of the steps."""
+        """Start before the first step and stop after the last one."""
         self._count += 1
         if self._count == self._first:
             self._start()
@@ -142,17 +140,17 @@ class Window:
             self.close()
 
     def add(self, result: StepResult) -> None:
-        """Nothing: torch has seen it all."""
+        """No-op: torch records by itself."""
 
     def close(self) -> None:
-        """Write what was recorded, if anything was."""
+        """Write the recording, if it was started."""
         if self._open:
             self._open = False
             self._stop()
 
 
 def _profiler(path: Path, device: torch.device, *, memory: bool = False) -> tuple[Call, Call]:
-    """torch.profiler; with ``memory`` it also notes every allocation, and from where it came."""
+    """Return start and stop of torch.profiler; with ``memory`` it also records every allocation with its stack."""
     own = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.CPU)
     activities = list(dict.fromkeys([ProfilerActivity.CPU, own]))
     profiler = profile(
@@ -167,7 +165,7 @@ def _profiler(path: Path, device: torch.device, *, memory: bool = False) -> tupl
 
 
 class MemoryTable:
-    """What was held after each step of the run as a table, and every allocation of some."""
+    """A table of the memory after each step, and every allocation of some steps."""
 
     def __init__(self, allocations: Window, table: Path, device: torch.device) -> None:
         self._allocations, self._device, self._count = allocations, device, 0
@@ -175,11 +173,11 @@ class MemoryTable:
         self._table: csv.DictWriter[str] | None = None
 
     def step(self) -> AbstractContextManager[None]:
-        """Record it if it is one of the steps."""
+        """Return the context of :class:`Window`."""
         return self._allocations.step()
 
     def add(self, result: StepResult) -> None:
-        """A line of the table: what is held now, and since the engine was built at most."""
+        """Append a line: bytes that are held now, and the peak since the engine was built."""
         self._count += 1
         line = {
             "step": self._count,

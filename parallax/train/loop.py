@@ -30,6 +30,7 @@ from parallax.train.data import Source
 from parallax.train.debug import DebugConfig, Recorder, recorder
 from parallax.train.evaluation import HeldOut
 from parallax.train.health.checkup import Checkup
+from parallax.train.logger import RankZeroLogger, open_logger
 from parallax.train.monitor import LoggerConfig, StepLine, Unwritten, finite
 from parallax.train.nodes import NodeRecords, events_path
 from parallax.train.onlooker import Nobody, Onlooker
@@ -37,7 +38,6 @@ from parallax.train.record import RunRecord
 from parallax.train.rows_end import ENDED, RowsEnd
 from parallax.train.saving.saves import Saves
 from parallax.train.stop import Drifted, Requested, Stopping, StopReason, drift
-from parallax.train.voice import Voice, open_voice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,25 +210,25 @@ class _Run:
         with (
             EventLog(events_path(self._directory, self._rank)) as events,
             contextlib.closing(self._recording),
-            open_voice(
+            open_logger(
                 self._rank,
                 self._directory,
                 self._logger,
                 total,
                 self._engine.completed_steps,
                 self._unwritten,
-            ) as voice,
+            ) as logger,
         ):
             for refused in self._refused:
-                voice.note(f"skipped: {refused}")
+                logger.note(f"skipped: {refused}")
             if resumed:
-                voice.note(f"continuing after step {self._engine.completed_steps} from {resumed}")
+                logger.note(f"continuing after step {self._engine.completed_steps} from {resumed}")
             self._stopping.ask()  # what came while the engine was built
             while self._engine.completed_steps < total and not self._stopping.now:
                 if (batch := self._next_batch()) is None:
-                    self._end_of_rows(voice)
+                    self._end_of_rows(logger)
                     break
-                with self._recording.step(), self._saves.saved_before(voice):
+                with self._recording.step(), self._saves.saved_before(logger):
                     result = self._nodes.on_common_clock(self._engine.step(batch))
                 self._checkup.stepped(result)
                 with self._unwritten.trying(self._directory / "debug"):
@@ -239,9 +239,9 @@ class _Run:
                         events.extend(result.spans)
                         events.flush()
                 with phase("reporting a step"):
-                    self._report(voice, result)
-                self._evaluate_and_save(voice, result, total)
-            self._saves.end(voice)
+                    self._report(logger, result)
+                self._evaluate_and_save(logger, result, total)
+            self._saves.end(logger)
         with phase("writing the report"):
             return self._end()
 
@@ -250,16 +250,16 @@ class _Run:
         with self._onlooker.phase("fetching rows"):
             return self._rows_end.fetch(lambda: self._checkup.fetch(self._fetch))
 
-    def _end_of_rows(self, voice: Voice) -> None:
+    def _end_of_rows(self, logger: RankZeroLogger) -> None:
         """Evaluate and save; raises :class:`DataError` where the rows must not end here."""
         step, metrics = self._engine.completed_steps, dict[str, float | None]()
         self._stopping.ask()
         if self._rows_end.everywhere:
-            voice.note(f"the rows end after step {step} of {self._trainer.steps}: training ends")
+            logger.note(f"the rows end after step {step} of {self._trainer.steps}: training ends")
             if step and self._evaluated != step:
                 with self._onlooker.phase("evaluating"):
-                    metrics = finite({"validation_loss": self._evaluate(voice, step)})
-        self._saves.save(voice, self._state(), metrics, last=True)
+                    metrics = finite({"validation_loss": self._evaluate(logger, step)})
+        self._saves.save(logger, self._state(), metrics, last=True)
         self._rows_end.refuse(step)
 
     def _fetch(self) -> Rows:
@@ -314,7 +314,7 @@ class _Run:
             raise first
         return None
 
-    def _report(self, voice: Voice, result: StepResult) -> None:
+    def _report(self, logger: RankZeroLogger, result: StepResult) -> None:
         """Gather what every rank knows of the step; rank 0 shows and writes it."""
         budgets, swap = self._budgets, result.swap
         mine = (
@@ -334,7 +334,7 @@ class _Run:
         said = self._checkup.agree(numbers[: Checkup.columns], saving=any(saved))
         self._stopping.agree(numbers[Checkup.columns :])
         if any(news):
-            self._tell_unwritten(voice)
+            self._tell_unwritten(logger)
         swapping = sum(limits) + sum(out) + sum(back) > 0
         overall = SwapStatistics(stall_seconds=sum(stalls), transfer_seconds=sum(transfers))
         fullest = max(range(len(budgets)), key=lambda rank: peaks[rank] / budgets[rank])
@@ -358,10 +358,10 @@ class _Run:
             "swap_overlap": line.overlap if swapping else None,
             "checkpoint_seconds": max(waits),
         }
-        voice.step(line, _metrics(line, result) | moved | self._checkup.metrics())
+        logger.step(line, _metrics(line, result) | moved | self._checkup.metrics())
         for words in filter(None, (_trouble(result), *said)):
-            voice.note(f"step {line.step}{words}")
-        self._saves.advance(voice, saved)
+            logger.note(f"step {line.step}{words}")
+        self._saves.advance(logger, saved)
 
     def _of_all(self, mine: Sequence[float]) -> list[list[float]]:
         """Of each number what every rank says."""
@@ -369,36 +369,36 @@ class _Run:
         table[self._rank] = torch.tensor(mine, dtype=torch.float64)
         return [column.tolist() for column in self._mesh.sum(table).unbind(1)]
 
-    def _tell_unwritten(self, voice: Voice) -> None:
+    def _tell_unwritten(self, logger: RankZeroLogger) -> None:
         for rank, lines in enumerate(self._mesh.gather_objects(self._unwritten.news())):
             for line in lines:
-                voice.note(f"rank {rank} {line}; training goes on without it")
+                logger.note(f"rank {rank} {line}; training goes on without it")
 
-    def _evaluate_and_save(self, voice: Voice, result: StepResult, total: int) -> None:
+    def _evaluate_and_save(self, logger: RankZeroLogger, result: StepResult, total: int) -> None:
         step = self._engine.completed_steps
         last, trainer = step == total, self._trainer
         saves, found = last or _due(trainer.checkpoint_every, step), None
         if last or _due(trainer.eval_every, step) or (saves and self._checkpoint.judges):
             with self._onlooker.phase("evaluating"):
-                found = self._evaluate(voice, step)
+                found = self._evaluate(logger, step)
         if saves or self._stopping.at_once:
             with self._onlooker.phase("saving a checkpoint"):
                 state = self._state()
             self._saves.save(
-                voice,
+                logger,
                 state,
                 finite({"loss": result.loss, "validation_loss": found}),
                 last=last or self._stopping.at_once,
             )
             self._stopping.ask()
             for words in self._stopping.judge() if not last else ():
-                voice.note(f"step {step}: {words}")
+                logger.note(f"step {step}: {words}")
 
-    def _evaluate(self, voice: Voice, step: int) -> float | None:
+    def _evaluate(self, logger: RankZeroLogger, step: int) -> float | None:
         """The loss of the held-out rows; where a rank has been asked to end, it stays unknown."""
 
         def progress(done: int, count: int | None) -> bool:
-            voice.evaluating(step, done, count)
+            logger.evaluating(step, done, count)
             self._stopping.ask()
             return not self._stopping.at_once
 
@@ -407,14 +407,14 @@ class _Run:
         if found is None:
             return None
         self._evaluated, self._record.validation_loss = step, found.loss
-        voice.evaluation(step, found.loss)
+        logger.evaluation(step, found.loss)
         if found.bad is not None:
             index, loss = found.bad
-            voice.note(
+            logger.note(
                 f"step {step}: the validation loss is no number: held-out batch {index} gives {loss}"
             )
         if found.truncated:
-            voice.note(
+            logger.note(
                 f"step {step}: the validation loss is of the first {found.batches} held-out batches, and there are "
                 "more: set trainer.eval_batches, or give the source validation_rows, their number of rows"
             )

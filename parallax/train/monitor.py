@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a line for people, numbers for programs, curves."""
+"""The output of a run while it trains: a line for people, metrics for programs, curves."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from parallax.train.repeats import METRICS, forget_steps
 
 @dataclass(frozen=True, kw_only=True)
 class LoggerConfig:
-    """What a run writes beside ``metrics.jsonl``.
+    """The logs of a run besides ``metrics.jsonl``.
 
     ``tensorboard``: curves for TensorBoard. ``events``: every action of every rank, with its times. ``print_every``:
-    where the output is no terminal, one line is printed for this many steps; auto prints the first ten and then about
-    a hundred in a run. ``metrics.jsonl`` has every step.
+    where the output is no terminal, one line is printed for this many steps; auto prints the first ten steps and then
+    about a hundred lines in a run. ``metrics.jsonl`` has every step.
     """
 
     tensorboard: bool = True
@@ -42,8 +42,8 @@ class LoggerConfig:
 
 
 class Unwritten:
-    """What a run could not write of its logs. That is no reason to end: it is said when it happens first, counted, and
-    said again at the end."""
+    """Failed writes of logs, which do not end a run: the first failure of each file is reported at once, all are
+    counted and reported at the end."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[str, int]] = {}
@@ -51,7 +51,7 @@ class Unwritten:
 
     @contextlib.contextmanager
     def trying(self, path: Path | str) -> Iterator[None]:
-        """Around writing to ``path``: an OSError ends the block, and nothing else."""
+        """Suppress and note an OSError of writing to ``path``."""
         try:
             yield
         except OSError as error:
@@ -63,16 +63,16 @@ class Unwritten:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something that has not been said."""
+        """Whether there is a failure that has not been reported."""
         return bool(self._news)
 
     def news(self) -> list[str]:
-        """What could not be written for the first time since the last call."""
+        """Return the failures of files that failed for the first time since the last call."""
         news, self._news = self._news, []
         return news
 
     def lines(self) -> list[str]:
-        """All that could not be written, and how often."""
+        """Return all failures with their counts."""
         return [
             f"{text} ({f'{count} times' if count > 1 else 'once'})"
             for text, count in self._found.values()
@@ -91,23 +91,13 @@ def _reason(error: OSError, path: Path | str) -> str:
 
 
 class Curves(Protocol):
-    """Where scalars go to become curves; TensorBoard's own writer has this shape."""
+    """A writer of scalars; TensorBoard's own writer has these methods."""
 
     def add_scalar(self, tag: str, data: float, step: int) -> None:
-        """One point."""
+        """Write a point."""
 
     def close(self) -> None:
-        """Write what is left."""
-
-
-class NoCurves:
-    """Curves that nobody asked for."""
-
-    def add_scalar(self, tag: str, data: float, step: int) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
+        """Flush and close."""
 
 
 def _tensorboard(directory: Path) -> Curves:
@@ -126,7 +116,7 @@ def _tensorboard(directory: Path) -> Curves:
 
 
 class _ThreadErrors:
-    """TensorBoard's thread tells its writer why it ended, who raises it; a traceback besides is one too many."""
+    """An excepthook that leaves out errors of TensorBoard's thread, which its writer raises again."""
 
     def __init__(self, before: Callable[[threading.ExceptHookArgs], object]) -> None:
         self._before = before
@@ -140,8 +130,8 @@ class _ThreadErrors:
 
 
 def load_curves(logger: LoggerConfig) -> None:
-    """Load what a :class:`MetricsLog` will need and use it once: its code and tables belong to the process, not to the
-    stage whose memory is watched from then on."""
+    """Import and use the writer of a :class:`MetricsLog` once, so that its memory is not counted as the stage's, which
+    is watched from then on."""
     if logger.tensorboard:
         with temporary_folder() as folder:
             curves = _tensorboard(folder)
@@ -150,15 +140,15 @@ def load_curves(logger: LoggerConfig) -> None:
 
 
 def finite(record: Mapping[str, Any]) -> dict[str, Any]:
-    """``record``, in which numbers that are not finite are none."""
+    """Return ``record`` with None in place of NaN and infinite numbers."""
     return {key: value if is_finite(value) else None for key, value in record.items()}
 
 
 class MetricsLog:
     """Appends records to ``metrics.jsonl`` in ``directory``, and their numbers to ``tensorboard/``.
 
-    Each line is flushed, so a killed run loses at most the line it was writing; that half line is cut off
-    when the file is opened again.
+    Each line is flushed, so a killed run loses at most the line that it was writing; a partial line is removed when the
+    file is opened again.
     """
 
     def __init__(
@@ -166,10 +156,10 @@ class MetricsLog:
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / METRICS
-        forget_steps(self.path, sys.maxsize)  # half a line, of a process that was killed
+        forget_steps(self.path, sys.maxsize)  # a partial line of a killed process
         self._unwritten = unwritten or Unwritten()
         self._file = AppendedFile(self.path)
-        self._curves: Curves = NoCurves()
+        self._curves: Curves | None = None
         if logger.tensorboard:
             with self._unwritten.trying(directory / "tensorboard"):
                 self._curves = _tensorboard(directory / "tensorboard")
@@ -179,8 +169,10 @@ class MetricsLog:
         """Append ``record``, which has a ``step``; numbers that are not finite become null."""
         with self._unwritten.trying(self.path):
             self._file.append((json.dumps(finite(record), allow_nan=False) + "\n").encode())
-        # A writer that has failed once is of no use any more.
-        curves, self._curves = self._curves, NoCurves()
+        # A writer that has failed once is not used again.
+        curves, self._curves = self._curves, None
+        if curves is None:
+            return
         with self._unwritten.trying(self._folder):
             for key, value in record.items():
                 if key != "step" and isinstance(value, int | float) and not isinstance(value, bool):
@@ -188,10 +180,10 @@ class MetricsLog:
             self._curves = curves
 
     def close(self) -> None:
-        """Close the file and the curves."""
         self._file.close()
-        with self._unwritten.trying(self._folder):
-            self._curves.close()
+        if self._curves is not None:
+            with self._unwritten.trying(self._folder):
+                self._curves.close()
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -201,7 +193,7 @@ class MetricsLog:
 
 
 def is_finite(value: object) -> bool:
-    """Whether JSON has it."""
+    """Whether JSON can represent ``value``."""
     return not isinstance(value, float) or math.isfinite(value)
 
 
@@ -210,18 +202,18 @@ def is_finite(value: object) -> bool:
 
 _LINES = 100  # that a run prints where the output is no terminal
 _FIRST_LINES = 10  # steps whose lines are all printed
-_TOLD_SHARE = 0.005  # of a step: what would be shown as 0% is not
+_SHOWN_SHARE = 0.005  # of a step: less would be shown as 0%
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLine:
-    """What people see of one step.
+    """The figures of the line of a step.
 
     ``rate``: units per second. ``peak_bytes`` and ``budget_bytes``: of the rank whose device is fullest.
-    ``offloaded_bytes``: by all ranks; None where no stage swaps. ``overlap``: the share of all transfers' time that
-    nobody waited for. ``stall_seconds``: spent waiting for swapped data, on the rank that waited most. ``skipped``:
-    steps so far that were not taken. ``input_share``: of the step, that the rank which waited most waited for rows.
-    ``learning_rate``: of the step, 0 where it is not known.
+    ``offloaded_bytes``: by all ranks; None where no stage swaps. ``overlap``: the share of the transfers' time that no
+    rank waited for. ``stall_seconds``: the longest wait of a rank for swapped data. ``skipped``: skipped steps so far.
+    ``input_share``: the longest wait of a rank for rows, as a share of the step. ``learning_rate``: 0 where it is not
+    known.
     """
 
     step: int
@@ -239,11 +231,11 @@ class StepLine:
 
 
 class Progress:
-    """A live line on a terminal; otherwise plain lines, for logs and batch systems: of the first ten steps, the last
-    one, and those in between that ``print_every`` divides, which auto chooses for about a hundred lines.
+    """A live line on a terminal. Elsewhere plain lines: of the first ten steps, of the last one, and of every
+    ``print_every``-th step, which auto chooses for about a hundred lines.
 
-    Steps count from ``first_step`` (1 for a fresh run) to ``total_steps``. The time left comes from the last
-    20 steps, so a slow first step or a checkpoint does not spoil it for long.
+    Steps count from ``first_step`` (1 for a new run) to ``total_steps``. The time left is estimated from the last 20
+    steps, so a slow first step or a checkpoint does not distort it for long.
     """
 
     def __init__(
@@ -268,7 +260,7 @@ class Progress:
         )
 
     def show(self, line: StepLine) -> None:
-        """Show a step that has ended."""
+        """Show a finished step."""
         self._times.append((time.monotonic(), line.step))
         if (
             isinstance(self._line, _LiveLine)
@@ -279,7 +271,7 @@ class Progress:
             self._line.show(printable(self._text(line)))
 
     def note(self, text: str) -> None:
-        """Print a line that stays: an evaluation, a checkpoint."""
+        """Print a permanent line, for example of an evaluation or a checkpoint."""
         self._line.note(printable(text))
 
     def __enter__(self) -> Progress:
@@ -300,7 +292,7 @@ class Progress:
                 f"{_short(line.rate)} {line.unit}/s",
                 f"memory {format_bytes(line.peak_bytes)} of {format_bytes(line.budget_bytes)} ({share:.0%})",
                 *_swapped(line),
-                *([f"input {line.input_share:.0%}"] if line.input_share >= _TOLD_SHARE else []),
+                *([f"input {line.input_share:.0%}"] if line.input_share >= _SHOWN_SHARE else []),
                 *([f"{line.skipped} skipped"] if line.skipped else []),
                 f"{_clock(self._seconds_left(line.step))} left",
             ]
@@ -333,13 +325,13 @@ class _LiveLine:
 
 
 class _PlainLines:
-    """One line after the other, flushed, without control characters."""
+    """Plain lines, flushed, without control characters."""
 
     def __init__(self, console: Console) -> None:
         self._file = console.file
 
     def start(self) -> None:
-        """Nothing to prepare."""
+        """No-op."""
 
     def show(self, text: str) -> None:
         print(text, file=self._file, flush=True)
@@ -348,7 +340,7 @@ class _PlainLines:
         print(text, file=self._file, flush=True)
 
     def stop(self) -> None:
-        """Nothing to restore."""
+        """No-op."""
 
 
 def _swapped(line: StepLine) -> list[str]:

@@ -17,8 +17,8 @@ from parallax.errors import NonFiniteError
 from parallax.runtime.checkpoint import step_of
 from parallax.runtime.checkpoint.config import CheckpointConfig
 from parallax.runtime.engine import Engine
+from parallax.train.logger import RankZeroLogger
 from parallax.train.onlooker import Onlooker
-from parallax.train.voice import Voice
 
 _PHASE = "saving a checkpoint"
 _LONG_SECONDS = 1.0  # of waiting for the checkpoint before that are worth a line
@@ -51,11 +51,11 @@ class Saves:
         waited, self._told = self.seconds - self._told, self.seconds
         return float(self._engine.saving.pending.progress), waited
 
-    def advance(self, voice: Voice, progress: Sequence[float]) -> None:
+    def advance(self, logger: RankZeroLogger, progress: Sequence[float]) -> None:
         """Go on with what is being written as far as all ranks are; all call it."""
         if any(progress):
             with self._waiting():
-                self._say(voice, self._engine.saving.pending.advance(progress))
+                self._say(logger, self._engine.saving.pending.advance(progress))
 
     def resumed(self, path: Path) -> None:
         """The run goes on from there."""
@@ -63,47 +63,52 @@ class Saves:
             self._saved = step_of(path)
 
     def save(
-        self, voice: Voice, state: dict[str, Any], metrics: dict[str, float | None], *, last: bool
+        self,
+        logger: RankZeroLogger,
+        state: dict[str, Any],
+        metrics: dict[str, float | None],
+        *,
+        last: bool,
     ) -> None:
         """A checkpoint with the caller's ``state``, judged by ``metrics``, where there is none of this step. It is
         waited for where it is the ``last``, or not to be asynchronous."""
         step = self._engine.completed_steps
         with self._waiting():
-            self.finish(voice, next_step=step)
+            self.finish(logger, next_step=step)
             if step != self._saved:
                 known = {k: v for k, v in metrics.items() if v is not None}
                 told = {"state": state, "metrics": known}
                 self._engine.saving.begin(self._directory, step, told, self._retention)
                 self._saved, self._saves_none = step, False
             if last or not self._config.asynchronous:
-                self.finish(voice)
+                self.finish(logger)
 
-    def finish(self, voice: Voice, *, next_step: int = 0) -> None:
+    def finish(self, logger: RankZeroLogger, *, next_step: int = 0) -> None:
         """Wait for what is being written; for ``next_step`` where that is already due."""
         pending, start = self._engine.saving.pending, time.perf_counter()
         with self._waiting():
-            self._say(voice, pending.finish())
+            self._say(logger, pending.finish())
         waited = time.perf_counter() - start
         if next_step and waited > _LONG_SECONDS:
-            voice.note(
+            logger.note(
                 f"step {next_step}: waited {waited:.1f} s for the checkpoint before to be written; raise "
                 "trainer.checkpoint_every"
             )
 
-    def end(self, voice: Voice) -> None:
+    def end(self, logger: RankZeroLogger) -> None:
         """No more is saved. What a start that was killed behind its last checkpoint has left of older ones goes."""
-        self.finish(voice)
+        self.finish(logger)
         if self._saves_none and self._saved:
             self._engine.saving.trim(self._directory, self._saved, self._retention)
 
     @contextlib.contextmanager
-    def saved_before(self, voice: Voice) -> Iterator[None]:
+    def saved_before(self, logger: RankZeroLogger) -> Iterator[None]:
         """Around a step: where all ranks end in it, because a number is not finite, what is being written is from
         before."""
         try:
             yield
         except NonFiniteError:
-            self.finish(voice)
+            self.finish(logger)
             raise
 
     @contextlib.contextmanager
@@ -116,6 +121,6 @@ class Saves:
         finally:
             self.seconds = before + time.perf_counter() - start  # once where it is nested
 
-    def _say(self, voice: Voice, path: Path | None) -> None:
+    def _say(self, logger: RankZeroLogger, path: Path | None) -> None:
         if path is not None:
-            voice.note(f"step {step_of(path)}: checkpoint {path}")
+            logger.note(f"step {step_of(path)}: checkpoint {path}")
