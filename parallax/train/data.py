@@ -1,4 +1,4 @@
-"""Rows of text: gathered once into a file, mapped by each rank, reordered each epoch, exactly resumable."""
+"""Rows of text: collected once into a file, mapped by each rank, reordered in each epoch, exactly resumable."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ NOT_TEXT_OF_STDLIB = frozenset(
 class TextDataConfig:
     """Bytes of text files.
 
-    ``path``: a folder, or one file; auto is the Python standard library's own sources. ``pattern``: of the names of
-    files below a folder, such as ``*.txt``. ``validation``: share of the text that is held out; auto is a twentieth,
-    and 128 KiB at most. ``max_bytes``: no more text than this is read.
+    ``path``: a folder or a file; auto is the source code of Python's standard library. ``pattern``: for names of files
+    below a folder, such as ``*.txt``. ``validation``: the share of the text that is held out; auto is a twentieth, at
+    most 128 KiB. ``max_bytes``: the most text that is read.
     """
 
     name: str = "text"
@@ -82,7 +82,7 @@ class TextDataConfig:
             )
 
     def held_out(self, size: int) -> int:
-        """Of ``size`` bytes, those that are held out."""
+        """Return how many of ``size`` bytes are held out."""
         if isinstance(self.validation, str):
             return min(round(size * _AUTO_SHARE), _AUTO_BYTES)
         return round(size * self.validation)
@@ -90,10 +90,10 @@ class TextDataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CustomDataConfig:
-    """Rows from the user's own source.
+    """Rows of a user's source.
 
-    ``target``: the factory as ``package.module:function``; it returns a :class:`Source`. ``kwargs``: its arguments,
-    ``data.kwargs.path=/rows`` on a command line.
+    ``target``: the factory as ``package.module:function``, which returns a :class:`Source`. ``kwargs``: its arguments,
+    on the command line as ``data.kwargs.path=/rows``.
     """
 
     name: str = "custom"
@@ -102,29 +102,30 @@ class CustomDataConfig:
 
 
 class Source(Protocol):
-    """What the training loop asks of data."""
+    """The data source of a training loop."""
 
     def batch(self, rows: int) -> Rows:
-        """The next global batch. Where none is left it raises StopIteration, and the run ends with a checkpoint."""
+        """Return the next global batch. A source without more rows raises StopIteration; the run then ends with a
+        checkpoint."""
 
     def validation(self, index: int, rows: int) -> Rows:
-        """Held-out batch ``index``, rows [index · rows, (index + 1) · rows) of all; the same rows each time. The last
-        may have fewer, and behind it are none: no rows, StopIteration or IndexError. A source whose held-out rows begin
-        again there says their number in ``validation_rows``."""
+        """Return held-out batch ``index``: rows [index · rows, (index + 1) · rows), the same rows each time. The last
+        batch may have fewer rows; after it come no rows, StopIteration or IndexError. A source whose held-out rows
+        repeat has their number in ``validation_rows``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch begins: numbers, text, tensors, arrays, in lists and dictionaries, 64 MiB at most as
-        text. Asked for each checkpoint."""
+        """Return the position of the next batch: numbers, text, tensors and arrays in lists and dictionaries, at most
+        64 MiB as text. Called for each checkpoint."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
+        """Continue from ``state``."""
 
 
 def build_source(
     config: TextDataConfig | CustomDataConfig, sequence: int, seed: int, *, quiet: bool = True
 ) -> Source:
-    """The rows that ``config`` describes; ``quiet`` hides the progress bar of a long gathering. The user's own are made
-    after the global generators were given ``seed``."""
+    """Return the source of ``config``. ``quiet`` hides the progress bar of collecting text. A user's source is made
+    after the global generators are seeded with ``seed``."""
     if isinstance(config, TextDataConfig):
         return TextSource(config, sequence, seed, quiet=quiet)
     seed_generators(seed)
@@ -141,15 +142,16 @@ def build_source(
 
 
 def seed_generators(seed: int) -> None:
-    """Put the global generators of Python, numpy and torch's CPU at the beginning of ``seed``, the same on all ranks: a
-    source of the user's may draw from them."""
+    """Seed the global generators of Python, numpy and torch's CPU, from which a user's source may draw, alike on all
+    ranks."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
     torch.default_generator.manual_seed(seed)
 
 
 class WindowRows:
-    """Rows that become tensors only when asked: row i is window ``order[i]``, its targets one byte later."""
+    """Rows that become tensors when they are asked for: row i is window ``order[i]``, its targets are one byte
+    later."""
 
     def __init__(self, windows: Windows, order: NDArray[np.int64]) -> None:
         self._windows = windows
@@ -159,21 +161,21 @@ class WindowRows:
         return len(self._order)
 
     def inputs(self, start: int, stop: int) -> Tensor:
-        """Bytes of rows [start, stop): int64, (rows, sequence)."""
+        """Return the bytes of rows [start, stop): int64, (rows, sequence)."""
         return torch.from_numpy(self._windows[self._order[start:stop], :-1].astype(np.int64))
 
     def targets(self, start: int, stop: int) -> Tensor:
-        """The byte that follows each input: int64, (rows, sequence)."""
+        """Return the byte after each input: int64, (rows, sequence)."""
         return torch.from_numpy(self._windows[self._order[start:stop], 1:].astype(np.int64))
 
 
 class TextSource:
-    """Text as rows of bytes, in a new random order each epoch, exactly resumable.
+    """Text as rows of bytes, in a new random order in each epoch, exactly resumable.
 
-    Each rank maps one gathered file and touches only the rows it is asked for, so no rank holds the corpus.
-    The last bytes are held out (``config.validation``); the rest is cut into windows of ``sequence`` + 1
-    bytes that do not overlap. Row g of the run is in epoch g // n at place g % n of that epoch's order, so
-    one number, the position, says where a run stands, whatever the batch size.
+    Each rank maps one file and reads only its rows, so no rank holds the corpus. The last bytes are held out
+    (``config.validation``); the rest is split into windows of ``sequence`` + 1 bytes that do not overlap. Row g of the
+    run is in epoch g // n at place g % n of that epoch's order, so one number, the position, determines all following
+    rows, whatever the batch size.
     """
 
     def __init__(
@@ -204,7 +206,7 @@ class TextSource:
         return len(self._training)
 
     def batch(self, rows: int) -> Rows:
-        """The next ``rows`` rows; a batch may reach into the next epoch."""
+        """Return the next ``rows`` rows; a batch may continue into the next epoch."""
         check_positive("rows", rows)
         position, taken, parts = self._position, 0, []
         while taken < rows:
@@ -221,13 +223,13 @@ class TextSource:
         return len(self._held_out)
 
     def validation(self, index: int, rows: int) -> Rows:
-        """Held-out rows [index · rows, (index + 1) · rows), from the start again when they run out."""
+        """Return held-out rows [index · rows, (index + 1) · rows), modulo their number."""
         order = np.arange(index * rows, (index + 1) * rows, dtype=np.int64) % len(self._held_out)
         return WindowRows(self._held_out, order)
 
     @functools.cached_property
     def unigram_entropy(self) -> float:
-        """Nats per byte of a model that knows only how often each byte occurs: a loss worth beating."""
+        """Return the loss in nats per byte of a model that knows only the frequency of each byte."""
         counts = np.zeros(256, dtype=np.int64)
         # Bincount widens to 8 bytes each: never all at once.
         for start in range(0, len(self), ROWS_PER_COUNT):
@@ -238,13 +240,13 @@ class TextSource:
         return float(-(share * np.log(share)).sum())
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows taken so far, the seed of their order, and of which corpus."""
+        """Return the rows taken so far, the seed of their order, and the digest of the corpus."""
         return {"position": self._position, "seed": self._seed, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken, in its order, whatever seed this run was given.
+        """Continue from ``state`` in its order, whatever the seed of this run.
 
-        Raises :class:`CheckpointError` for another corpus, split or sequence: position would mean other rows.
+        Raises :class:`CheckpointError` for another corpus, split or sequence, for which the position means other rows.
         """
         if state["fingerprint"] != self.fingerprint:
             raise CheckpointError(
@@ -256,8 +258,8 @@ class TextSource:
         self._orders.clear()
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
-        """The epoch's permutation: the sorting order of Philox's raw numbers, which no numpy version changes
-        (what ``Generator.permutation`` makes of them may change)."""
+        """Return the epoch's permutation: the sorting order of Philox's raw numbers, which no numpy version changes;
+        ``Generator.permutation`` may change."""
         if epoch not in self._orders:
             key = np.array([self._seed % 2**64, epoch], dtype=np.uint64)
             draws = np.random.Philox(key=key).random_raw(len(self))
@@ -266,7 +268,7 @@ class TextSource:
 
 
 def _windows(text: NDArray[np.uint8], sequence: int) -> Windows:
-    """(rows, sequence + 1), a view; the bytes that fill no window are left."""
+    """Return a view of shape (rows, sequence + 1); the last bytes that fill no window are left out."""
     rows = len(text) // (sequence + 1)
     return text[: rows * (sequence + 1)].reshape(rows, sequence + 1)
 
@@ -276,7 +278,7 @@ def _windows(text: NDArray[np.uint8], sequence: int) -> Windows:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The gathered text, mapped from its cache file, and the SHA-256 of its content."""
+    """The collected text, mapped from its cache file, and the SHA-256 of its content."""
 
     bytes: NDArray[np.uint8]
     digest: str
@@ -284,7 +286,7 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A file of the corpus and what its cache depends on."""
+    """A file of the corpus with the properties by which its cache is validated."""
 
     path: Path
     size: int
@@ -292,10 +294,10 @@ class TextFile:
 
 
 def open_corpus(config: TextDataConfig, *, quiet: bool = True) -> Corpus:
-    """Map the corpus of ``config``, gathering it first when no cache file fits the files as they are now.
+    """Map the corpus of ``config``, which is collected first where no cache file fits the present files.
 
-    The cache file is the digest (64 hex digits), then the text. Ranks that gather at the same time write the
-    same bytes to different temporary files, and the last rename wins.
+    The cache file is the digest (64 hex digits) followed by the text. Ranks that collect at the same time write the
+    same bytes to different temporary files, of which the last rename wins.
     """
     limit = parse_bytes(config.max_bytes, "data.max_bytes")
     files = list(find_text(config, limit))
@@ -330,7 +332,7 @@ def open_corpus(config: TextDataConfig, *, quiet: bool = True) -> Corpus:
 
 
 def find_text(config: TextDataConfig, limit: int) -> Iterator[TextFile]:
-    """Text files below ``path`` in an order that is the same everywhere, until they hold ``limit`` bytes."""
+    """Return text files below ``path``, in the same order on every machine, until they hold ``limit`` bytes."""
     auto = config.path == "auto"
     root = Path(sysconfig.get_paths()["stdlib"] if auto else config.path).expanduser().absolute()
     if not root.exists():
@@ -356,7 +358,8 @@ def find_text(config: TextDataConfig, limit: int) -> Iterator[TextFile]:
 
 
 def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
-    """Files in sorted order. A folder that cannot be listed is an error: rows would silently be missing."""
+    """Yield files in sorted order. A folder that cannot be listed raises, since its rows would be missing without
+    notice."""
 
     def stop(error: OSError) -> None:
         raise DataError(
@@ -372,7 +375,7 @@ def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
 
 
 def _text_file(path: Path) -> TextFile | None:
-    """The file, or None when it is no regular file (a broken link, a pipe), is empty, or holds no text."""
+    """Return the file, or None for a file that is not regular, is empty, or holds no text."""
     if not path.is_file():
         return None
     try:
@@ -408,7 +411,7 @@ def _gather(files: list[TextFile], size: int, path: Path, *, quiet: bool) -> Non
 
 
 class _Bar:
-    """A progress bar that shows itself only when the work takes longer than a second."""
+    """A progress bar that appears after a second."""
 
     def __init__(self, total: int, *, quiet: bool) -> None:
         self._bar = Progress(

@@ -1,17 +1,17 @@
-"""Whether a series of bytes keeps rising: a leak, and neither noise nor a cache that fills.
+"""Whether a series of bytes keeps growing: a leak, and neither noise nor a cache that fills.
 
-Once a step somebody measures. A series rises where each of three windows in a row does, by Theil and Sen's slope, the
-median over the slopes of all pairs of points (Sen 1968), which jumps and outliers do not move, by more than it scatters
-about that line, and the last no slower than the first by much::
+A value is added after each step. A series grows where each of three consecutive windows does, and the last not much
+slower than the first. The slope of a window is that of Theil and Sen, the median over all pairs of points (Sen 1968),
+which jumps and outliers do not change; it must exceed the scatter about the line::
 
-    bytes ▲        ╱ rises                  ╭──────── a cache: the last window is flat
+    bytes ▲        ╱ grows                  ╭──────── a cache: the last window is flat
           │     ╱╱                       ╭──╯
           │  ╱╱                        ╭─╯
           └──┴──┴──┴─▶ steps           └──┴──┴──┴─▶
 
-What would fill the memory soon is said at the second look, other things after as many steps that are new, and where it
-has slowed down meanwhile, after as many as it has risen for. Leaks too slow for that show in a second series, whose
-points are minima over 4, 8, 16, ... steps, the further the run comes.
+Growth that would soon fill the memory is reported at the second check. Other growth is reported after as many further
+steps, and where it has slowed down meanwhile, after as many steps as it has lasted. Slower leaks show in a second
+series of minima over 4, 8, 16, ... steps, which get longer with the run.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _SLOW_STEPS = 4  # per point, from which on the second series counts
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """A line through points: its ``slope`` in bytes per step, and their median distance from it, ``scatter``."""
+    """A line through points: its ``slope`` in bytes per step, and the median distance of the points, ``scatter``."""
 
     slope: float
     scatter: float
 
 
 def line(points: Sequence[tuple[int, float]]) -> Trend:
-    """Through ``points`` of step and bytes, by Theil and Sen."""
+    """Return the line of Theil and Sen through ``points`` of step and bytes."""
     pairs = combinations(points, 2)
     slope = statistics.median([(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs])
     offset = statistics.median([value - slope * step for step, value in points])
@@ -49,7 +49,7 @@ def line(points: Sequence[tuple[int, float]]) -> Trend:
 
 
 def rise(points: Sequence[tuple[int, float]]) -> float:
-    """Bytes per step by which ``points``, three windows, keep rising; 0 where they do not."""
+    """Return the bytes per step by which ``points``, three windows, keep growing; 0 where they do not."""
     parts = [points[start : start + WINDOW] for start in range(0, 3 * WINDOW, WINDOW)]
     lines = [line(part) for part in parts]
     for part, found in zip(parts, lines):
@@ -64,7 +64,7 @@ def rise(points: Sequence[tuple[int, float]]) -> float:
 
 
 class GrowthJudge:
-    """Judges one series. ``suspects``: it has risen for a while, which may be a cache that fills."""
+    """Judges one series. ``suspects``: the series has grown for a while, perhaps as a cache that fills."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, float]] = deque(maxlen=3 * WINDOW)
@@ -77,12 +77,11 @@ class GrowthJudge:
 
     @property
     def suspects(self) -> bool:
-        """Whether a second look is due."""
+        """Whether a second check is due."""
         return self._begun > 0
 
     def add(self, step: int, count: float, free_bytes: Callable[[], float]) -> float:
-        """Bytes per step by which the series rises, once that is sure; 0 otherwise. ``free_bytes`` says what is left
-        for it to take."""
+        """Return the bytes per step of certain growth; 0 otherwise. ``free_bytes`` returns the memory that is left."""
         self._recent.append((step, count))
         slowly = self._add_slowly(step, count)
         if len(self._recent) < 3 * WINDOW or step % WINDOW:

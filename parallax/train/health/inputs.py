@@ -1,4 +1,4 @@
-"""How long a step waits for its rows: those that a source makes before the step, and those that it makes on demand."""
+"""The time that a step waits for its rows, which a source makes before the step or on demand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parallax.runtime.batch import Rows, RowsOf
 
 
 class TimedRows(RowsOf):
-    """A batch, and the ``seconds`` that it has taken to give its rows."""
+    """A batch that measures the ``seconds`` in which it returned its rows."""
 
     def __init__(self, batch: Rows) -> None:
         super().__init__(batch)

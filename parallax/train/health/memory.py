@@ -1,10 +1,9 @@
-"""An alarm where a rank's memory keeps rising: how fast, until when, and whose it probably is.
+"""An alarm for memory that keeps growing: the rate, the time left, and the probable cause.
 
-The process's resident bytes are read before and after rows are fetched and after the step. Where they keep rising
-(:mod:`parallax.train.health.growth`), what the tiers count for themselves is compared with it: parameters with their
-gradients, states of the optimizer, offloaded activations. What none of them has is somebody's who is called in the part
-of the step in which it comes: the data source, the model and its loss, or what happens between steps. Tensors of which
-there are ever more are told by their shape.
+The resident bytes of the process are read before and after rows are fetched and after the step. Where they keep growing
+(:mod:`parallax.train.health.growth`), the growth is compared with the bytes that each tier counts: parameters with
+gradients, optimizer states, offloaded activations. The rest is attributed to the part of the step in which it appears:
+the data source, the model and its loss, or the time between steps. Tensors whose number grows are named by their shape.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ Shape = tuple[tuple[int, ...], str]
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """That memory keeps rising: ``what`` of it, by so many bytes per step, after how many steps it is full, and whose
-    the bytes probably are."""
+    """Memory that keeps growing: ``what`` grows, by how many bytes per step, in how many steps it is full, and the
+    probable cause."""
 
     what: str
     bytes_per_step: float
@@ -52,8 +51,8 @@ class Growth:
 
 
 class MemoryAlarm:
-    """Watches the memory of one rank, and says once that it rises. ``tiers`` counts bytes by tier; ``ranks`` on this
-    host share what is free."""
+    """Watches the memory of one rank and reports growth once. ``tiers`` returns bytes by tier; ``ranks`` on this host
+    share its free memory."""
 
     def __init__(
         self,
@@ -72,14 +71,14 @@ class MemoryAlarm:
         self._before: _Account | None = None
 
     def mark(self, part: str) -> None:
-        """A part of a step has ended."""
+        """Attribute the growth since the last mark to a part of the step."""
         now = self._resident()
         if self._last:
             self._parts[part] += now - self._last
         self._last = now
 
     def look(self) -> Growth | None:
-        """After a step: that memory rises, the first time that it is sure."""
+        """Return the growth after a step, once and only when it is certain."""
         self._steps += 1
         if self._said or self._steps <= WARM_UP:
             return None
@@ -118,7 +117,7 @@ class MemoryAlarm:
 
 @dataclass(frozen=True, slots=True)
 class _Account:
-    """Bytes by tier, bytes that came in each part of a step, and bytes of tensors by shape."""
+    """Bytes by tier, growth by part of a step, and bytes of tensors by shape."""
 
     tiers: Mapping[str, int]
     parts: Mapping[str, int]
@@ -126,7 +125,7 @@ class _Account:
 
 
 def blame(before: _Account, now: _Account) -> str:
-    """Whose the bytes are that came between two looks."""
+    """Return the probable cause of the growth between two accounts."""
     came = {part: now.parts[part] - before.parts[part] for part in now.parts}
     risen = max(1, sum(came.values()))
     for tier, count in now.tiers.items():
@@ -145,7 +144,7 @@ def blame(before: _Account, now: _Account) -> str:
 
 
 def _tensors() -> Counter[Shape]:
-    """Bytes of the tensors that Python knows, by shape and type."""
+    """Return the bytes of all tensors that Python's collector knows, by shape and type."""
     found: Counter[Shape] = Counter()
     for thing in gc.get_objects():
         if type(thing) is torch.Tensor and thing.layout is torch.strided and not thing.is_nested:
