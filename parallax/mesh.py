@@ -32,7 +32,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's view: its stage (the first, where several share its position) and replica, and the group of its
+    """One rank's view: its pipeline rank and replica, and the group of its
     stage's replicas.
 
     ``replicas`` is None where the stage has one replica; so is ``updates``, the gloo group of the same ranks in which
@@ -68,7 +68,7 @@ class Mesh:
     @classmethod
     def create(cls, plan: Plan, device: torch.device, shared: Mapping[str, Sequence[int]]) -> Mesh:
         """Make the groups, and select ``device``; called by every rank with the same plan. ``shared``: by a parameter's
-        name, positions."""
+        name, pipeline ranks."""
         size = dist.get_world_size() if dist.is_initialized() else 1
         if size != plan.world_size:
             raise PlanError(
@@ -147,13 +147,13 @@ class Mesh:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The stages of this rank: one, unless several share its position."""
+        """The stages of this rank: one, or its virtual stages."""
         return self.plan.stages_of(self.stage)
 
     @property
     def is_last(self) -> bool:
         """Whether this rank holds the last stage."""
-        return self.stage == self.plan.position(len(self.plan.stages) - 1)
+        return self.stage == self.plan.pipeline_rank(len(self.plan.stages) - 1)
 
     @property
     def replica_count(self) -> int:
@@ -178,12 +178,13 @@ class Mesh:
 
 
 def _replica_groups(
-    plan: Plan, position: int, devices: RankDevices
+    plan: Plan, pipeline_rank: int, devices: RankDevices
 ) -> tuple[dist.ProcessGroup | None, ...]:
     """For gradients, for what is stepped below the device, for statistics, and for gradients of parameters below the
-    device, of the replicas at ``position``, None where there are none; every rank makes those of all positions."""
+    device, of the replicas at ``pipeline_rank``, None where there are none; every rank makes those of all pipeline
+    ranks."""
     made: list[tuple[dist.ProcessGroup | None, ...]] = []
-    for index, planned in enumerate(plan.stages[: plan.positions]):
+    for index, planned in enumerate(plan.stages[: plan.pipeline_ranks]):
         ranks = list(plan.ranks(index))
         several, below = len(ranks) > 1, planned.optimizer_offload > 0
         backend = devices.reducing(ranks) if several else ""
@@ -192,7 +193,7 @@ def _replica_groups(
         statistics = _group(ranks, backend) if several else None
         streams = several and planned.parameter_offload > 0
         made.append((own, updates, statistics, _group(ranks, backend) if streams else None))
-    return made[position]
+    return made[pipeline_rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +262,7 @@ def _group(ranks: list[int], backend: str) -> dist.ProcessGroup:
 
 
 def edges_of(plan: Plan) -> Iterator[Edge]:
-    """Every way between ranks of neighbour stages that may share rows; none within a position."""
+    """Every way between ranks of neighbour stages that may share rows; none within a pipeline rank."""
     for boundary in range(len(plan.stages) - 1):
         if plan.hands_over(boundary):
             continue

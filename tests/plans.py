@@ -12,9 +12,13 @@ from parallax.plan.schedule import SCHEDULES, named
 GIB = 2**30
 
 
-def stages_each(schedule: str, positions: int) -> int:
-    """Two stages to each of two positions where a schedule can have that, one to each of others; 0 where it cannot."""
-    known, each = SCHEDULES[schedule], 2 if positions == 2 and SCHEDULES[schedule].allows(2) else 1
+def stages_each(schedule: str, pipeline_ranks: int) -> int:
+    """Two stages to each of two pipeline ranks where a schedule can have that, one to each of others; 0 where it
+    cannot."""
+    known, each = (
+        SCHEDULES[schedule],
+        2 if pipeline_ranks == 2 and SCHEDULES[schedule].allows(2) else 1,
+    )
     return each if known.allows(each) else 0
 
 
@@ -45,7 +49,7 @@ def make_plan(
     bounds = [0, *cuts, blocks] if cuts else [blocks * s // stages for s in range(stages + 1)]
     whole = sum(p.numel() for block in chain.blocks for p in block.module.parameters())
     room = 16 * whole * chain.dtype.itemsize  # more than any states, weights or gradients take
-    counts = [replicas[named(schedule).position_of(s, len(replicas))] for s in range(stages)]
+    counts = [replicas[named(schedule).pipeline_rank_of(s, len(replicas))] for s in range(stages)]
     parts = tuple(
         StagePlan(
             start=low,

@@ -79,7 +79,7 @@ class Case:
     heads: int
     hidden: int
     sequence: int
-    positions: int
+    pipeline_ranks: int
     rows: int
     micro_batches: int
     forward: float
@@ -101,7 +101,7 @@ class Case:
             heads=int(row["heads"]),
             hidden=int(row["hidden"]),
             sequence=int(row["seq"]),
-            positions=int(row["p"]),
+            pipeline_ranks=int(row["p"]),
             rows=int(row["b"]),
             micro_batches=int(row["m"]),
             forward=forward,
@@ -115,13 +115,13 @@ class Case:
     @property
     def name(self) -> str:
         """How the row is called in the table."""
-        return f"{self.model} p={self.positions} m={self.micro_batches}"
+        return f"{self.model} p={self.pipeline_ranks} m={self.micro_batches}"
 
     @property
     def chunks(self) -> int:
-        """Stages per position of the interleaved schedule: of one layer each, counting the embedding and the head as
-        the layers that the first and the last stage lack."""
-        return -(-self.layers // self.positions)
+        """Virtual stages per pipeline rank of the interleaved schedule: of one layer each, counting the embedding and
+        the head as the layers that the first and the last stage lack."""
+        return -(-self.layers // self.pipeline_ranks)
 
     def bubble(self, schedule: str) -> float:
         """The predicted bubble rate."""
@@ -133,7 +133,7 @@ class Case:
         parameters = 12 * self.hidden**2 * self.chunks
         step = parameters * STEP_BYTES / MEMORY_BYTES_PER_SECOND
         seconds = self._timeline(schedule, overhead).span_seconds + step
-        return self.micro_batches * self.rows / seconds / self.positions
+        return self.micro_batches * self.rows / seconds / self.pipeline_ranks
 
     def _timeline(self, schedule: str, overhead: Overhead) -> Timeline:
         interleave = self.chunks if schedule == "interleaved" else 1
@@ -145,7 +145,7 @@ class Case:
             send=self.send,
             blocking=overhead.message_seconds,
         )
-        stages = [times] * (self.positions * interleave)
+        stages = [times] * (self.pipeline_ranks * interleave)
         if schedule == "zb-2p":
             return time_orders(self._two_p(), stages, self.micro_batches)
         # With the memory of 1F1B the paper's search finds nothing better than the schedule made by hand.
@@ -163,11 +163,13 @@ class Case:
         share = 32 / (34 + 5 * self.heads * self.sequence / self.hidden)
         left = round((self.forward + self.backward + 2 * self.send) / self.weight)
         orders = []
-        for position in range(self.positions):
-            warm_up = 2 * (self.positions - position - 1)
-            room = int((2 * self.positions - warm_up - 1) / share)
-            delay = min(left * position, room, self.micro_batches)
-            orders.append(zero_bubble(position, self.micro_batches, warm_up=warm_up, delay=delay))
+        for pipeline_rank in range(self.pipeline_ranks):
+            warm_up = 2 * (self.pipeline_ranks - pipeline_rank - 1)
+            room = int((2 * self.pipeline_ranks - warm_up - 1) / share)
+            delay = min(left * pipeline_rank, room, self.micro_batches)
+            orders.append(
+                zero_bubble(pipeline_rank, self.micro_batches, warm_up=warm_up, delay=delay)
+            )
         return orders
 
 

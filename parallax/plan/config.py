@@ -18,8 +18,8 @@ class PlanConfig:
 
     ``stages``: pipeline stages. ``replicas``: a number for every stage, or one per stage such as ``[1, 2]``.
     ``schedule``: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, or one of your own as ``package.module:function``
-    (:func:`parallax.register_schedule`). ``interleave``: stages per device of a schedule that has several.
-    ``activations``: force keep, offload or recompute on every block. ``optimizer`` and ``parameters``: where
+    (:func:`parallax.register_schedule`). ``interleave``: virtual stages per pipeline rank of a schedule that has
+    several. ``activations``: force keep, offload or recompute on every block. ``optimizer`` and ``parameters``: where
     the optimizer's states, and the parameters with their gradients, live: ``device``, or ``host``, the tier below it.
     ``shard``: whether the replicas of a stage share the states on their devices, each with a part (``optimizer``), or
     each have them all (``none``). ``replan``: ``auto`` plans again, once, at the next checkpoint of a run whose steps
@@ -103,14 +103,14 @@ class PlanConfig:
         if self.interleave == AUTO:
             return tried
         each = int(self.interleave)
-        return [s for s in tried if s.shares_positions == (each > 1) and s.allows(each)]
+        return [s for s in tried if s.has_virtual_stages == (each > 1) and s.allows(each)]
 
     @property
-    def shares_positions(self) -> bool:
+    def has_virtual_stages(self) -> bool:
         """Whether several stages to a device are asked for."""
         schedule = SCHEDULES.get(self.schedule)
         return self.interleave not in (AUTO, 1) or (
-            schedule is not None and schedule.shares_positions
+            schedule is not None and schedule.has_virtual_stages
         )
 
     def interleaves(self, schedule: Schedule) -> tuple[int, ...]:
@@ -125,7 +125,7 @@ class PlanConfig:
                 "plan.parameters=device, or a model without shared parameters"
             )
         if self.parameters == "host" and all(
-            schedule.shares_positions or schedule.splits for schedule in self.schedules
+            schedule.has_virtual_stages or schedule.splits for schedule in self.schedules
         ):
             raise ConfigError(
                 f"plan.parameters=host: parameters visit the device for whole backwards of one stage, which "

@@ -11,13 +11,15 @@ from parallax.plan.plan import Directive, Plan
 
 def explain(plan: Plan, remarks: Sequence[str] = ()) -> list[str]:
     """Why ``plan`` looks as it does, in sentences with its numbers; ``remarks`` on those come before the choice."""
-    positions = [_explain_position(plan, position) for position in range(plan.positions)]
-    return [_explain_shape(plan), *positions, *remarks, *explain_choice(plan)]
+    pipeline_ranks = [
+        _explain_pipeline_rank(plan, pipeline_rank) for pipeline_rank in range(plan.pipeline_ranks)
+    ]
+    return [_explain_shape(plan), *pipeline_ranks, *remarks, *explain_choice(plan)]
 
 
 def _explain_shape(plan: Plan) -> str:
     micro = plan.micro_batches(plan.global_batch)
-    each = f", {plan.interleave} stages to a position" if plan.interleave > 1 else ""
+    each = f", {plan.interleave} virtual stages per pipeline rank" if plan.interleave > 1 else ""
     once = "the loss is computed once, of all rows; " if plan.gather_loss else ""
     return (
         f"{plan.global_batch} rows run as {micro} micro-batches of up to {plan.microbatch} rows through "
@@ -26,19 +28,19 @@ def _explain_shape(plan: Plan) -> str:
     )
 
 
-def _explain_position(plan: Plan, position: int) -> str:
-    """Where the bytes and the seconds of one position go, largest terms first."""
-    stages = [plan.stages[stage] for stage in plan.stages_of(position)]
-    rank = plan.prediction.ranks[plan.ranks(position)[0]]
+def _explain_pipeline_rank(plan: Plan, pipeline_rank: int) -> str:
+    """Where the bytes and the seconds of one pipeline rank go, largest terms first."""
+    stages = [plan.stages[stage] for stage in plan.stages_of(pipeline_rank)]
+    rank = plan.prediction.ranks[plan.ranks(pipeline_rank)[0]]
     chosen = [directive for stage in stages for directive in stage.directives]
     doing = ", ".join(f"{d} {chosen.count(d)}" for d in Directive if d in chosen)
     blocks = " and ".join(f"{stage.start}..{stage.stop - 1}" for stage in stages)
     text = (
-        f"stage {position}: blocks {blocks} on {stages[0].replicas} replica(s); activations: {doing}; peak "
+        f"stage {pipeline_rank}: blocks {blocks} on {stages[0].replicas} replica(s); activations: {doing}; peak "
         f"{format_bytes(rank.peak_bytes)} of {format_bytes(rank.budget_bytes)}"
     )
     if plan.prediction.stages:
-        terms = plan.prediction.stages[position]
+        terms = plan.prediction.stages[pipeline_rank]
         memory = [f"{name} {format_bytes(size)}" for name, size in _largest(terms.memory)]
         seconds = [f"{name} {value:.3g} s" for name, value in _largest(terms.seconds)]
         text += f" ({', '.join(memory)}); {', '.join(seconds)}"

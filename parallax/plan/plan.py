@@ -122,7 +122,7 @@ class RankPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePrediction:
-    """Of the fullest rank of one pipeline position: its bytes at the peak, and the seconds of its step, by term.
+    """Of the fullest rank of one pipeline rank: its bytes at the peak, and the seconds of its step, by term.
 
     ``memory``: see :meth:`parallax.plan.cost.stage.StageLoad.memory`. ``seconds``: forward, backward, recompute, stall
     (for swapped data), reduce (not hidden behind compute), update, idle; their sum is the step.
@@ -143,7 +143,7 @@ class StagePrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the simulator says of the plan: for every rank, and by terms for every position of the pipeline."""
+    """What the simulator says of the plan: for every rank, and by terms for every pipeline rank."""
 
     step_seconds: float
     bubble: float
@@ -168,14 +168,14 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Stages in order of data. A pipeline has ``len(stages) / interleave`` positions, each with ``interleave`` stages
-    of equal replica counts; the ``schedule``, which may be given by its name, says which.
+    """Stages in order of data. A pipeline has ``len(stages) / interleave`` pipeline ranks, each with ``interleave``
+    stages of equal replica counts; the ``schedule``, which may be given by its name, says which.
 
     With ``gather_loss`` the outputs of all micro-batches and replicas meet on the last stage, and the loss is computed
     once, of the whole batch; otherwise each micro-batch of each replica has a loss of its own.
 
-    ``placement`` lists the ranks position by position, replica by replica; empty means in order. ``tier`` is where
-    offloaded data goes, by its name (:mod:`parallax.plan.tier`). ``candidates`` says how many plans the search
+    ``placement`` lists the ranks by pipeline rank, replica by replica; empty means in order. ``tier`` is
+    where offloaded data goes, by its name (:mod:`parallax.plan.tier`). ``candidates`` says how many plans the search
     compared, ``exact`` whether it can say that none was better by its cost model; otherwise none can take less than
     ``bound_seconds``. ``alternatives`` are the runners-up. ``spare_devices`` of the cluster are left unused, because
     with them the step would be no shorter.
@@ -222,12 +222,12 @@ class Plan:
         self._check_stages()
         if self.interleave < 1 or len(self.stages) % self.interleave:
             raise PlanError(
-                f"{len(self.stages)} stages cannot be dealt out {self.interleave} to each position"
+                f"{len(self.stages)} stages cannot be split into {self.interleave} virtual stages per pipeline rank"
             )
         for index, stage in enumerate(self.stages):
-            if stage.replicas != self.stages[self.position(index)].replicas:
+            if stage.replicas != self.stages[self.pipeline_rank(index)].replicas:
                 raise PlanError(
-                    f"stage {index} has {stage.replicas} replicas, its position has another number"
+                    f"stage {index} has {stage.replicas} replicas, its pipeline rank has another number"
                 )
         moves = self.micro_batches(self.global_batch) * len(self.stages)
         if moves > MOST_MOVES:
@@ -255,9 +255,9 @@ class Plan:
             raise PlanError(
                 f"the plan has {self.world_size} ranks but predictions for {len(self.prediction.ranks)}"
             )
-        if len(self.prediction.stages) not in (0, self.positions):
+        if len(self.prediction.stages) not in (0, self.pipeline_ranks):
             raise PlanError(
-                f"the plan has {self.positions} positions but terms for {len(self.prediction.stages)}"
+                f"the plan has {self.pipeline_ranks} pipeline ranks but terms for {len(self.prediction.stages)}"
             )
         if self.placement and sorted(self.placement) != list(range(self.world_size)):
             raise PlanError(f"the placement must name each of {self.world_size} ranks once")
@@ -269,13 +269,13 @@ class Plan:
                 )
 
     @property
-    def positions(self) -> int:
+    def pipeline_ranks(self) -> int:
         """Places in the pipeline: the stages, unless several share a place."""
         return len(self.stages) // self.interleave
 
     @property
     def world_size(self) -> int:
-        return sum(stage.replicas for stage in self.stages[: self.positions])
+        return sum(stage.replicas for stage in self.stages[: self.pipeline_ranks])
 
     @property
     def blocks(self) -> int:
@@ -288,8 +288,8 @@ class Plan:
     def rows_of(self, rank: int) -> int:
         """Rows of a global batch that a rank computes; 0 for one that is idle, as replicas are that outnumber the rows
         of every micro-batch."""
-        position, replica = self.locate(rank)
-        replicas, count = self.stages[position].replicas, self.micro_batches(self.global_batch)
+        pipeline_rank, replica = self.locate(rank)
+        replicas, count = self.stages[pipeline_rank].replicas, self.micro_batches(self.global_batch)
         rows = 0
         for micro in range(count):
             first, stop = micro_batch_rows(self.global_batch, count, micro)
@@ -297,34 +297,34 @@ class Plan:
             rows += high - low
         return rows
 
-    def position(self, stage: int) -> int:
+    def pipeline_rank(self, stage: int) -> int:
         """The place in the pipeline that holds a stage."""
-        return self.schedule.position_of(stage, self.positions)
+        return self.schedule.pipeline_rank_of(stage, self.pipeline_ranks)
 
-    def stages_of(self, position: int) -> tuple[int, ...]:
+    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
         """The stages that a place in the pipeline holds, in the order of the data."""
-        return self.schedule.stages_of(position, self.positions, self.interleave)
+        return self.schedule.stages_of(pipeline_rank, self.pipeline_ranks, self.interleave)
 
     def hands_over(self, stage: int) -> bool:
-        """Whether the stage after this one is on the same position, so that nothing is sent between them."""
-        return self.schedule.hands_over(stage, self.positions)
+        """Whether the stage after this one is on the same pipeline rank, so that nothing is sent between them."""
+        return self.schedule.hands_over(stage, self.pipeline_ranks)
 
     def ranks(self, stage: int) -> tuple[int, ...]:
         """The ranks of a stage, replica by replica."""
-        position = self.position(stage)
-        first = sum(s.replicas for s in self.stages[:position])
-        numbers = range(first, first + self.stages[position].replicas)
+        pipeline_rank = self.pipeline_rank(stage)
+        first = sum(s.replicas for s in self.stages[:pipeline_rank])
+        numbers = range(first, first + self.stages[pipeline_rank].replicas)
         return tuple(self.placement[n] for n in numbers) if self.placement else tuple(numbers)
 
     def locate(self, rank: int) -> tuple[int, int]:
-        """``(position, replica)`` of a rank; the position is the stage unless several stages share it."""
+        """``(pipeline_rank, replica)`` of a rank; the pipeline rank is the stage unless several stages share it."""
         if not 0 <= rank < self.world_size:
             raise PlanError(f"rank {rank}: the plan has ranks 0 to {self.world_size - 1}")
         number = self.placement.index(rank) if self.placement else rank
-        for position in range(self.positions):
-            replicas = self.stages[position].replicas
+        for pipeline_rank in range(self.pipeline_ranks):
+            replicas = self.stages[pipeline_rank].replicas
             if number < replicas:
-                return position, number
+                return pipeline_rank, number
             number -= replicas
         raise AssertionError("placement covers every rank")
 

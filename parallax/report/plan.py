@@ -19,7 +19,7 @@ from parallax.report.profile import parameters_of
 
 PLACEMENT = "placement.json"  # of a run directory
 MOST_ROWS = 24  # stages whose placement is shown
-MOST_COLUMNS = 8  # positions whose terms stand side by side
+MOST_COLUMNS = 8  # pipeline ranks whose terms stand side by side
 
 
 def plan_table(plan: Plan, profile: ModelProfile | None = None) -> Table:
@@ -74,7 +74,7 @@ def _unused(plan: Plan) -> str:
     used, text = plan.world_size, ""
     if plan.spare_devices:
         text = f"\n{used} of {used + plan.spare_devices} devices are used: with more the step would be no shorter"
-    for stage in range(plan.positions):
+    for stage in range(plan.pipeline_ranks):
         if idle := [rank for rank in plan.ranks(stage) if not plan.rows_of(rank)]:
             text += (
                 f"\nstage {stage}: rank {', '.join(map(str, idle))} of {len(plan.ranks(stage))} replicas never has a "
@@ -189,7 +189,7 @@ def _spans(numbers: Sequence[int]) -> str:
 
 
 def memory_table(plan: Plan) -> Table:
-    """A row per term: bytes of the fullest rank of each position at its peak, and its seconds of a step."""
+    """A row per term: bytes of the fullest rank of each pipeline rank at its peak, and its seconds of a step."""
     columns = _columns(plan.prediction)
     left_out = len(plan.prediction.stages) - sum(last - first + 1 for first, last in columns)
     table = Table(
@@ -212,13 +212,13 @@ def memory_table(plan: Plan) -> Table:
     return table
 
 
-def _tier_peak(plan: Plan, position: int) -> int:
-    return max(plan.prediction.ranks[rank].tier_peak_bytes for rank in plan.ranks(position))
+def _tier_peak(plan: Plan, pipeline_rank: int) -> int:
+    return max(plan.prediction.ranks[rank].tier_peak_bytes for rank in plan.ranks(pipeline_rank))
 
 
 def _columns(prediction: Prediction) -> list[tuple[int, int]]:
-    """Runs of positions with the same bytes and, to a hundredth of the step, the same seconds. Of too many runs the
-    first and the last, and between them those with the largest peaks."""
+    """Runs of pipeline ranks with the same bytes and, to a hundredth of the step, the same seconds. Of too many runs
+    the first and the last, and between them those with the largest peaks."""
     stages = prediction.stages
 
     def look(index: int) -> tuple[object, ...]:

@@ -16,7 +16,7 @@ MOST_RANKS = 32
 def simulation_table(
     plan: Plan, ranks: Sequence[RankPrediction], stages: Sequence[StagePrediction]
 ) -> Table:
-    """A row per rank: its memory, and the seconds of the fullest rank of its position by term."""
+    """A row per rank: its memory, and the seconds of the fullest rank of its pipeline rank by term."""
     terms = list(dict.fromkeys(term for stage in stages for term in stage.seconds))
     shown = [term for term in terms if any(stage.seconds.get(term) for stage in stages)]
     table = Table(
@@ -31,10 +31,10 @@ def simulation_table(
     for heading in ("rank", "stage", "replica", "peak", f"in {plan.tier}", "offloaded", *shown):
         table.add_column(heading, justify="right")
     for rank, found in enumerate(ranks[:MOST_RANKS]):
-        position, replica = plan.locate(rank)
+        pipeline_rank, replica = plan.locate(rank)
         table.add_row(
-            *map(str, (rank, position, replica)),
+            *map(str, (rank, pipeline_rank, replica)),
             *map(format_bytes, (found.peak_bytes, found.tier_peak_bytes, found.offloaded_bytes)),
-            *(format_seconds(stages[position].seconds.get(term, 0.0)) for term in shown),
+            *(format_seconds(stages[pipeline_rank].seconds.get(term, 0.0)) for term in shown),
         )
     return table

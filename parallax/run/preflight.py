@@ -131,9 +131,9 @@ def _checkpoints(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
     be deleted. On several hosts: the part of ``ranks``. Empty where the size of a checkpoint is not known."""
     folder = run.config.checkpoint.folder(run.directory, run.config.name)
     profile, there = _profile(run.directory), list_checkpoints(folder)
-    positions = {run.plan.locate(rank)[0] for rank in ranks}
+    pipeline_ranks = {run.plan.locate(rank)[0] for rank in ranks}
     whole = checkpoint_bytes(profile) if profile is not None else 0
-    one = whole * len(positions) // run.plan.positions
+    one = whole * len(pipeline_ranks) // run.plan.pipeline_ranks
     kept = run.config.trainer.keep_checkpoints or len(there) + 1
     kept += run.config.checkpoint.best
     most = min(kept + 1, len(there) + _saves_to_come(run, there))
@@ -145,7 +145,7 @@ def _checkpoints(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
         FolderNeeds(
             folder=folder,
             size=size,
-            largest_bytes=min(one // len(positions), PART_BYTES),
+            largest_bytes=min(one // len(pipeline_ranks), PART_BYTES),
             what=f"checkpoints ({most} at once, of {format_bytes(one)} each, less what is there)",
             remedy="keep fewer (trainer.keep_checkpoints), or set checkpoint.directory to a larger disk",
         )

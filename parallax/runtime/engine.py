@@ -95,7 +95,9 @@ class Engine:
             self._stage, mesh, self._optimizer.reduced, configs.replicas, split=plan.schedule.splits
         )
         self._channels = Channels(mesh, copies)
-        self._later = {n for n, positions in self._shared.items() if mesh.stage in positions[1:]}
+        self._later = {
+            n for n, pipeline_ranks in self._shared.items() if mesh.stage in pipeline_ranks[1:]
+        }
         self._scale = LossScale(configs.precision, configs.nonfinite_skips)
         kept = self._stage, self._optimizer, self._scale
         self.saving = Saving(chain, plan, mesh, *kept, self._later, copies)
@@ -414,10 +416,10 @@ class Engine:
             self._executor.abandon()
 
     def _program(self, rows: int, *, training: bool) -> RankProgram:
-        plan, position = self.plan, self.mesh.stage
+        plan, pipeline_rank = self.plan, self.mesh.stage
         micro_batches = plan.micro_batches(rows)
         if (training, micro_batches) not in self._programs:
-            arguments = (plan.schedule, plan.positions, position, micro_batches)
+            arguments = (plan.schedule, plan.pipeline_ranks, pipeline_rank, micro_batches)
             if training:
                 check_gathering(plan, rows)
                 offload = any(plan.stages[stage].offloads for stage in self.mesh.stages)

@@ -21,7 +21,7 @@ def accepted(plan: Plan, chain: Chain) -> Plan:
         )
     check_gathering(plan, plan.global_batch)
     beyond = []
-    if plan.interleave > 1 and plan.positions == 1:
+    if plan.interleave > 1 and plan.pipeline_ranks == 1:
         beyond.append("several stages on the only rank of a pipeline")
     if any(stage.parameter_offload for stage in plan.stages):
         beyond += ["parameters below the device although some are shared"] if chain.ties else []
@@ -47,7 +47,7 @@ def check_gathering(plan: Plan, rows: int) -> None:
     """Raise :class:`PlanError` where a batch of ``rows`` rows would go backward before its loss can be computed."""
     count = plan.micro_batches(rows)
     if plan.gather_loss and not plan.schedule.forwards_first(
-        plan.positions, count, plan.interleave
+        plan.pipeline_ranks, count, plan.interleave
     ):
         raise PlanError(
             f"the plan computes the loss of all rows at once, and {plan.schedule} goes backward before all {count} "
@@ -56,7 +56,8 @@ def check_gathering(plan: Plan, rows: int) -> None:
 
 
 def shared_between_ranks(chain: Chain, plan: Plan) -> dict[str, list[int]]:
-    """Name of each parameter that stages of several positions hold → those positions, the first user's first."""
+    """Name of each parameter that stages of several pipeline ranks hold → those pipeline ranks, the first user's
+    first."""
     shared = {}
     for name, users in chain.ties.items():
         stages = [
@@ -65,7 +66,7 @@ def shared_between_ranks(chain: Chain, plan: Plan) -> dict[str, list[int]]:
             for s, stage in enumerate(plan.stages)
             if stage.start <= i < stage.stop
         ]
-        positions = list(dict.fromkeys(plan.position(stage) for stage in stages))
-        if len(positions) > 1:
-            shared[name] = positions
+        pipeline_ranks = list(dict.fromkeys(plan.pipeline_rank(stage) for stage in stages))
+        if len(pipeline_ranks) > 1:
+            shared[name] = pipeline_ranks
     return shared

@@ -64,7 +64,7 @@ class MicroBatchContext(NamedTuple):
 
 
 class Stage(nn.Module):
-    """The blocks of one rank with real parameters: of its stage, or of the several that share its position.
+    """The blocks of one rank with real parameters: of its stage, or of the several that share its pipeline rank.
 
     The random state of a block's forward depends on (seed, step, first row, block) alone, so a recomputed forward
     draws the same numbers, and so does another plan that cuts rows alike; dropout is the same under every plan

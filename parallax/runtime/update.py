@@ -106,7 +106,7 @@ def open_optimizer(
     below: Tiers,
     copies: CopyEngine,
 ) -> StageOptimizer:
-    """What steps ``stage`` as the plan says. ``shared``: names of parameters that positions share, and these."""
+    """What steps ``stage`` as the plan says. ``shared``: names of parameters that pipeline ranks share, and these."""
     plans = mesh.plan.stages
 
     def dealt(group: dist.ProcessGroup | None) -> Deal | None:

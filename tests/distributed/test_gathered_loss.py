@@ -352,10 +352,12 @@ def test_a_schedule_that_goes_backward_too_soon_is_refused() -> None:
     engine.close()
 
 
-def forwards_then_backwards(positions: int, position: int, micro_batches: int) -> list[Action]:
+def forwards_then_backwards(
+    pipeline_ranks: int, pipeline_rank: int, micro_batches: int
+) -> list[Action]:
     """Backwards in the order of the forwards."""
     kinds = Kind.FORWARD, Kind.BACKWARD
-    return [Action(kind, position, micro) for kind in kinds for micro in range(micro_batches)]
+    return [Action(kind, pipeline_rank, micro) for kind in kinds for micro in range(micro_batches)]
 
 
 def test_a_schedule_of_ones_own_may_have_all_forwards_first() -> None:

@@ -42,11 +42,11 @@ def make_chain() -> Chain:
     return describe(MODEL.build, seed=3, dtype=torch.float32)
 
 
-def planned(chain: Chain, schedule: str, positions: int) -> Plan:
+def planned(chain: Chain, schedule: str, pipeline_ranks: int) -> Plan:
     each = 2 if schedule == "zb-v" else 1
     return make_plan(
         chain,
-        replicas=(1,) * positions,
+        replicas=(1,) * pipeline_ranks,
         schedule=schedule,
         global_batch=ROWS,
         microbatch=ROWS // MICRO_BATCHES,
@@ -54,9 +54,9 @@ def planned(chain: Chain, schedule: str, positions: int) -> Plan:
     )
 
 
-def ours(schedule: str, positions: int) -> Found:
+def ours(schedule: str, pipeline_ranks: int) -> Found:
     chain = make_chain()
-    plan = planned(chain, schedule, positions)
+    plan = planned(chain, schedule, pipeline_ranks)
     engine = Engine.build(chain, plan, loss=GPT.loss)
     loss = engine.gradients(make_batch(ROWS))
     gradients = [(name, tensor.grad.clone()) for name, tensor in engine.parameters.items()]
@@ -64,9 +64,9 @@ def ours(schedule: str, positions: int) -> Found:
     return loss, gradients
 
 
-def theirs(schedule: str, positions: int) -> Found:
+def theirs(schedule: str, pipeline_ranks: int) -> Found:
     chain, batch, rank = make_chain(), make_batch(ROWS), dist.get_rank()
-    plan, device = planned(chain, schedule, positions), torch.device("cpu")
+    plan, device = planned(chain, schedule, pipeline_ranks), torch.device("cpu")
     cuts = {stage: plan.stages[stage] for stage in plan.stages_of(rank)}
     parts = {
         stage: nn.Sequential(*materialise(chain, cut.start, cut.stop, device))
@@ -94,11 +94,11 @@ def theirs(schedule: str, positions: int) -> Found:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("positions", [2, 3])
-def test_gradients_equal_the_oracles(pool: Pool, schedule: str, positions: int) -> None:
+@pytest.mark.parametrize("pipeline_ranks", [2, 3])
+def test_gradients_equal_the_oracles(pool: Pool, schedule: str, pipeline_ranks: int) -> None:
     found, expected = (
-        pool.run(ours, positions, schedule, positions),
-        pool.run(theirs, positions, schedule, positions),
+        pool.run(ours, pipeline_ranks, schedule, pipeline_ranks),
+        pool.run(theirs, pipeline_ranks, schedule, pipeline_ranks),
     )
     (loss,) = {loss for loss, _ in found}
     assert abs(loss - max(theirs for theirs, _ in expected)) <= 1e-6 * loss

@@ -41,12 +41,12 @@ class _Gradient(Tensor):
 
 
 class Watched(nn.Linear):
-    """Gives its input back, in which the first number of each row is the row's own. Small letters for a position's
+    """Gives its input back, in which the first number of each row is the row's own. Small letters for a pipeline rank's
     second stage."""
 
-    def __init__(self, stage: int, positions: int) -> None:
+    def __init__(self, stage: int, pipeline_ranks: int) -> None:
         super().__init__(WIDTH, WIDTH, bias=False)
-        self.letters = "fbw" if stage >= positions else "FBW"
+        self.letters = "fbw" if stage >= pipeline_ranks else "FBW"
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -71,12 +71,12 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().mean()
 
 
-def job(schedule: str, positions: int, micro_batches: int, interleave: int) -> list[str]:
+def job(schedule: str, pipeline_ranks: int, micro_batches: int, interleave: int) -> list[str]:
     """What the blocks of this rank did in one step."""
-    count = positions * interleave
+    count = pipeline_ranks * interleave
 
     def build() -> nn.Module:
-        return nn.Sequential(*(Watched(stage, positions) for stage in range(count)))
+        return nn.Sequential(*(Watched(stage, pipeline_ranks) for stage in range(count)))
 
     rows = ROWS * micro_batches
     numbers = torch.arange(rows, dtype=torch.float32)[:, None].expand(rows, WIDTH).contiguous()
@@ -84,7 +84,7 @@ def job(schedule: str, positions: int, micro_batches: int, interleave: int) -> l
     plan = make_plan(
         chain,
         schedule=schedule,
-        replicas=(1,) * positions,
+        replicas=(1,) * pipeline_ranks,
         interleave=interleave,
         global_batch=rows,
         microbatch=ROWS,
@@ -101,7 +101,9 @@ def job(schedule: str, positions: int, micro_batches: int, interleave: int) -> l
 def test_blocks_run_as_the_schedule_is_drawn(pool: Pool, schedule: str) -> None:
     picture = re.findall(r"stage \d \| (.+)", SCHEDULES[schedule].ordering.__doc__ or "")
     drawn = [[cell for cell in row.split() if cell != ".."] for row in picture]
-    positions, cells = len(drawn), [cell for row in drawn for cell in row]
+    pipeline_ranks, cells = len(drawn), [cell for row in drawn for cell in row]
     micro_batches = 1 + max(int(cell[1:]) for cell in cells)
     interleave = 2 if any(cell.islower() for cell in cells) else 1
-    assert pool.run(job, positions, schedule, positions, micro_batches, interleave) == drawn
+    assert (
+        pool.run(job, pipeline_ranks, schedule, pipeline_ranks, micro_batches, interleave) == drawn
+    )

@@ -13,7 +13,7 @@ from parallax.errors import PlanError
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.runtime.replicas.reducer import ReplicaSync
-from parallax.runtime.replicas.replicate import PositionSync
+from parallax.runtime.replicas.replicate import StageGradientSync
 from tests.distributed.pool import Pool
 from tests.distributed.test_engine import Case, Outcome, gpt, make_batch, same, training
 from tests.plans import make_plan
@@ -81,7 +81,7 @@ def copied_buckets(case: Case) -> int:
         for batch in case.batches():
             engine.gradients(batch)
         sync = engine._sync
-        assert isinstance(sync, PositionSync)
+        assert isinstance(sync, StageGradientSync)
         parts = list(sync._parts.values())
         engine.close()
     return sum(part._unannounced.all_reduces for part in parts if isinstance(part, ReplicaSync))

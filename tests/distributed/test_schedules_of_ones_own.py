@@ -20,28 +20,31 @@ from tests.plans import make_plan
 ROWS = transparency.ROWS
 
 
-def eager(positions: int, position: int, micro_batches: int) -> list[Action]:
+def eager(pipeline_ranks: int, pipeline_rank: int, micro_batches: int) -> list[Action]:
     """1F1B with one more forward before the first backward."""
-    warm_up = positions - position
+    warm_up = pipeline_ranks - pipeline_rank
     listed = []
     for turn in range(micro_batches + warm_up):
         if turn < micro_batches:
-            listed.append(Action(Kind.FORWARD, position, turn))
+            listed.append(Action(Kind.FORWARD, pipeline_rank, turn))
         if turn >= warm_up:
-            listed.append(Action(Kind.BACKWARD, position, turn - warm_up))
+            listed.append(Action(Kind.BACKWARD, pipeline_rank, turn - warm_up))
     return listed
 
 
-def weights_last(positions: int, position: int, micro_batches: int) -> list[Action]:
+def weights_last(pipeline_ranks: int, pipeline_rank: int, micro_batches: int) -> list[Action]:
     """1F1B of input halves, then all weight halves, the latest first."""
     listed = []
-    for turn in range(micro_batches + positions - position - 1):
+    for turn in range(micro_batches + pipeline_ranks - pipeline_rank - 1):
         if turn < micro_batches:
-            listed.append(Action(Kind.FORWARD, position, turn))
-        if turn >= positions - position - 1:
-            listed.append(Action(Kind.BACKWARD, position, turn - (positions - position - 1)))
+            listed.append(Action(Kind.FORWARD, pipeline_rank, turn))
+        if turn >= pipeline_ranks - pipeline_rank - 1:
+            listed.append(
+                Action(Kind.BACKWARD, pipeline_rank, turn - (pipeline_ranks - pipeline_rank - 1))
+            )
     return listed + [
-        Action(Kind.BACKWARD_WEIGHT, position, micro) for micro in reversed(range(micro_batches))
+        Action(Kind.BACKWARD_WEIGHT, pipeline_rank, micro)
+        for micro in reversed(range(micro_batches))
     ]
 
 
@@ -111,8 +114,8 @@ def ordered(*arguments: Any) -> list[str]:
 @pytest.mark.parametrize("schedule", OWN)
 def test_own_schedules_run_as_listed(pool: Pool, registered: None, schedule: str) -> None:
     letters = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_WEIGHT: "W"}
-    positions, micro_batches = 3, 4
-    found = pool.run(ordered, positions, schedule, positions, micro_batches, 1)
-    for position, cells in enumerate(found):
-        listed = OWN[schedule](positions, position, micro_batches)
+    pipeline_ranks, micro_batches = 3, 4
+    found = pool.run(ordered, pipeline_ranks, schedule, pipeline_ranks, micro_batches, 1)
+    for pipeline_rank, cells in enumerate(found):
+        listed = OWN[schedule](pipeline_ranks, pipeline_rank, micro_batches)
         assert cells == [f"{letters[action.kind]}{action.micro}" for action in listed]

@@ -173,8 +173,8 @@ def test_gradients_equal_plain_training(
 def test_stages_that_hand_over_on_one_rank(
     pool: Pool, replicas: tuple[int, ...], directive: str
 ) -> None:
-    """At the turn of a V two stages in a row are on one position: nothing is sent between them, and the result is the
-    plain one. The first and the last block, which share a parameter, are on one position, too."""
+    """At the turn of a V two stages in a row are on one pipeline rank: nothing is sent between them, and the result is
+    the plain one. The first and the last block, which share a parameter, are on one pipeline rank, too."""
     options = {"replicas": replicas, "schedule": "zb-v", "directive": directive, "interleave": 2}
     model = "deep" if len(replicas) > 2 else "gpt"
     results = pool.run(job, sum(replicas), model, torch.float64, options, ROWS)

@@ -158,7 +158,7 @@ WRONG_ELSEWHERE = [
     ),
     (
         ["plan", *DGX, "plan.schedule=math:floor"],
-        "plan.schedule=math:floor(x, /): it is called with (positions, ",
+        "plan.schedule=math:floor(x, /): it is called with (pipeline_ranks, ",
     ),
     (
         ["plan", *DGX, "plan.schedule=builtins:max"],

@@ -22,9 +22,9 @@ from tests.faults.commands import DGX, call, one_line, prepared
 MARKS = """
 import pathlib
 pathlib.Path("imported").touch()
-def listing(positions, position, micro_batches):
+def listing(pipeline_ranks, pipeline_rank, micro_batches):
     from own_schedule import halved
-    return halved(positions, position, micro_batches)
+    return halved(pipeline_ranks, pipeline_rank, micro_batches)
 """
 OWN = "plan.schedule=own_schedule:halved"
 

@@ -160,7 +160,7 @@ def test_terms_add_up_in_the_table(planned: tuple[Plan, ModelProfile, tuple[Span
     assert "master" not in shown, "a term that is zero everywhere is left out"
 
 
-def test_of_many_positions_the_fullest_are_shown(
+def test_of_many_pipeline_ranks_the_fullest_are_shown(
     planned: tuple[Plan, ModelProfile, tuple[Span, ...]],
 ) -> None:
     plan, _, _ = planned

@@ -98,7 +98,7 @@ def _outcome(settings: dict[str, str], config: RunConfig, plan: Plan, cluster: C
         settings=settings,
         fits=True,
         devices=plan.world_size,
-        replicas=tuple(stage.replicas for stage in plan.stages[: plan.positions]),
+        replicas=tuple(stage.replicas for stage in plan.stages[: plan.pipeline_ranks]),
         schedule=plan.schedule.name,
         microbatch=plan.microbatch,
         step_seconds=seconds,

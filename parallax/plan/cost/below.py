@@ -17,19 +17,19 @@ from parallax.plan.profile import ModelProfile
 
 
 def with_room_below(
-    profile: ModelProfile, stages: Sequence[StagePlan], positions: int
+    profile: ModelProfile, stages: Sequence[StagePlan], pipeline_ranks: int
 ) -> tuple[StagePlan, ...]:
-    """``stages``, which ``positions`` of the pipeline hold, with what their optimizer states and their parameters may
-    take in the tier below: ``state_bytes`` and ``streamed_bytes``."""
-    shares = [  # the stages of one position are stepped alike
-        max(stage.optimizer_offload for stage in stages[position::positions])
-        for position in range(positions)
+    """``stages``, which ``pipeline_ranks`` of the pipeline hold, with what their optimizer states and their parameters
+    may take in the tier below: ``state_bytes`` and ``streamed_bytes``."""
+    shares = [  # the stages of one pipeline rank are stepped alike
+        max(stage.optimizer_offload for stage in stages[pipeline_rank::pipeline_ranks])
+        for pipeline_rank in range(pipeline_ranks)
     ]
-    forced = _forced(profile, stages, positions)
+    forced = _forced(profile, stages, pipeline_ranks)
     found = []
     for index, stage in enumerate(stages):
         sizes = Sizes.of(profile, stage.start, stage.stop)
-        states = _state_bytes(profile, sizes, stage, shares[index % positions], forced[index])
+        states = _state_bytes(profile, sizes, stage, shares[index % pipeline_ranks], forced[index])
         streamed = _streamed_bytes(profile, sizes, stage.parameter_offload)
         if (
             streamed and stage.replicas > 1
@@ -66,8 +66,8 @@ def _streamed_bytes(profile: ModelProfile, sizes: Sizes, share: float) -> int:
     return math.ceil(whole + trained * (profile.gradient_bytes + profile.master_bytes) + passing)
 
 
-def _forced(profile: ModelProfile, stages: Sequence[StagePlan], positions: int) -> list[int]:
-    """Of each stage, the bytes of parameters that it steps below because another position that has them does."""
+def _forced(profile: ModelProfile, stages: Sequence[StagePlan], pipeline_ranks: int) -> list[int]:
+    """Of each stage, the bytes of parameters that it steps below because another pipeline rank that has them does."""
     forced = [0] * len(stages)
     for size, users in profile.ties:
         having = [
@@ -75,7 +75,7 @@ def _forced(profile: ModelProfile, stages: Sequence[StagePlan], positions: int) 
             for index, stage in enumerate(stages)
             if any(stage.start <= user < stage.stop for user in users)
         ]
-        apart = len({index % positions for index in having}) > 1
+        apart = len({index % pipeline_ranks for index in having}) > 1
         if apart and any(stages[index].optimizer_offload for index in having):
             for index in having:
                 forced[index] += size

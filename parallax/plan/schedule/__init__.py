@@ -1,7 +1,7 @@
-"""Schedules: for each position of the pipeline, the flat list of actions that every one of its ranks executes.
+"""Schedules: for each pipeline rank, the flat list of actions that every one of its ranks executes.
 
-action.py, order.py    entries of a list; the forwards and backwards of a position as columns
-placement.py           which stage sits on which position
+action.py, order.py    entries of a list; the forwards and backwards of a pipeline rank as columns
+placement.py           which stage sits on which pipeline rank
 schedule.py            a schedule as one object, and how one is found by its name
 gpipe.py, one_forward.py, zero_bubble.py, zero_bubble_v.py    the families, each with its timelines drawn
 built_in.py            which of them there are: a new one is registered here

@@ -9,7 +9,7 @@ from parallax.plan.schedule.order import Order
 from parallax.plan.schedule.schedule import Ramp, Schedule
 
 
-def gpipe(positions: int, position: int, micro_batches: int, interleave: int) -> Order:
+def gpipe(pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int) -> Order:
     """All forwards, then all backwards in reverse (GPipe, Huang et al. 2019, section 2.3).
 
     ::
@@ -17,11 +17,11 @@ def gpipe(positions: int, position: int, micro_batches: int, interleave: int) ->
         stage 0 | F0 F1 F2 F3 .. .. B3 B2 B1 B0
         stage 1 | .. F0 F1 F2 F3 B3 B2 B1 B0 ..
     """
-    del positions, interleave
+    del pipeline_ranks, interleave
     micros = np.arange(micro_batches)
     kinds = np.repeat([FORWARD, BACKWARD], micro_batches)
     return Order(
-        kinds, np.full(2 * micro_batches, position), np.concatenate([micros, micros[::-1]])
+        kinds, np.full(2 * micro_batches, pipeline_rank), np.concatenate([micros, micros[::-1]])
     )
 
 

@@ -1,4 +1,4 @@
-"""1F1B, with one stage to a position or several."""
+"""1F1B, with one stage to a pipeline rank or several."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from parallax.plan.schedule.schedule import Schedule
 
 
 def one_forward_one_backward(
-    positions: int, position: int, micro_batches: int, interleave: int
+    pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int
 ) -> Order:
     """1F1B: warm up with one forward per later stage, then alternate.
 
     Source: PipeDream-Flush, Narayanan et al. 2021, section 2.2.
 
-    At most ``positions − position`` micro-batches are in flight, whatever their number.
+    At most ``pipeline_ranks − pipeline_rank`` micro-batches are in flight, whatever their number.
 
     ::
 
@@ -23,44 +23,46 @@ def one_forward_one_backward(
         stage 1 | .. F0 B0 F1 B1 F2 B2 F3 B3 ..
     """
     del interleave
-    stages, micros = np.full(micro_batches, position), np.arange(micro_batches)
-    return weave(positions - position - 1, (stages, micros), (stages, micros))
+    stages, micros = np.full(micro_batches, pipeline_rank), np.arange(micro_batches)
+    return weave(pipeline_ranks - pipeline_rank - 1, (stages, micros), (stages, micros))
 
 
-def interleaved(positions: int, position: int, micro_batches: int, interleave: int) -> Order:
-    """Interleaved 1F1B: ``interleave`` thinner stages per position make the bubble as many times smaller, for as many
-    times the messages. One stage per position is plain 1F1B.
+def interleaved(
+    pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int
+) -> Order:
+    """Interleaved 1F1B: ``interleave`` thinner virtual stages per pipeline rank make the bubble as many times smaller,
+    for as many times the messages. One stage per pipeline rank is plain 1F1B.
 
-    Groups of micro-batches go through one stage after the other: all of a group through the position's first stage,
-    then all through its second. A group has as many micro-batches as there are positions, so that its first is back
-    when its last has left; where those do not divide the micro-batches, the groups are a little larger instead (a
-    smaller one would be waited for, and can deadlock).
+    Groups of micro-batches go through one stage after the other: all of a group through the pipeline rank's first
+    stage, then all through its second. A group has as many micro-batches as there are pipeline ranks, so that its first
+    is back when its last has left; where those do not divide the micro-batches, the groups are a little larger instead
+    (a smaller one would be waited for, and can deadlock).
 
     Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
     section 2.2, and the order of Megatron-LM's ``forward_backward_pipelining_with_interleaving``.
 
-    Two stages per position; f and b are those of a position's second stage::
+    Two virtual stages per pipeline rank; f and b are those of a pipeline rank's second stage::
 
         stage 0 | F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 .. b2 .. b3 B2 B3
         stage 1 | .. F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3 ..
     """
     if interleave == 1:
-        return one_forward_one_backward(positions, position, micro_batches, interleave)
-    groups = np.array_split(np.arange(micro_batches), max(1, micro_batches // positions))
+        return one_forward_one_backward(pipeline_ranks, pipeline_rank, micro_batches, interleave)
+    groups = np.array_split(np.arange(micro_batches), max(1, micro_batches // pipeline_ranks))
     micros = np.concatenate([np.tile(group, interleave) for group in groups])
     chunks = np.concatenate([np.repeat(np.arange(interleave), len(group)) for group in groups])
     # The first group is never smaller.
-    warm_up = 2 * (positions - position - 1) + (interleave - 1) * len(groups[0])
+    warm_up = 2 * (pipeline_ranks - pipeline_rank - 1) + (interleave - 1) * len(groups[0])
     last = interleave - 1
     return weave(
         warm_up,
-        (position + positions * chunks, micros),
-        (position + positions * (last - chunks), micros),
+        (pipeline_rank + pipeline_ranks * chunks, micros),
+        (pipeline_rank + pipeline_ranks * (last - chunks), micros),
     )
 
 
-def _flights(positions: int, position: Numbers) -> Numbers:
-    return positions - position
+def _flights(pipeline_ranks: int, pipeline_rank: Numbers) -> Numbers:
+    return pipeline_ranks - pipeline_rank
 
 
 ONE_FORWARD_ONE_BACKWARD = Schedule(

@@ -1,7 +1,7 @@
-"""The forwards and backwards of one position, in order, and ways to make such an order.
+"""The forwards and backwards of one pipeline rank, in order, and ways to make such an order.
 
-An order is three columns of numbers rather than a list of objects, so that thousands of positions can be timed without
-making millions of objects.
+An order is three columns of numbers rather than a list of objects, so that thousands of pipeline ranks can be timed
+without making millions of objects.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
-    """The forwards and backwards of one position: of the n-th, its kind (an index into ``COMPUTE``), its stage and its
-    micro-batch."""
+    """The forwards and backwards of one pipeline rank: of the n-th, its kind (an index into ``COMPUTE``), its stage and
+    its micro-batch."""
 
     kinds: Numbers
     stages: Numbers

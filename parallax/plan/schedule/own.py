@@ -11,7 +11,8 @@ from parallax.plan.schedule.action import COMPUTE, Action, Kind, is_split
 from parallax.plan.schedule.order import Order
 from parallax.plan.schedule.schedule import SCHEDULES, Schedule
 
-Listing = Callable[[int, int, int], Sequence[Action]]  # positions, position, micro-batches
+# Pipeline ranks, pipeline rank, micro-batches.
+Listing = Callable[[int, int, int], Sequence[Action]]
 
 
 _MOST_RANKS, _MOST_MICRO_BATCHES = 4, 6
@@ -22,10 +23,10 @@ _SMALL = list(itertools.product(range(1, _MOST_RANKS + 1), range(1, _MOST_MICRO_
 def register_schedule(name: str, listing: Listing) -> None:
     """Make a schedule of one's own known as ``plan.schedule=name``.
 
-    ``listing(positions, position, micro_batches)`` returns the forwards and backwards of one position in order, as
-    ``Action(Kind.FORWARD, position, micro)``: each of ``micro_batches`` goes forward once and then backward once, and
-    if any has a ``Kind.BACKWARD_WEIGHT`` after that, all have. Sends, receives and fetches are put around
-    them as for any schedule, and every plan is simulated before it runs, which proves its peak bytes.
+    ``listing(pipeline_ranks, pipeline_rank, micro_batches)`` returns the forwards and backwards of one pipeline rank in
+    order, as ``Action(Kind.FORWARD, pipeline_rank, micro)``: each of ``micro_batches`` goes forward once and then
+    backward once, and if any has a ``Kind.BACKWARD_WEIGHT`` after that, all have. Sends, receives and fetches are put
+    around them as for any schedule, and every plan is simulated before it runs, which proves its peak bytes.
 
     Raises :class:`PlanError` where the name is taken, an action is missing or there twice, or ranks would wait for each
     other for ever; small pipelines are looked at here, every other when it is asked for.
@@ -33,24 +34,30 @@ def register_schedule(name: str, listing: Listing) -> None:
     if name in SCHEDULES:
         raise PlanError(f"schedule {printable(name)}: there is one of that name; choose another")
 
-    def listed(positions: int, position: int, micro_batches: int) -> list[Action]:
-        found = _actions_of(name, listing(positions, position, micro_batches))
-        _check_complete(name, found, positions, position, micro_batches)
+    def listed(pipeline_ranks: int, pipeline_rank: int, micro_batches: int) -> list[Action]:
+        found = _actions_of(name, listing(pipeline_ranks, pipeline_rank, micro_batches))
+        _check_complete(name, found, pipeline_ranks, pipeline_rank, micro_batches)
         return found
 
     split = False
-    for positions, micro_batches in _SMALL:
-        parts = [listed(positions, position, micro_batches) for position in range(positions)]
+    for pipeline_ranks, micro_batches in _SMALL:
+        parts = [
+            listed(pipeline_ranks, pipeline_rank, micro_batches)
+            for pipeline_rank in range(pipeline_ranks)
+        ]
         _check_ends(name, [Order.of(part).actions() for part in parts], micro_batches)
         split = split or any(is_split(part) for part in parts)
 
-    def ordering(positions: int, position: int, micro_batches: int, interleave: int) -> Order:
+    def ordering(
+        pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int
+    ) -> Order:
         del interleave
-        found = listed(positions, position, micro_batches)
+        found = listed(pipeline_ranks, pipeline_rank, micro_batches)
         if is_split(found) and not split:
             raise PlanError(
-                f"schedule {printable(name)} splits backwards on {positions} ranks with {micro_batches} micro-batches, "
-                f"and on none of up to {_MOST_RANKS} with up to {_MOST_MICRO_BATCHES}: split them there, too"
+                f"schedule {printable(name)} splits backwards on {pipeline_ranks} ranks with {micro_batches} "
+                f"micro-batches, and on none of up to {_MOST_RANKS} with up to {_MOST_MICRO_BATCHES}: split them "
+                "there, too"
             )
         return Order.of(found)
 
@@ -73,13 +80,15 @@ def asked(name: str) -> Schedule:
     :func:`~parallax.plan.schedule.schedule.named` instead."""
     if name not in SCHEDULES:
         listing = load_target("plan.schedule", name)
-        check_call(f"plan.schedule={name}", listing, "positions", "position", "micro_batches")
+        check_call(
+            f"plan.schedule={name}", listing, "pipeline_ranks", "pipeline_rank", "micro_batches"
+        )
         register_schedule(name, listing)
     return SCHEDULES[name]
 
 
 def _check_complete(
-    name: str, listed: Sequence[Action], positions: int, position: int, micro_batches: int
+    name: str, listed: Sequence[Action], pipeline_ranks: int, pipeline_rank: int, micro_batches: int
 ) -> None:
     """Every micro-batch goes through each kind of action once, in order."""
     kinds = [
@@ -87,16 +96,18 @@ def _check_complete(
         for kind in COMPUTE
         if kind is not Kind.BACKWARD_WEIGHT or any(a.kind is kind for a in listed)
     ]
-    wanted = {Action(kind, position, micro) for kind in kinds for micro in range(micro_batches)}
+    wanted = {
+        Action(kind, pipeline_rank, micro) for kind in kinds for micro in range(micro_batches)
+    }
     place = {action: index for index, action in enumerate(listed)}
-    where = f"schedule {printable(name)}, stage {position} of {positions}, {micro_batches} micro-batches"
+    where = f"schedule {printable(name)}, stage {pipeline_rank} of {pipeline_ranks}, {micro_batches} micro-batches"
     odd = sorted(map(str, wanted.symmetric_difference(place)))
     if odd or len(listed) != len(place):
         raise PlanError(
             f"{where}: {', '.join(odd[:3]) or 'an action'} missing, unknown or there twice"
         )
     for micro in range(micro_batches):
-        order = [place[Action(kind, position, micro)] for kind in kinds]
+        order = [place[Action(kind, pipeline_rank, micro)] for kind in kinds]
         if order != sorted(order):
             raise PlanError(
                 f"{where}: micro-batch {micro} goes backward before it has gone forward"
@@ -104,7 +115,7 @@ def _check_complete(
 
 
 def _check_ends(name: str, lists: Sequence[Sequence[Action]], micro_batches: int) -> None:
-    """Every position takes micro-batches in one order, for messages between stages keep theirs; and none waits for
+    """Every pipeline rank takes micro-batches in one order, for messages between stages keep theirs; and none waits for
     ever: walk through all lists as far as each gets."""
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         orders = {tuple(action.micro for action in each if action.kind is kind) for each in lists}
@@ -118,12 +129,12 @@ def _check_ends(name: str, lists: Sequence[Sequence[Action]], micro_batches: int
     moved = True
     while moved:
         moved = False
-        for position, listed in enumerate(lists):
-            while nexts[position] < len(listed) and _ready(
-                listed[nexts[position]], done, len(lists)
+        for pipeline_rank, listed in enumerate(lists):
+            while nexts[pipeline_rank] < len(listed) and _ready(
+                listed[nexts[pipeline_rank]], done, len(lists)
             ):
-                done.add(listed[nexts[position]])
-                nexts[position] += 1
+                done.add(listed[nexts[pipeline_rank]])
+                nexts[pipeline_rank] += 1
                 moved = True
     waiting = [str(listed[at]) for listed, at in zip(lists, nexts) if at < len(listed)]
     if waiting:
@@ -133,13 +144,13 @@ def _check_ends(name: str, lists: Sequence[Sequence[Action]], micro_batches: int
         )
 
 
-def _ready(action: Action, done: set[Action], positions: int) -> bool:
+def _ready(action: Action, done: set[Action], pipeline_ranks: int) -> bool:
     """Whether what an action needs of the neighbour stages is done."""
     if action.kind is Kind.FORWARD:
         return action.stage == 0 or Action(action.kind, action.stage - 1, action.micro) in done
     if action.kind is Kind.BACKWARD:
         return (
-            action.stage == positions - 1
+            action.stage == pipeline_ranks - 1
             or Action(action.kind, action.stage + 1, action.micro) in done
         )
     return True

@@ -1,4 +1,5 @@
-"""A schedule as one object: in which order positions compute, which stages they hold, what the planner may count on.
+"""A schedule as one object: in which order pipeline ranks compute, which stages they hold, what the planner may count
+on.
 
 Whoever holds a :class:`Schedule` asks it. Names are looked up where a configuration or a plan is read, and nowhere
 else.
@@ -19,8 +20,10 @@ from parallax.plan.schedule.action import FORWARD, Action
 from parallax.plan.schedule.order import Numbers, Order
 from parallax.plan.schedule.placement import ROUND_ROBIN, Placement
 
-Ordering = Callable[[int, int, int, int], Order]  # positions, position, micro-batches, interleave
-Flights = Callable[[int, Numbers], Numbers]  # positions, position
+# Pipeline ranks, pipeline rank, micro-batches, interleave.
+Ordering = Callable[[int, int, int, int], Order]
+# Pipeline ranks, pipeline rank.
+Flights = Callable[[int, Numbers], Numbers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,31 +31,32 @@ class Ramp:
     """What filling and draining the pipeline costs, in the formula of the search
     (:mod:`parallax.plan.search.request`).
 
-    ``halves``: seconds of the ramp that each second of a weight half saves. ``ahead``: forwards that a position runs
-    in its first wait, for each position after it.
+    ``halves``: seconds of the ramp that each second of a weight half saves. ``ahead``: forwards that a pipeline rank
+    runs in its first wait, for each pipeline rank after it.
     """
 
     halves: int = 0
     ahead: int = 1
 
     def left(self, weight_share: float, interleave: int) -> float:
-        """How much of the other positions' time a step pays, where ``weight_share`` of it are weight halves."""
+        """How much of the other pipeline ranks' time a step pays, where ``weight_share`` of it are weight halves."""
         return max(0.0, 1 - self.halves * weight_share) / interleave
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Schedule:
-    """In which order the stages of a pipeline run their forwards and backwards, and which position holds which stage.
+    """In which order the stages of a pipeline run their forwards and backwards, and which pipeline rank holds which
+    stage.
 
-    ``ordering(positions, position, micro_batches, interleave)`` gives the order of one position and carries its
-    timeline. ``splits``: weight halves run apart. ``interleaves``: how many stages to a position are tried;
-    ``interleaves_freely``: any other number goes, too; ``grouped``: micro-batches go through them in groups of as many
-    as there are positions. ``placement``: which stage sits on which position.
+    ``ordering(pipeline_ranks, pipeline_rank, micro_batches, interleave)`` gives the order of one pipeline rank and
+    carries its timeline. ``splits``: weight halves run apart. ``interleaves``: how many virtual stages per pipeline
+    rank are tried; ``interleaves_freely``: any other number goes, too; ``grouped``: micro-batches go through them in
+    groups of as many as there are pipeline ranks. ``placement``: which stage sits on which pipeline rank.
 
-    For the planner: ``ramp``; ``flights(positions, position)``, the micro-batches in flight where there are enough of
-    them and a position holds one stage; ``holds_all``: all are in flight at one time, however many; ``steady``: in a
-    full pipeline one round through all stages is like the one before; ``searched``: the bounds of the search are made
-    for it, and ``plan.schedule=auto`` tries it.
+    For the planner: ``ramp``; ``flights(pipeline_ranks, pipeline_rank)``, the micro-batches in flight where there are
+    enough of them and a pipeline rank holds one stage; ``holds_all``: all are in flight at one time, however many;
+    ``steady``: in a full pipeline one round through all stages is like the one before; ``searched``: the bounds of the
+    search are made for it, and ``plan.schedule=auto`` tries it.
     """
 
     name: str
@@ -76,76 +80,87 @@ class Schedule:
         return named, (self.name,)
 
     @property
-    def shares_positions(self) -> bool:
-        """Whether positions are meant to hold several stages."""
+    def has_virtual_stages(self) -> bool:
+        """Whether pipeline ranks are meant to hold several stages."""
         return self.interleaves != (1,)
 
     def allows(self, interleave: int) -> bool:
-        """Whether positions may hold so many stages."""
+        """Whether pipeline ranks may hold so many stages."""
         return interleave >= 1 and (self.interleaves_freely or interleave in self.interleaves)
 
-    def position_of(self, stage: int, positions: int) -> int:
-        """The position that holds ``stage``."""
-        return self.placement.position_of(stage, positions)
+    def pipeline_rank_of(self, stage: int, pipeline_ranks: int) -> int:
+        """The pipeline rank that holds ``stage``."""
+        return self.placement.pipeline_rank_of(stage, pipeline_ranks)
 
-    def stages_of(self, position: int, positions: int, interleave: int) -> tuple[int, ...]:
-        """The stages of a position, in the order of the data."""
-        return self.placement.stages_of(position, positions, interleave)
+    def stages_of(
+        self, pipeline_rank: int, pipeline_ranks: int, interleave: int
+    ) -> tuple[int, ...]:
+        """The stages of a pipeline rank, in the order of the data."""
+        return self.placement.stages_of(pipeline_rank, pipeline_ranks, interleave)
 
-    def hands_over(self, stage: int, positions: int) -> bool:
-        """Whether ``stage`` and the one after it sit on one position: then nothing is sent between them."""
-        return self.position_of(stage, positions) == self.position_of(stage + 1, positions)
+    def hands_over(self, stage: int, pipeline_ranks: int) -> bool:
+        """Whether ``stage`` and the one after it sit on one pipeline rank: then nothing is sent between them."""
+        return self.pipeline_rank_of(stage, pipeline_ranks) == self.pipeline_rank_of(
+            stage + 1, pipeline_ranks
+        )
 
     def order(
-        self, positions: int, position: int, micro_batches: int, *, interleave: int = 1
+        self, pipeline_ranks: int, pipeline_rank: int, micro_batches: int, *, interleave: int = 1
     ) -> Order:
-        """The forwards and backwards of one position, as columns. Raises :class:`PlanError` where there are none, or
-        where the schedule cannot have so many stages to a position."""
-        if not 0 <= position < positions or micro_batches < 1:
+        """The forwards and backwards of one pipeline rank, as columns. Raises :class:`PlanError` where there are none,
+        or where the schedule cannot have so many virtual stages per pipeline rank."""
+        if not 0 <= pipeline_rank < pipeline_ranks or micro_batches < 1:
             raise PlanError(
-                f"stage {position} of {positions} with {micro_batches} micro-batches: nothing to schedule"
+                f"stage {pipeline_rank} of {pipeline_ranks} with {micro_batches} micro-batches: nothing to schedule"
             )
         if not self.allows(interleave):
             others = [each.name for each in SCHEDULES.values() if each.allows(interleave)]
             raise PlanError(
-                f"{interleave} stages per position under schedule {printable(self.name)}: it has "
+                f"{interleave} virtual stages per pipeline rank under schedule {printable(self.name)}: it has "
                 f"{' or '.join(map(str, self.interleaves))}; {', '.join(others) or 'no schedule'} can have so many"
             )
-        return self.ordering(positions, position, micro_batches, interleave)
+        return self.ordering(pipeline_ranks, pipeline_rank, micro_batches, interleave)
 
     def compute_order(
-        self, positions: int, position: int, micro_batches: int, *, interleave: int = 1
+        self, pipeline_ranks: int, pipeline_rank: int, micro_batches: int, *, interleave: int = 1
     ) -> list[Action]:
-        """The forwards and backwards of one position, as actions."""
-        return self.order(positions, position, micro_batches, interleave=interleave).actions()
+        """The forwards and backwards of one pipeline rank, as actions."""
+        return self.order(
+            pipeline_ranks, pipeline_rank, micro_batches, interleave=interleave
+        ).actions()
 
-    def forwards_first(self, positions: int, micro_batches: int, interleave: int = 1) -> bool:
+    def forwards_first(self, pipeline_ranks: int, micro_batches: int, interleave: int = 1) -> bool:
         """Whether the last stage runs every forward before its first backward, so that one loss can see the outputs of
         all micro-batches."""
-        return micro_batches == 1 or _forwards_first(self, positions, micro_batches, interleave)
+        return micro_batches == 1 or _forwards_first(
+            self, pipeline_ranks, micro_batches, interleave
+        )
 
     def in_flight(self, stages: int, stage: int, micro_batches: int, interleave: int = 1) -> int:
         """The most micro-batches of a stage that have gone forward at one time, but not wholly backward.
 
-        Where several of the ``stages`` share a position, their peaks come at different times: no smaller numbers would
-        bound the bytes of the position whatever each of its stages saves.
+        Where several of the ``stages`` share a pipeline rank, their peaks come at different times: no smaller numbers
+        would bound the bytes of the pipeline rank whatever each of its stages saves.
         """
         return _in_flight(self, stages, stage, micro_batches, interleave)
 
-    def least_flights(self, positions: int, micro_batches: int) -> NDArray[np.float64]:
-        """Micro-batches in flight on each position, at least; with several stages to a position there are more."""
+    def least_flights(self, pipeline_ranks: int, micro_batches: int) -> NDArray[np.float64]:
+        """Micro-batches in flight on each pipeline rank, at least; with several virtual stages per pipeline rank there
+        are more."""
         if self.holds_all or self.flights is None:
-            return np.full(positions, float(micro_batches if self.holds_all else 1))
-        return np.minimum(float(micro_batches), self.flights(positions, np.arange(positions)))
+            return np.full(pipeline_ranks, float(micro_batches if self.holds_all else 1))
+        return np.minimum(
+            float(micro_batches), self.flights(pipeline_ranks, np.arange(pipeline_ranks))
+        )
 
 
 @lru_cache(maxsize=4096)
 def _forwards_first(
-    schedule: Schedule, positions: int, micro_batches: int, interleave: int
+    schedule: Schedule, pipeline_ranks: int, micro_batches: int, interleave: int
 ) -> bool:
-    last = positions * interleave - 1
-    position = schedule.position_of(last, positions)
-    found = schedule.order(positions, position, micro_batches, interleave=interleave)
+    last = pipeline_ranks * interleave - 1
+    pipeline_rank = schedule.pipeline_rank_of(last, pipeline_ranks)
+    found = schedule.order(pipeline_ranks, pipeline_rank, micro_batches, interleave=interleave)
     kinds = found.kinds[found.stages == last]
     return bool((kinds[:micro_batches] == FORWARD).all())
 
@@ -156,18 +171,18 @@ def _in_flight(
 ) -> int:
     if stages % interleave or not 0 <= stage < stages:
         raise PlanError(
-            f"stage {stage} of {stages}, {interleave} per position: there is no such stage"
+            f"stage {stage} of {stages}, {interleave} per pipeline rank: there is no such stage"
         )
-    positions = stages // interleave
+    pipeline_ranks = stages // interleave
     if schedule.holds_all:
         return micro_batches
     if interleave == 1 and schedule.flights is not None:  # as the docstrings of these orders say
-        return min(micro_batches, int(schedule.flights(positions, np.asarray(stage))))
+        return min(micro_batches, int(schedule.flights(pipeline_ranks, np.asarray(stage))))
     few = micro_batches
     if schedule.steady:  # a full pipeline stays as full as it is: the first few rounds say it
         few = min(micro_batches, 8 * stages + micro_batches % stages)
-    position = schedule.position_of(stage, positions)
-    found = schedule.order(positions, position, few, interleave=interleave)
+    pipeline_rank = schedule.pipeline_rank_of(stage, pipeline_ranks)
+    found = schedule.order(pipeline_ranks, pipeline_rank, few, interleave=interleave)
     kinds = found.kinds[found.stages == stage]
     return int(np.cumsum((kinds == FORWARD).astype(int) - (kinds == kinds.max())).max())
 

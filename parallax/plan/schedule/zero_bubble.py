@@ -1,4 +1,4 @@
-"""Zero-bubble schedules of one stage to a position: weight halves fill what would be bubble."""
+"""Zero-bubble schedules of one stage to a pipeline rank: weight halves fill what would be bubble."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from parallax.plan.schedule.order import Numbers, Order, by_rounds
 from parallax.plan.schedule.schedule import Ramp, Schedule
 
 
-def zero_bubble_h1(positions: int, position: int, micro_batches: int, interleave: int) -> Order:
+def zero_bubble_h1(
+    pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int
+) -> Order:
     """ZB-H1: 1F1B with each stage's weight halves put off until they fill what would be bubble. A stage delays them by
     as many micro-batches as there are stages before it, so all have as many in flight as 1F1B's first stage.
 
@@ -21,10 +23,17 @@ def zero_bubble_h1(positions: int, position: int, micro_batches: int, interleave
         stage 2 | .. .. F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 F4 B4 W2 F5 B5 W3 W4 W5
     """
     del interleave
-    return zero_bubble(position, micro_batches, warm_up=positions - position - 1, delay=position)
+    return zero_bubble(
+        pipeline_rank,
+        micro_batches,
+        warm_up=pipeline_ranks - pipeline_rank - 1,
+        delay=pipeline_rank,
+    )
 
 
-def zero_bubble_h2(positions: int, position: int, micro_batches: int, interleave: int) -> Order:
+def zero_bubble_h2(
+    pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int
+) -> Order:
     """ZB-H2: forwards fill the warm-up and weight halves the tail, so that no stage waits where a forward, an input
     half and a weight half take equally long. It holds about twice the activations of 1F1B on every stage.
 
@@ -38,24 +47,27 @@ def zero_bubble_h2(positions: int, position: int, micro_batches: int, interleave
     """
     del interleave
     return zero_bubble(
-        position, micro_batches, warm_up=2 * (positions - position - 1), delay=2 * position
+        pipeline_rank,
+        micro_batches,
+        warm_up=2 * (pipeline_ranks - pipeline_rank - 1),
+        delay=2 * pipeline_rank,
     )
 
 
-def zero_bubble(position: int, micro_batches: int, *, warm_up: int, delay: int) -> Order:
+def zero_bubble(pipeline_rank: int, micro_batches: int, *, warm_up: int, delay: int) -> Order:
     """Forward, input half and weight half in turn: forwards are ``warm_up`` ahead of the input halves, weight halves
     ``delay`` behind. At most ``warm_up`` + ``delay`` + 1 micro-batches are in flight."""
     count = np.arange(micro_batches)
-    column = np.full(micro_batches, position), count
+    column = np.full(micro_batches, pipeline_rank), count
     return by_rounds([count - warm_up, count, count + delay], [column] * 3)
 
 
-def _flights_h1(positions: int, position: Numbers) -> Numbers:
-    return np.full_like(position, positions)
+def _flights_h1(pipeline_ranks: int, pipeline_rank: Numbers) -> Numbers:
+    return np.full_like(pipeline_rank, pipeline_ranks)
 
 
-def _flights_h2(positions: int, position: Numbers) -> Numbers:
-    return np.full_like(position, 2 * positions - 1)
+def _flights_h2(pipeline_ranks: int, pipeline_rank: Numbers) -> Numbers:
+    return np.full_like(pipeline_rank, 2 * pipeline_ranks - 1)
 
 
 # Qi et al. 2024, table 2: of the ramp is left T_F + T_B − T_W, and T_F + T_B − 2·T_W, where 1F1B has T_F + T_B + T_W.

@@ -1,4 +1,4 @@
-"""ZB-V: two stages to a position in V shape, and no bubble within the memory of 1F1B."""
+"""ZB-V: two virtual stages per pipeline rank in V shape, and no bubble within the memory of 1F1B."""
 
 from __future__ import annotations
 
@@ -9,46 +9,56 @@ from parallax.plan.schedule.order import Numbers, Order
 from parallax.plan.schedule.placement import BACK_AND_FORTH
 from parallax.plan.schedule.schedule import Ramp, Schedule
 
-Slot = tuple[int, int, int]  # kind, which of the position's stages, and the first micro-batch
+Slot = tuple[int, int, int]  # kind, which of the pipeline rank's stages, and the first micro-batch
 
 
-def zero_bubble_v(positions: int, position: int, micro_batches: int, interleave: int) -> Order:
-    """ZB-V: data goes up through the first stages of all positions and comes back down through their second ones. So
-    the loss is where the inputs are, and what a position puts into flight early is back early: all hold as much as the
-    first position of 1F1B, and none waits between its first action and its last where a forward, an input half and a
-    weight half take equally long and there are 2 · ``positions`` − 1 micro-batches or more.
+def zero_bubble_v(
+    pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int
+) -> Order:
+    """ZB-V: data goes up through the first stages of all pipeline ranks and comes back down through their second ones.
+    So the loss is where the inputs are, and what a pipeline rank puts into flight early is back early: all hold as much
+    as the first pipeline rank of 1F1B, and none waits between its first action and its last where a forward, an input
+    half and a weight half take equally long and there are 2 · ``pipeline_ranks`` − 1 micro-batches or more.
 
     Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", where it is called V-ZB; the order is that
     of torch's ``ScheduleZBVZeroBubble``.
 
-    Two stages per position; f, b and w are those of a position's second stage::
+    Two virtual stages per pipeline rank; f, b and w are those of a pipeline rank's second stage::
 
         stage 0 | F0 F1 F2 F3 F4 f0 b0 w0 f1 b1 w1 f2 b2 w2 B0 W0 f3 b3 w3 B1 W1 f4 b4 w4 B2 W2 B3 W3 B4 W4 .. ..
         stage 1 | .. F0 F1 F2 f0 F3 f1 b0 w0 f2 b1 w1 F4 B0 W0 f3 b2 w2 B1 W1 f4 b3 w3 B2 b4 B3 W2 B4 W3 w4 W4 ..
         stage 2 | .. .. F0 f0 F1 f1 F2 f2 b0 w0 F3 B0 W0 f3 b1 w1 F4 B1 W1 f4 b2 w2 B2 b3 B3 b4 B4 W2 w3 w4 W3 W4
     """
     del interleave
-    count = max(micro_batches, 2 * positions - 1)  # where there are fewer, the rest is left out
-    after = positions - position
+    count = max(
+        micro_batches, 2 * pipeline_ranks - 1
+    )  # where there are fewer, the rest is left out
+    after = pipeline_ranks - pipeline_rank
     warm_up = [
         _turns(2 * after - 1, (FORWARD, 0, 0)),
-        _turns(position, (FORWARD, 1, 0), (FORWARD, 0, 2 * after - 1)),
-        _turns(after, (FORWARD, 1, position), (BACKWARD, 1, 0), (BACKWARD_WEIGHT, 1, 0)),
+        _turns(pipeline_rank, (FORWARD, 1, 0), (FORWARD, 0, 2 * after - 1)),
+        _turns(after, (FORWARD, 1, pipeline_rank), (BACKWARD, 1, 0), (BACKWARD_WEIGHT, 1, 0)),
     ]
     steady = _turns(
-        count - positions,
-        *((FORWARD, 0, positions + after - 1), (BACKWARD, 0, 0), (BACKWARD_WEIGHT, 0, 0)),
-        *((FORWARD, 1, positions), (BACKWARD, 1, after), (BACKWARD_WEIGHT, 1, after)),
+        count - pipeline_ranks,
+        *((FORWARD, 0, pipeline_ranks + after - 1), (BACKWARD, 0, 0), (BACKWARD_WEIGHT, 0, 0)),
+        *((FORWARD, 1, pipeline_ranks), (BACKWARD, 1, after), (BACKWARD_WEIGHT, 1, after)),
     )
     drain = [
-        _turns(position, (BACKWARD, 0, count - positions), (BACKWARD, 1, count - position)),
-        _turns(after, (BACKWARD, 0, count - after), (BACKWARD_WEIGHT, 0, count - positions)),
-        _turns(position, (BACKWARD_WEIGHT, 1, count - position)),
-        _turns(position, (BACKWARD_WEIGHT, 0, count - position)),
+        _turns(
+            pipeline_rank,
+            (BACKWARD, 0, count - pipeline_ranks),
+            (BACKWARD, 1, count - pipeline_rank),
+        ),
+        _turns(after, (BACKWARD, 0, count - after), (BACKWARD_WEIGHT, 0, count - pipeline_ranks)),
+        _turns(pipeline_rank, (BACKWARD_WEIGHT, 1, count - pipeline_rank)),
+        _turns(pipeline_rank, (BACKWARD_WEIGHT, 0, count - pipeline_rank)),
     ]
     listed = np.concatenate([*warm_up, steady, *drain])
     kinds, turned, micros = listed[listed[:, 2] < micro_batches].T
-    return Order(kinds, np.where(turned == 1, 2 * positions - 1 - position, position), micros)
+    return Order(
+        kinds, np.where(turned == 1, 2 * pipeline_ranks - 1 - pipeline_rank, pipeline_rank), micros
+    )
 
 
 def _turns(times: int, *slots: Slot) -> Numbers:

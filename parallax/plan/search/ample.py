@@ -23,15 +23,15 @@ from parallax.plan.simulation.predict import Forecast, Pipeline, predict
 def with_ample_memory(
     profile: ModelProfile, cluster: Cluster, pipeline: Pipeline, forecast: Forecast
 ) -> tuple[Pipeline, Forecast]:
-    """``pipeline``, of this ``forecast``, with smaller swap limits at positions where that makes no step longer. They
-    leave a fifth of the budget free, or at least what the allocator keeps."""
-    for position in range(pipeline.positions):
-        ranks, mine = pipeline.ranks(position), set(pipeline.stages_of(position))
+    """``pipeline``, of this ``forecast``, with smaller swap limits at pipeline ranks where that makes no step longer.
+    They leave a fifth of the budget free, or at least what the allocator keeps."""
+    for pipeline_rank in range(pipeline.pipeline_ranks):
+        ranks, mine = pipeline.ranks(pipeline_rank), set(pipeline.stages_of(pipeline_rank))
         limit = sum(_limit(pipeline.stages[stage]) for stage in mine)
         if not limit or not any(forecast.ranks[rank].returns_freed for rank in ranks):
             continue
         device = min((cluster.devices[rank] for rank in ranks), key=lambda d: d.memory_bytes)
-        above = bytes_above_budget(forecast.stages[position].memory, device)
+        above = bytes_above_budget(forecast.stages[pipeline_rank].memory, device)
         for spare in (device.memory_bytes // 5, 0):
             less = (above + spare) / (1 + device.gap_share + device.kept_share) / limit
             with contextlib.suppress(InfeasiblePlan, BudgetExceeded):

@@ -1,26 +1,27 @@
 """What no even pipeline of a shape can do better than: seconds of a step, before and after it was looked at closely.
 
-A position p with t seconds per micro-batch begins when the first micro-batch has come through those before it, works
-``M · t``, waits for what comes back from those after it, and ends before the last gradient has gone back through those
-before it::
+A pipeline rank p with t seconds per micro-batch begins when the first micro-batch has come through those before it,
+works ``M · t``, waits for what comes back from those after it, and ends before the last gradient has gone back through
+those before it::
 
-    step >= Σ of all positions + t_p · (M − 1 − forwards of p that fit into its first wait · forward's share of t_p)
+    step >= Σ of all pipeline ranks
+            + t_p · (M − 1 − forwards of p that fit into its first wait · forward's share of t_p)
 
-for every p. What stands behind t_p is its *weight*: most for the last position, least for the first. How little the
-most of weight times t can be over all cuts is found by cutting the blocks so
-(:class:`~parallax.plan.search.greedy.GreedySearch`); before that, positions are taken to be as even as the weights
+for every p. What stands behind t_p is its *weight*: most for the last pipeline rank, least for the first. How little
+the most of weight times t can be over all cuts is found by cutting the blocks so
+(:class:`~parallax.plan.search.greedy.GreedySearch`); before that, pipeline ranks are taken to be as even as the weights
 allow. No rank updates before all have reduced their gradients, so an update comes on top.
 
 The parts cannot be less than these, whatever is cut where and whatever becomes of activations:
 
-* **max t**: the mean of all positions; the largest block; the ⌈blocks / positions⌉ cheapest blocks, since some
-  position has as many. Where a position was shown to need more to fit its memory, that.
+* **max t**: the mean of all pipeline ranks; the largest block; the ⌈blocks / pipeline ranks⌉ cheapest blocks, since
+  some pipeline rank has as many. Where one was shown to need more to fit its memory, that.
 * **Σ**: all blocks, for as many rows as the fullest rank has; what of them cannot keep its activations is computed
   again or copied beside the computing; and the messages of a micro-batch that passes through.
 * **M micro-batches, of which so many are in flight at most**: each is there for Σ at least, so the step takes
   ``M / in flight`` times that (Little 1961, "A proof for the queuing formula L = λW").
 * **Weight halves** of a zero-bubble schedule: only blocks that keep their activations can put them off. What all
-  positions together can keep is what their memory leaves beside parameters and what training adds to them.
+  pipeline ranks together can keep is what their memory leaves beside parameters and what training adds to them.
 * **Once**: a loss of all rows, where there is one, and the update of the mean share of the parameters, by whichever
   way is fastest.
 """
@@ -68,10 +69,10 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Terms:
-    """Of a shape, in seconds: all positions for one micro-batch (``total``), what the ``slowest`` takes
+    """Of a shape, in seconds: all pipeline ranks for one micro-batch (``total``), what the ``slowest`` takes
     at least, the way of one micro-batch through all of them (``path``), the mean share's ``update``, the weight halves
     that can be put off (``deferred``) and what they save at most of the ramp (``halves``); the least ``ramp`` of
-    positions that are equally slow."""
+    pipeline ranks that are equally slow."""
 
     total: float
     slowest: float
@@ -99,9 +100,9 @@ class StepBound:
         self._update = lru_cache(maxsize=None)(self._find_update)
 
     def seconds(self, shape: Shape, least_cost: float = 0.0, least_weighted: float = 0.0) -> float:
-        """No even pipeline of ``shape`` takes less; ``least_cost`` is what is known of the slowest position: seconds
-        per micro-batch, its part of what comes after the last one included; ``least_weighted`` of the one that is
-        slowest by :meth:`weights`."""
+        """No even pipeline of ``shape`` takes less; ``least_cost`` is what is known of the slowest pipeline rank:
+        seconds per micro-batch, its part of what comes after the last one included; ``least_weighted`` of the one that
+        is slowest by :meth:`weights`."""
         terms, micro_batches, fullness = (
             self._terms(shape),
             self.request.count(shape),
@@ -125,69 +126,71 @@ class StepBound:
         return float(max(work, max(0.0, terms.path - terms.halves) + slowest, queued) * ROUNDING)
 
     def _dealt(self, shape: Shape) -> float:
-        """Of several stages to a position, whose cuts are known: a position begins when the first stages of those
-        before it have had their forward, and these have their backward after its last one, which weight halves of the
-        position may run beside."""
+        """Of several virtual stages per pipeline rank, whose cuts are known: a pipeline rank begins when the first
+        stages of those before it have had their forward, and these have their backward after its last one, which weight
+        halves of the pipeline rank may run beside."""
         if self.request.mixed:
             return 0.0
         rows = self._rows(self._mean_rows(shape), shape.split)
-        cuts = even_cuts(rows.sums, shape.positions * shape.interleave)
+        cuts = even_cuts(rows.sums, shape.pipeline_ranks * shape.interleave)
         stages = [rows.sums[stop] - rows.sums[start] for start, stop in itertools.pairwise(cuts)]
         before = itertools.accumulate(
-            [0.0 if shape.split else each for each in stages[: shape.positions - 1]], initial=0.0
+            [0.0 if shape.split else each for each in stages[: shape.pipeline_ranks - 1]],
+            initial=0.0,
         )
         work = [
             self.request.count(shape) * sum(stages[stage] for stage in shape.stages_of(p))
-            for p in range(shape.positions)
+            for p in range(shape.pipeline_ranks)
         ]
         return max(first + rest for first, rest in zip(before, work))
 
     def likely(self, shape: Shape) -> float:
-        """What a pipeline of ``shape`` takes whose positions are equally slow, as far as that is known before it is
-        looked at: ``M · max + ramp · (Σ − max)``."""
+        """What a pipeline of ``shape`` takes whose pipeline ranks are equally slow, as far as that is known before it
+        is looked at: ``M · max + ramp · (Σ − max)``."""
         terms, micro_batches = self._terms(shape), self.request.count(shape)
         return max(micro_batches * terms.slowest + terms.ramp + terms.update, self.seconds(shape))
 
     def weighs(self, shape: Shape) -> bool:
-        """Whether the positions of ``shape`` are known to weigh anything."""
+        """Whether the pipeline ranks of ``shape`` are known to weigh anything."""
         return shape.schedule.searched and shape.interleave == 1
 
     def weights(self, shape: Shape) -> list[float]:
-        """What a second of each position's micro-batch costs a step, in seconds of the last one's."""
+        """What a second of each pipeline rank's micro-batch costs a step, in seconds of the last one's."""
         if not self.weighs(shape):
-            return [1.0] * shape.positions
+            return [1.0] * shape.pipeline_ranks
         waits = self._waits(shape, self._terms(shape).forward_share)
         return [wait / waits[-1] for wait in waits]
 
     def ceiling(self, shape: Shape, most_seconds: float) -> float:
-        """What the slowest position may cost per micro-batch in a pipeline of ``shape`` that takes up to
-        ``most_seconds``, all positions being about equally slow: then a step takes ``M · max + ramp · (Σ − max)``."""
+        """What the slowest pipeline rank may cost per micro-batch in a pipeline of ``shape`` that takes up to
+        ``most_seconds``, all pipeline ranks being about equally slow: then a step takes ``M · max + ramp · (Σ −
+        max)``."""
         terms, micro_batches = self._terms(shape), self.request.count(shape)
         if not shape.schedule.searched or most_seconds == math.inf:
             return most_seconds / micro_batches
         return max(0.0, most_seconds - terms.ramp) / micro_batches
 
     def weighted_ceiling(self, shape: Shape, most_seconds: float) -> float:
-        """What the position that is slowest by :meth:`weights` may cost per micro-batch in any pipeline that takes up
-        to ``most_seconds``."""
+        """What the pipeline rank that is slowest by :meth:`weights` may cost per micro-batch in any pipeline that takes
+        up to ``most_seconds``."""
         terms = self._terms(shape)
         wait = self._waits(shape, terms.forward_share)[-1]
         rest = most_seconds - max(0.0, terms.path - terms.halves)
         return max(0.0, rest / wait / self._fullness(shape))
 
     def _terms(self, shape: Shape) -> _Terms:
-        replicas, positions = self._replicas(shape), shape.positions
+        replicas, pipeline_ranks = self._replicas(shape), shape.pipeline_ranks
         rows = self._rows(self._mean_rows(shape), shape.split)
-        least = -(-len(self.request.profile.blocks) // positions)
+        least = -(-len(self.request.profile.blocks) // pipeline_ranks)
         total, deferred = self._total(shape, rows, replicas), self._deferred(shape, rows, replicas)
-        slowest = max(total / positions, rows.largest, float(rows.cheapest[least]))
+        slowest = max(total / pipeline_ranks, rows.largest, float(rows.cheapest[least]))
         path = total + self._messages(shape, rows)
-        halves = shape.schedule.ramp.halves * deferred * (positions - 1) / positions
+        halves = shape.schedule.ramp.halves * deferred * (pipeline_ranks - 1) / pipeline_ranks
         return _Terms(
             total=total,
             slowest=slowest,
             path=path,
-            update=self._update(positions, replicas),
+            update=self._update(pipeline_ranks, replicas),
             deferred=deferred,
             halves=halves,
             ramp=max(0.0, (path - slowest) / shape.interleave - halves),
@@ -195,11 +198,14 @@ class StepBound:
         )
 
     def _waits(self, shape: Shape, forward_share: float) -> list[float]:
-        """For each position how many of its micro-batches' seconds a step has besides the way of one through all
-        positions: all but one, less the forwards that can run while the first is on its way through those above."""
-        micro_batches, positions = self.request.count(shape), shape.positions
+        """For each pipeline rank how many of its micro-batches' seconds a step has besides the way of one through all
+        pipeline ranks: all but one, less the forwards that can run while the first is on its way through those
+        above."""
+        micro_batches, pipeline_ranks = self.request.count(shape), shape.pipeline_ranks
         ahead = shape.schedule.ramp.ahead
-        hidden = [min(ahead * (positions - 1 - p), micro_batches - 1) for p in range(positions)]
+        hidden = [
+            min(ahead * (pipeline_ranks - 1 - p), micro_batches - 1) for p in range(pipeline_ranks)
+        ]
         return [max(micro_batches - 1 - count * forward_share, 1e-9) for count in hidden]
 
     def _mean_rows(self, shape: Shape) -> float:
@@ -216,27 +222,27 @@ class StepBound:
         return self._mean_rows(shape) / -(-shape.microbatch // self._replicas(shape))
 
     def _replicas(self, shape: Shape) -> int:
-        """Of the position that has most."""
+        """Of the pipeline rank that has most."""
         asked = self.request.config.replicas
         if isinstance(asked, list | tuple):
             return max(int(count) for count in asked)
-        return -(-len(self.request.devices) // shape.positions)
+        return -(-len(self.request.devices) // shape.pipeline_ranks)
 
     def _messages(self, shape: Shape, rows: _Rows) -> float:
-        """Seconds that a micro-batch spends between positions, up and down."""
+        """Seconds that a micro-batch spends between pipeline ranks, up and down."""
         cluster = self.request.cluster
         fast = max((cluster.local, cluster.remote), key=lambda link: link.bytes_per_second)
-        return 2 * (shape.positions - 1) * fast.seconds(rows.message_bytes)
+        return 2 * (shape.pipeline_ranks - 1) * fast.seconds(rows.message_bytes)
 
     def _in_flight(self, shape: Shape) -> int:
         """The most micro-batches that a pipeline has under way."""
         micro_batches = self.request.count(shape)
         if not shape.schedule.searched:
             return micro_batches
-        return shape.schedule.in_flight(shape.positions, 0, micro_batches)
+        return shape.schedule.in_flight(shape.pipeline_ranks, 0, micro_batches)
 
     def _deferred(self, shape: Shape, rows: _Rows, replicas: int) -> float:
-        """The most seconds of weight halves of one micro-batch that all positions together can put off."""
+        """The most seconds of weight halves of one micro-batch that all pipeline ranks together can put off."""
         if not shape.split:
             return 0.0
         allowed = self.request.allowed_in(shape)
@@ -261,22 +267,26 @@ class StepBound:
         return max(rows.seconds, copied * gone if Directive.OFFLOAD in allowed else 0.0)
 
     def _kept_share(self, shape: Shape, rows: _Rows, replicas: int) -> float:
-        """The most of the common blocks whose activations can stay: on each position beside their own parameters, and
-        on all together beside those of all."""
+        """The most of the common blocks whose activations can stay: on each pipeline rank beside their own parameters,
+        and on all together beside those of all."""
         held = rows.common.held_bytes
         if held <= 0 or not shape.schedule.searched:
             return 1.0
-        device, positions, micro_batches = self._device, shape.positions, self.request.count(shape)
+        device, pipeline_ranks, micro_batches = (
+            self._device,
+            shape.pipeline_ranks,
+            self.request.count(shape),
+        )
         free = device.memory_bytes - device.fixed_bytes - gap_bytes(device, rows.cost.input.at(1))
         room = free / (1 + device.gap_share) - min(
             rows.common.forward_work, rows.common.backward_work
         )
         if room <= 0:
             return 0.0
-        flights = shape.schedule.least_flights(positions, micro_batches)
+        flights = shape.schedule.least_flights(pipeline_ranks, micro_batches)
         static = self._static(replicas)
         apart = float((room / (flights * held + static / rows.count)).sum())
-        together = (positions * room - static) / (float(flights.min()) * held)
+        together = (pipeline_ranks * room - static) / (float(flights.min()) * held)
         return min(1.0, max(0.0, min(apart, together)) / rows.count)
 
     def _static(self, replicas: int) -> float:
@@ -344,13 +354,13 @@ class StepBound:
             self._costs[common], Directive.OFFLOAD, rows, speed=self._speed, split=split
         ).moved_bytes
 
-    def _find_update(self, positions: int, replicas: int) -> float:
+    def _find_update(self, pipeline_ranks: int, replicas: int) -> float:
         """Seconds of the update of the mean share of the parameters, by whichever way is fastest, and of a loss of all
         rows: what a step has once."""
         profile = self.request.profile
         every = range(len(profile.blocks))
         whole, trained = profile.unique_parameter_bytes(every), profile.unique_trained_bytes(every)
-        sizes = Sizes(whole // positions, 0, 0, trained // positions)
+        sizes = Sizes(whole // pipeline_ranks, 0, 0, trained // pipeline_ranks)
         found = []
         for below in self.request.host_states:
             states = load_states(profile, sizes, self._device, below, replicas)

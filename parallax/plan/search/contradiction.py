@@ -45,17 +45,17 @@ class Question:
         if (ranks := self.config.ranks) is not None:
             return min(self.devices, ranks)
         each = self.rows if self.config.replicas == AUTO else int(str(self.config.replicas))
-        return min(self.devices, each * max(self.positions))
+        return min(self.devices, each * max(self.pipeline_ranks))
 
     @property
-    def positions(self) -> Sequence[int]:
-        """Numbers of positions that use every device, where stages and replicas do not contradict each other."""
+    def pipeline_ranks(self) -> Sequence[int]:
+        """Numbers of pipeline ranks that use every device, where stages and replicas do not contradict each other."""
         stages, replicas, listed = self.config.stages, self.config.replicas, self.replicas
         if stages != AUTO or listed is not None:
             return [len(listed) if listed is not None else int(stages)]
         if replicas != AUTO:
-            positions = self.devices // int(str(replicas))
-            return [positions if self.fixed else max(1, min(positions, self.blocks))]
+            pipeline_ranks = self.devices // int(str(replicas))
+            return [pipeline_ranks if self.fixed else max(1, min(pipeline_ranks, self.blocks))]
         return range(1, min(self.blocks, self.devices) + 1)
 
     @property
@@ -67,7 +67,7 @@ class Question:
     @property
     def interleaves(self) -> bool:
         """Whether several stages to a device are asked for."""
-        return self.config.shares_positions
+        return self.config.has_virtual_stages
 
 
 def check_question(question: Question) -> int:
@@ -117,12 +117,12 @@ def _check_settings(question: Question) -> None:
 def _check_gathering(question: Question) -> None:
     """A loss of all rows needs the outputs of all micro-batches: a schedule that goes backward before has to have one
     micro-batch, which is worth no pipeline, so nobody gets it without asking."""
-    config, positions = question.config, max(1, *question.positions)
+    config, pipeline_ranks = question.config, max(1, *question.pipeline_ranks)
     if not question.gather_loss or question.microbatch == question.rows:
         return
     several = 2 if question.microbatch == AUTO else int(question.microbatch)
     count = micro_batch_count(question.rows, several)
-    if any(s.forwards_first(positions, count, s.interleaves[0]) for s in config.schedules):
+    if any(s.forwards_first(pipeline_ranks, count, s.interleaves[0]) for s in config.schedules):
         return
     asked = "schedule" if config.schedule != AUTO else "interleave"
     freed = "" if config.interleave in (AUTO, 1) else " plan.interleave=auto"
@@ -186,18 +186,20 @@ def _of_rows(question: Question) -> str:
     if (
         question.fixed
         and config.replicas == AUTO
-        and question.devices > rows * max(question.positions)
+        and question.devices > rows * max(question.pipeline_ranks)
     ):
+        most = max(question.pipeline_ranks)
         return (
-            f"cluster.devices={question.devices} with trainer.global_batch={rows}: up to {max(question.positions)} "
-            f"stage(s), each with a replica for each row of a batch, are fewer"
+            f"cluster.devices={question.devices} with trainer.global_batch={rows}: up to {most} stage(s), each "
+            "with a replica for each row of a batch, are fewer"
         )
     return ""
 
 
 def _of_interleaving(question: Question) -> str:
-    """Interleaving wants two positions or more, a block for each stage of each, as many devices to each position, and,
-    where it groups micro-batches, as many as the positions divide (Narayanan et al. 2021, section 2.2)."""
+    """Interleaving wants two pipeline ranks or more, a block for each stage of each, as many devices to each pipeline
+    rank, and, where it groups micro-batches, as many as the pipeline ranks divide (Narayanan et al. 2021, section
+    2.2)."""
     if not question.interleaves:
         return ""
     config, blocks, devices = question.config, question.blocks, question.used
@@ -207,7 +209,7 @@ def _of_interleaving(question: Question) -> str:
         else f"plan.interleave={config.interleave}"
     )
     asked = sorted({each for s in config.schedules for each in config.interleaves(s)})
-    several = [count for count in question.positions if count > 1]
+    several = [count for count in question.pipeline_ranks if count > 1]
     if not several:
         return f"{name} with {_stages(question)}: several stages to a device need two devices in a row or more"
     thick = [count for count in several if count * min(asked) <= blocks]
@@ -221,7 +223,7 @@ def _of_interleaving(question: Question) -> str:
     ]
     if not even:
         counts = " or ".join(map(str, thick))
-        return f"{name} gives every position the same number of devices, and {devices} cannot be dealt to {counts}"
+        return f"{name} gives every pipeline rank the same number of devices, and {devices} cannot be dealt to {counts}"
     batches = [
         micro_batch_count(question.rows, size) for size in sizes(question.rows, question.microbatch)
     ]
@@ -235,7 +237,10 @@ def _of_interleaving(question: Question) -> str:
         and not any(batch % count == 0 for batch in batches for count in even)
     ):
         found = " or ".join(map(str, sorted(set(batches))))
-        return f"{name}: {' or '.join(map(str, even))} positions do not divide the {found} micro-batch(es) of a batch"
+        counts = " or ".join(map(str, even))
+        return (
+            f"{name}: {counts} pipeline ranks do not divide the {found} micro-batch(es) of a batch"
+        )
     return ""
 
 

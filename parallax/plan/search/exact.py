@@ -94,7 +94,7 @@ class ExactSearch:
         """The smallest budget of all devices in which some pipeline runs: min over shapes of max over stages."""
         least = math.inf
         # The leanest first.
-        for shape in sorted(shapes, key=lambda shape: (shape.microbatch, -shape.positions)):
+        for shape in sorted(shapes, key=lambda shape: (shape.microbatch, -shape.pipeline_ranks)):
             least = min(least, self._least_peak(shape, least))
         return least
 
@@ -102,7 +102,7 @@ class ExactSearch:
         """The smallest budget for one shape; infinite where it is ``limit`` or more."""
         request = self.request
         best = {(len(request.profile.blocks), len(request.devices)): 0.0}
-        for stage in reversed(range(shape.positions)):
+        for stage in reversed(range(shape.pipeline_ranks)):
             flight = self._flight(shape, stage)
             grown: dict[tuple[int, int], float] = {}
             for (stop, left), peak in best.items():
@@ -123,7 +123,7 @@ class ExactSearch:
         fronts = {
             (len(request.profile.blocks), len(request.devices)): [_Partial(0.0, 0.0, 0.0, 0.0, ())]
         }
-        for stage in reversed(range(shape.positions)):
+        for stage in reversed(range(shape.pipeline_ranks)):
             flight = self._flight(shape, stage)
             grown: dict[tuple[int, int], list[_Partial]] = {}
             for (stop, left), partials in fronts.items():
@@ -153,7 +153,7 @@ class ExactSearch:
         return fronts.get((0, 0), [])
 
     def _flight(self, shape: Shape, stage: int) -> int:
-        return shape.schedule.in_flight(shape.positions, stage, self.request.count(shape))
+        return shape.schedule.in_flight(shape.pipeline_ranks, stage, self.request.count(shape))
 
     def _hope(
         self,

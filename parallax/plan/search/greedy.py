@@ -1,8 +1,9 @@
 """A good pipeline of a thousand blocks on a thousand devices, and how far from the best it can be at most.
 
-For given positions and replicas the slowest position decides. Whether every position can stay within T seconds is
-answered by filling them from the last with as many blocks as fit; bisection finds the least such T. Replica counts are
-even to begin with; then devices move from the position with the most slack to the slowest for as long as that helps.
+For given pipeline ranks and replicas the slowest pipeline rank decides. Whether every pipeline rank can stay within T
+seconds is answered by filling them from the last with as many blocks as fit; bisection finds the least such T. Replica
+counts are even to begin with; then devices move from the pipeline rank with the most slack to the slowest for as long
+as that helps.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from parallax.plan.search.greedy_stage import (
     GreedyStage,
     GreedyStages,
     Part,
-    PositionKind,
+    PipelineRankKind,
 )
 from parallax.plan.search.request import Candidate, Request, Shape
 
 MOST_MEMORY = 2**60  # no device will have as much
-TOLERANCE = 1.002  # of the slowest position's seconds, where bisection stops
+TOLERANCE = 1.002  # of the slowest pipeline rank's seconds, where bisection stops
 ROUNDS = 14  # of bisection
-MOVES = 12  # devices moved between positions of the best candidates
+MOVES = 12  # devices moved between pipeline ranks of the best candidates
 
 
 @dataclass(frozen=True, slots=True)
-class _PositionPlace:
-    """One position: its parts, their blocks per stage of the pipeline, and what was found for it."""
+class _PipelineRankPlace:
+    """One pipeline rank: its parts, their blocks per stage of the pipeline, and what was found for it."""
 
     parts: tuple[Part, ...]
     lane: GreedyStage
@@ -53,24 +54,25 @@ class Way(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """Positions filled within a ceiling: none where that failed, and then any ceiling below ``next_ceiling`` fails
+    """Pipeline ranks filled within a ceiling: none where that failed, and then any ceiling below ``next_ceiling`` fails
     alike."""
 
-    places: list[_PositionPlace]
+    places: list[_PipelineRankPlace]
     next_ceiling: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
     """The greedy answer for one shape, none where rounding says that a stage does not fit after all. The slowest
-    position cannot cost less than ``least_cost`` seconds per micro-batch times its weight, the blocks being alike."""
+    pipeline rank cannot cost less than ``least_cost`` seconds per micro-batch times its weight, the blocks being
+    alike."""
 
     candidate: Candidate | None
     least_cost: float
 
 
 class GreedySearch:
-    """Shapes of one request by the greedy rule, one at a time. ``looks`` counts the positions filled."""
+    """Shapes of one request by the greedy rule, one at a time. ``looks`` counts the pipeline ranks filled."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -90,22 +92,22 @@ class GreedySearch:
         sharded: bool | None = None,
         weights: Sequence[float] = (),
     ) -> Solved | None:
-        """The pipeline with replicas as even as they can be whose slowest position is the fastest; None where nothing
-        fits, or that position would cost more than ``ceiling`` seconds per micro-batch. Blocks have one of the
-        ``allowed`` directives; ``sharded`` says whether replicas share states (None: where that costs less). What
-        positions cost is compared times their ``weights`` (none: all alike)."""
-        if shape.positions < self.request.least_positions:
+        """The pipeline with replicas as even as they can be whose slowest pipeline rank is the fastest; None where
+        nothing fits, or that pipeline rank would cost more than ``ceiling`` seconds per micro-batch. Blocks have one of
+        the ``allowed`` directives; ``sharded`` says whether replicas share states (None: where that costs less). What
+        pipeline ranks cost is compared times their ``weights`` (none: all alike)."""
+        if shape.pipeline_ranks < self.request.least_pipeline_ranks:
             return None
         replicas = self._even(shape)
         way = Way(tuple(allowed or self.request.allowed_in(shape)), sharded)
         return self._solve(shape, replicas, ceiling, way, tuple(weights)) if replicas else None
 
     def rebalance(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Move devices to the slowest position, one after the other, for as long as the score falls."""
+        """Move devices to the slowest pipeline rank, one after the other, for as long as the score falls."""
         if (
             self.request.config.replicas != AUTO
             or candidate.shape.interleave > 1
-            or candidate.shape.positions == 1
+            or candidate.shape.pipeline_ranks == 1
         ):
             return
         for _ in range(MOVES):
@@ -117,7 +119,9 @@ class GreedySearch:
 
     def _moved(self, candidate: Candidate) -> Candidate | None:
         replicas, shape = [stage.replicas for stage in candidate.stages], candidate.shape
-        times = [self._seconds_of(candidate, position) for position in range(len(replicas))]
+        times = [
+            self._seconds_of(candidate, pipeline_rank) for pipeline_rank in range(len(replicas))
+        ]
         slowest = max(range(len(times)), key=times.__getitem__)
         donors = sorted(
             range(len(times)), key=lambda p: times[p] * replicas[p] / max(1, replicas[p] - 1)
@@ -139,12 +143,14 @@ class GreedySearch:
         smallest: dict[tuple[Schedule, int, int], Shape] = {}
         fewest = GPIPE if self.request.gather_loss else PLAIN
         for shape in [shape for shape in shapes if shape.schedule is fewest] or shapes:
-            key = shape.schedule, shape.positions, shape.interleave
+            key = shape.schedule, shape.pipeline_ranks, shape.interleave
             if self._even(shape) and (
                 key not in smallest or shape.microbatch < smallest[key].microbatch
             ):
                 smallest[key] = shape
-        return sorted(smallest.values(), key=lambda shape: (-shape.positions, shape.microbatch))
+        return sorted(
+            smallest.values(), key=lambda shape: (-shape.pipeline_ranks, shape.microbatch)
+        )
 
     def holds(self, shape: Shape) -> bool:
         """Whether the devices can hold a pipeline of this shape with even replicas at all."""
@@ -175,10 +181,10 @@ class GreedySearch:
         flights, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
         way = self._any(shape)
         stop, length = len(self.request.profile.blocks), 1
-        for position in reversed(range(shape.positions)):
-            lanes = self._lanes_of(shape, firsts[position], replicas[position], way)
-            device = self.request.device(firsts[position], firsts[position + 1])
-            flight, budget = flights[position], max(memory, device.memory_bytes)
+        for pipeline_rank in reversed(range(shape.pipeline_ranks)):
+            lanes = self._lanes_of(shape, firsts[pipeline_rank], replicas[pipeline_rank], way)
+            device = self.request.device(firsts[pipeline_rank], firsts[pipeline_rank + 1])
+            flight, budget = flights[pipeline_rank], max(memory, device.memory_bytes)
 
             def fits(
                 start: int,
@@ -189,7 +195,9 @@ class GreedySearch:
             ) -> bool:
                 return lanes.least_bytes(((start, stop, flight),)) <= budget
 
-            start = 0 if position == 0 else furthest(fits, position, stop - 1, stop - length)
+            start = (
+                0 if pipeline_rank == 0 else furthest(fits, pipeline_rank, stop - 1, stop - length)
+            )
             if not fits(start):
                 return False
             stop, length = start, stop - start
@@ -200,23 +208,27 @@ class GreedySearch:
         return bool(self._even(shape))
 
     def _even(self, shape: Shape) -> tuple[int, ...]:
-        """Replicas of each position; none where that leaves ranks without rows, or the numbers are not worth trying."""
-        asked, devices, positions = (
+        """Replicas of each pipeline rank; none where that leaves ranks without rows, or the numbers are not worth
+        trying."""
+        asked, devices, pipeline_ranks = (
             self.request.config.replicas,
             len(self.request.devices),
-            shape.positions,
+            shape.pipeline_ranks,
         )
         if isinstance(asked, list | tuple):
             return tuple(int(count) for count in asked)
-        least, rest = divmod(devices, positions)
+        least, rest = divmod(devices, pipeline_ranks)
         if (shape.interleave > 1 and rest) or (
             asked == AUTO and not self.request.has_rows(shape, least + (rest > 0))
         ):
             return ()
-        return tuple(least + (position >= positions - rest) for position in range(positions))
+        return tuple(
+            least + (pipeline_rank >= pipeline_ranks - rest)
+            for pipeline_rank in range(pipeline_ranks)
+        )
 
-    def _seconds_of(self, candidate: Candidate, position: int) -> float:
-        stage = candidate.stages[position]
+    def _seconds_of(self, candidate: Candidate, pipeline_rank: int) -> float:
+        stage = candidate.stages[pipeline_rank]
         rows = -(-candidate.shape.microbatch // stage.replicas)
         return self.request.seconds(rows, stage.start, stage.stop)
 
@@ -228,13 +240,13 @@ class GreedySearch:
         way: Way,
         weights: tuple[float, ...] = (),
     ) -> Solved | None:
-        """The least slowest position with these replicas."""
-        weights = weights or (1.0,) * shape.positions
+        """The least slowest pipeline rank with these replicas."""
+        weights = weights or (1.0,) * shape.pipeline_ranks
         solve = self._deal if shape.interleave > 1 else self._cut
         best = solve(shape, replicas, ceiling, way, weights).places
         if not best:
             return None
-        low = shape.bound[1] / (self.request.count(shape) + shape.positions) * min(weights)
+        low = shape.bound[1] / (self.request.count(shape) + shape.pipeline_ranks) * min(weights)
         high = _slowest(best, weights)
         for _ in range(ROUNDS if shape.interleave == 1 else 0):
             if high <= low * TOLERANCE:
@@ -256,14 +268,14 @@ class GreedySearch:
         way: Way,
         weights: Sequence[float],
     ) -> _Cut:
-        """Positions filled from the last, none of which costs more than ``ceiling`` seconds over its weight."""
-        self.looks += shape.positions
+        """Pipeline ranks filled from the last, none of which costs more than ``ceiling`` seconds over its weight."""
+        self.looks += shape.pipeline_ranks
         flights, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
-        places: list[_PositionPlace] = []
+        places: list[_PipelineRankPlace] = []
         stop, length, dearer = len(self.request.profile.blocks), 1, math.inf
-        for position in reversed(range(shape.positions)):
-            lanes = self._lanes_of(shape, firsts[position], replicas[position], way)
-            flight, weight = flights[position], weights[position]
+        for pipeline_rank in reversed(range(shape.pipeline_ranks)):
+            lanes = self._lanes_of(shape, firsts[pipeline_rank], replicas[pipeline_rank], way)
+            flight, weight = flights[pipeline_rank], weights[pipeline_rank]
 
             def lane_from(
                 start: int,
@@ -286,11 +298,13 @@ class GreedySearch:
             ) -> bool:
                 return lane_from(start) is not None
 
-            start = 0 if position == 0 else furthest(works, position, stop - 1, stop - length)
+            start = (
+                0 if pipeline_rank == 0 else furthest(works, pipeline_rank, stop - 1, stop - length)
+            )
             lane = lane_from(start)
             if lane is None:
                 return _Cut([], dearer)
-            places.append(_PositionPlace(((start, stop, flight),), lane))
+            places.append(_PipelineRankPlace(((start, stop, flight),), lane))
             stop, length = start, stop - start
         return _Cut(places[::-1])
 
@@ -302,13 +316,13 @@ class GreedySearch:
         way: Way,
         weights: Sequence[float],
     ) -> _Cut:
-        """Stages of nearly equal seconds, dealt out to the positions in turn."""
+        """Stages of nearly equal seconds, dealt out to the pipeline ranks in turn."""
         places = []
         for (parts, lanes, _), weight in zip(self._dealt(shape, replicas, way), weights):
             lane = lanes.find(parts)
             if lane is None or lane.cost * weight > ceiling:
                 return _Cut([])
-            places.append(_PositionPlace(parts, lane))
+            places.append(_PipelineRankPlace(parts, lane))
         return _Cut(places)
 
     def _holds_dealt(self, shape: Shape, replicas: tuple[int, ...], memory: int) -> bool:
@@ -320,30 +334,30 @@ class GreedySearch:
     def _dealt(
         self, shape: Shape, replicas: tuple[int, ...], way: Way
     ) -> Iterator[tuple[tuple[Part, ...], GreedyStages, Device]]:
-        """What each position holds, and where."""
-        stages = shape.positions * shape.interleave
+        """What each pipeline rank holds, and where."""
+        stages = shape.pipeline_ranks * shape.interleave
         cuts = even_cuts(
             [0.0, *accumulate(self._lanes_of(shape, 0, replicas[0], way).seconds.tolist())], stages
         )
         flights, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
-        for position in range(shape.positions):
-            mine = shape.stages_of(position)
+        for pipeline_rank in range(shape.pipeline_ranks):
+            mine = shape.stages_of(pipeline_rank)
             parts = tuple((cuts[stage], cuts[stage + 1], flights[stage]) for stage in mine)
-            first, stop = firsts[position], firsts[position + 1]
+            first, stop = firsts[pipeline_rank], firsts[pipeline_rank + 1]
             yield (
                 parts,
-                self._lanes_of(shape, first, replicas[position], way),
+                self._lanes_of(shape, first, replicas[pipeline_rank], way),
                 self.request.device(first, stop),
             )
 
     def _in_flight(self, shape: Shape) -> list[int]:
         """Micro-batches in flight of every stage."""
-        key = shape.schedule, shape.positions, shape.interleave, self.request.count(shape)
+        key = shape.schedule, shape.pipeline_ranks, shape.interleave, self.request.count(shape)
         if key not in self._flights:
-            schedule, positions, interleave, micro_batches = key
+            schedule, pipeline_ranks, interleave, micro_batches = key
             self._flights[key] = [
-                schedule.in_flight(positions * interleave, stage, micro_batches, interleave)
-                for stage in range(positions * interleave)
+                schedule.in_flight(pipeline_ranks * interleave, stage, micro_batches, interleave)
+                for stage in range(pipeline_ranks * interleave)
             ]
         return self._flights[key]
 
@@ -359,7 +373,7 @@ class GreedySearch:
     def _lanes_of(self, shape: Shape, first: int, replicas: int, way: Way) -> GreedyStages:
         device = self.request.device(first, first + replicas)
         link = self.request.link(first, first + replicas)
-        kind = PositionKind(
+        kind = PipelineRankKind(
             device,
             link,
             rows=-(-shape.microbatch // replicas),
@@ -383,18 +397,22 @@ class GreedySearch:
         return self._lanes[key]
 
     def _candidate(
-        self, shape: Shape, replicas: tuple[int, ...], places: Sequence[_PositionPlace], way: Way
+        self,
+        shape: Shape,
+        replicas: tuple[int, ...],
+        places: Sequence[_PipelineRankPlace],
+        way: Way,
     ) -> Candidate | None:
         """The pipeline with its score; None where rounding says that a stage does not fit after all."""
         stages: dict[int, StagePlan] = {}
         slowest = total = tail = work = 0.0
         firsts = list(accumulate(replicas, initial=0))
-        for position, place in enumerate(places):
-            first, stop = firsts[position], firsts[position + 1]
-            choices = self._choices(shape, place, first, replicas[position], way)
+        for pipeline_rank, place in enumerate(places):
+            first, stop = firsts[pipeline_rank], firsts[pipeline_rank + 1]
+            choices = self._choices(shape, place, first, replicas[pipeline_rank], way)
             if not choices:
                 return None
-            for stage, choice in zip(shape.stages_of(position), choices):
+            for stage, choice in zip(shape.stages_of(pipeline_rank), choices):
                 stages[stage] = choice.plan
             seconds = sum(choice.seconds for choice in choices)
             gradients = (
@@ -406,15 +424,15 @@ class GreedySearch:
             )
             slowest, total = max(slowest, seconds), total + seconds
             tail = max(tail, sum(choice.tail_seconds for choice in choices) + reduce)
-            work += seconds * replicas[position]
+            work += seconds * replicas[pipeline_rank]
         score = self.request.score(shape, slowest, total, tail, work)
         plans = tuple(stages[stage] for stage in range(len(stages)))
         return Candidate(score, shape, plans, self.request.order)
 
     def _choices(
-        self, shape: Shape, place: _PositionPlace, first: int, replicas: int, way: Way
+        self, shape: Shape, place: _PipelineRankPlace, first: int, replicas: int, way: Way
     ) -> list[StageChoice]:
-        """The stages of one position, each proved on its own share of the device."""
+        """The stages of one pipeline rank, each proved on its own share of the device."""
         device = self.request.device(first, first + replicas)
         directives = place.lane.directives(place.parts, way.allowed)
         found = []
@@ -434,5 +452,5 @@ class GreedySearch:
         return found
 
 
-def _slowest(places: Sequence[_PositionPlace], weights: Sequence[float]) -> float:
+def _slowest(places: Sequence[_PipelineRankPlace], weights: Sequence[float]) -> float:
     return max(place.lane.cost * weight for place, weight in zip(places, weights))

@@ -1,4 +1,5 @@
-"""How fast a position of the pipeline can be with thousands of blocks: keep, recompute and offload by a greedy rule.
+"""How fast a pipeline rank can be with thousands of blocks: keep, recompute and offload by a greedy
+rule.
 
 Blocks are ordered by the seconds that recomputing them costs per byte it frees. Recomputation takes from the cheap end,
 offloading from the dear end, as many of each as the budget needs; for equal blocks that is the best there is. Sums over
@@ -71,10 +72,10 @@ class GreedyStage:
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Of one position's blocks with ``flight`` micro-batches under way: ``order`` is the one of recomputation. Arrays
-    by numbers of blocks: of recomputed ones the bytes freed and the seconds; of ``offloaded`` ones the seconds, the
-    bytes ``moved`` per micro-batch and ``gone`` of all in flight, the ``largest``, the ``places`` in the tier, what is
-    needed besides workspace (``base``), and the workspace without and with recomputation (``plain``, ``both``).
+    """Of one pipeline rank's blocks with ``flight`` micro-batches under way: ``order`` is the one of recomputation.
+    Arrays by numbers of blocks: of recomputed ones the bytes freed and the seconds; of ``offloaded`` ones the seconds,
+    the bytes ``moved`` per micro-batch and ``gone`` of all in flight, the ``largest``, the ``places`` in the tier, what
+    is needed besides workspace (``base``), and the workspace without and with recomputation (``plain``, ``both``).
     ``buffers`` are swap limits for each number of offloaded blocks, and what a backward then waits for: with room for
     two blocks reading overlaps, with room for one it does not."""
 
@@ -96,10 +97,10 @@ class _Sums:
 
 
 @dataclass(frozen=True)
-class PositionKind:
-    """What positions have in common: ``replicas`` on such a ``device`` with ``link`` between them, ``rows`` for each
-    rank of each of ``micro_batches``, under schedules that do or do not ``split`` backwards. ``small``: the question is
-    one that the exact search answers, too."""
+class PipelineRankKind:
+    """What pipeline ranks have in common: ``replicas`` on such a ``device`` with ``link`` between them, ``rows`` for
+    each rank of each of ``micro_batches``, under schedules that do or do not ``split`` backwards. ``small``: the
+    question is one that the exact search answers, too."""
 
     device: Device
     link: Link
@@ -114,7 +115,7 @@ class PositionKind:
 class _Columns:
     """What each block costs under each directive: seconds, bytes per micro-batch, and bytes of a running pass."""
 
-    def __init__(self, chain: BlockChain, kind: PositionKind) -> None:
+    def __init__(self, chain: BlockChain, kind: PipelineRankKind) -> None:
         loads = {
             directive: [
                 load_block(cost, directive, kind.rows, speed=kind.device.speed, split=kind.split)
@@ -148,14 +149,14 @@ class _Columns:
 
 
 class GreedyStages:
-    """All positions of one ``kind``, whose blocks may have the ``allowed`` directives and whose states may lie below in
-    one of the shares ``host_states``. ``stated`` remembers what does not depend on rows."""
+    """All pipeline ranks of one ``kind``, whose blocks may have the ``allowed`` directives and whose states may lie
+    below in one of the shares ``host_states``. ``stated`` remembers what does not depend on rows."""
 
     def __init__(
         self,
         profile: ModelProfile,
         chain: BlockChain,
-        kind: PositionKind,
+        kind: PipelineRankKind,
         *,
         allowed: Sequence[Directive],
         host_states: Sequence[OffloadFractions],
@@ -178,7 +179,7 @@ class GreedyStages:
         return self._columns.seconds
 
     def find(self, parts: tuple[Part, ...]) -> GreedyStage | None:
-        """The fastest answer for a position that holds ``parts``; None where nothing fits."""
+        """The fastest answer for a pipeline rank that holds ``parts``; None where nothing fits."""
         if parts not in self._found:
             content = self._content(parts)
             if content not in self._known:
@@ -191,8 +192,8 @@ class GreedyStages:
         return self._columns.least_sums[stop] - self._columns.least_sums[start]
 
     def least_bytes(self, parts: tuple[Part, ...]) -> float:
-        """The smallest memory in which a position that holds ``parts`` runs at all; infinite where the tier has too
-        little room."""
+        """The smallest memory in which a pipeline rank that holds ``parts`` runs at all; infinite where the tier has
+        too little room."""
         content = self._content(parts)
         if content not in self._least:
             self._least[content] = self._fewest(parts)

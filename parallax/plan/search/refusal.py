@@ -27,7 +27,7 @@ Fits = Callable[[Request], bool]
 def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasiblePlan:
     """The error for ``request``, whose candidates were ``refused``; ``fits`` plans again."""
     config, devices, blocks = request.config, len(request.devices), len(request.profile.blocks)
-    if not request.position_counts():
+    if not request.pipeline_rank_counts():
         return InfeasiblePlan(
             f"plan.stages={config.stages} with plan.replicas={config.replicas} does not use {devices} "
             f"device(s) and {blocks} block(s): every stage needs a block and a device, and every device a stage; "
@@ -37,18 +37,18 @@ def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasibleP
     if not shapes:
         return InfeasiblePlan(
             f"plan.schedule={config.schedule} with plan.interleave={config.interleave} has no shape for {blocks} "
-            f"block(s), {devices} device(s) and {request.global_batch} rows: interleaving needs two positions or more, "
-            "a block for each of their stages, and a number of micro-batches that the positions divide; leave "
-            "plan.schedule=auto"
+            f"block(s), {devices} device(s) and {request.global_batch} rows: interleaving needs two pipeline ranks or "
+            "more, a block for each of their stages, and a number of micro-batches that the pipeline ranks divide; "
+            "leave plan.schedule=auto"
         )
-    uneven = {shape.positions for shape in shapes if devices % shape.positions}
-    dealt = all(shape.interleave > 1 and shape.positions in uneven for shape in shapes)
+    uneven = {shape.pipeline_ranks for shape in shapes if devices % shape.pipeline_ranks}
+    dealt = all(shape.interleave > 1 and shape.pipeline_ranks in uneven for shape in shapes)
     if dealt and not _lists(config.replicas):
         counts = " or ".join(map(str, sorted(uneven)))
         return InfeasiblePlan(
-            f"plan.schedule={shapes[0].schedule} gives every position the same number of devices, and {devices} cannot "
-            f"be dealt to {counts}: use cluster.devices={devices - devices % min(uneven)}, another plan.stages, or "
-            "plan.schedule=auto"
+            f"plan.schedule={shapes[0].schedule} gives every pipeline rank the same number of devices, and {devices} "
+            f"cannot be dealt to {counts}: use cluster.devices={devices - devices % min(uneven)}, another plan.stages, "
+            "or plan.schedule=auto"
         )
     device = min(request.devices, key=lambda device: device.memory_bytes - device.fixed_bytes)
     needed = _least_memory(request)

@@ -1,10 +1,10 @@
 """What the search is asked, in the form it works with: devices in order, sizes to try, and what a shape can cost.
 
-A pipeline of positions with t seconds per micro-batch takes about ``M · max t + ramp · (Σ t − max t)``: the slowest
-position works all the time, the others fill and drain it (GPipe, Huang et al. 2019; the ramp of interleaved schedules
-is 1/v, Narayanan et al. 2021; that of zero-bubble schedules lacks the weight gradients, Qi et al. 2024, table 2, for
-as long as there are enough of them). It never takes less than all its work over the cores that share it. After the
-last micro-batch come reduction and update.
+A pipeline whose ranks take t seconds per micro-batch takes about ``M · max t + ramp · (Σ t − max t)``: the
+slowest pipeline rank works all the time, the others fill and drain it (GPipe, Huang et al. 2019; the ramp of
+interleaved schedules is 1/v, Narayanan et al. 2021; that of zero-bubble schedules lacks the weight gradients, Qi et al.
+2024, table 2, for as long as there are enough of them). It never takes less than all its work over the cores that share
+it. After the last micro-batch come reduction and update.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from parallax.plan.search.exact_stage import Flight
 ROUNDING = 1 - 1e-9  # a bound must stay below what it bounds
 ORDERS_TRIED = 24  # permutations of the kinds of devices
 EXACT_PLACES = 256  # blocks × devices up to which every pipeline is looked at
-MANY = 24  # positions up to which every number is tried
-FEW_ENOUGH = 128  # positions beyond which only numbers that divide the devices are tried
+MANY = 24  # pipeline ranks up to which every number is tried
+FEW_ENOUGH = 128  # pipeline ranks beyond which only numbers that divide the devices are tried
 # Shares below the device that are tried.
 OPTIMIZER_BELOW = (
     OffloadFractions(0.25),
@@ -56,7 +56,7 @@ class Shape:
 
     schedule: Schedule
     microbatch: int
-    positions: int
+    pipeline_ranks: int
     interleave: int = 1
     bound: Score = field(default=(0.0, 0.0), compare=False)
 
@@ -65,14 +65,14 @@ class Shape:
         """Whether weight halves run apart."""
         return self.schedule.splits
 
-    def stages_of(self, position: int) -> tuple[int, ...]:
-        """The stages of a position."""
-        return self.schedule.stages_of(position, self.positions, self.interleave)
+    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
+        """The stages of a pipeline rank."""
+        return self.schedule.stages_of(pipeline_rank, self.pipeline_ranks, self.interleave)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A whole pipeline and its score by the formula; ``order`` lists the devices position by position."""
+    """A whole pipeline and its score by the formula; ``order`` lists the devices by pipeline rank."""
 
     score: Score
     shape: Shape
@@ -139,7 +139,7 @@ class Request:
                 f"plan.schedule={config.schedule}: the profile of {self.profile.model} does not tell the gradients of "
                 "parameters apart; use plan.schedule=1f1b, or measure it again"
             )
-        shared = all(schedule.shares_positions for schedule in asked)
+        shared = all(schedule.has_virtual_stages for schedule in asked)
         if shared and config.activations == Directive.OFFLOAD:
             raise ConfigError(
                 "plan.activations=offload: the stages of an interleaved device would need one swap limit together; "
@@ -219,8 +219,8 @@ class Request:
         return tuple(below for below in self.host_states if streams or not below.parameters)
 
     def allowed_in(self, shape: Shape) -> list[Directive]:
-        """Directives of a shape: several stages of a position would need one swap limit together, which no plan can
-        express."""
+        """Directives of a shape: several stages of a pipeline rank would need one swap limit together, which no plan
+        can express."""
         return [d for d in self.allowed if shape.interleave == 1 or d is not Directive.OFFLOAD]
 
     @property
@@ -239,57 +239,60 @@ class Request:
     def shapes(self) -> Iterator[Shape]:
         """Every shape that uses every device, with its bound."""
         blocks, devices = len(self.profile.blocks), len(self.devices)
-        for schedule, positions in itertools.product(self.schedules, self.position_counts()):
+        for schedule, pipeline_ranks in itertools.product(
+            self.schedules, self.pipeline_rank_counts()
+        ):
             for microbatch, interleave in itertools.product(
-                self.sizes(positions, schedule), self._interleaves(schedule, positions)
+                self.sizes(pipeline_ranks, schedule), self._interleaves(schedule, pipeline_ranks)
             ):
-                shape = Shape(schedule, microbatch, positions, interleave)
+                shape = Shape(schedule, microbatch, pipeline_ranks, interleave)
                 if not self._allows(shape):
                     continue
                 yield replace(
-                    shape, bound=self.bound(shape, positions, blocks, devices, 0.0, 0.0, 0.0, 0.0)
+                    shape,
+                    bound=self.bound(shape, pipeline_ranks, blocks, devices, 0.0, 0.0, 0.0, 0.0),
                 )
 
-    def sizes(self, positions: int, schedule: Schedule | None = None) -> list[int]:
+    def sizes(self, pipeline_ranks: int, schedule: Schedule | None = None) -> list[int]:
         """Rows per micro-batch to try: the one asked for, or the batch's halvings and those that deal rows out evenly
-        (:mod:`parallax.plan.microbatches`) to a position with most replicas, or with fewest; where a schedule
-        groups micro-batches, positions divide their number."""
+        (:mod:`parallax.plan.microbatches`) to a pipeline rank with most replicas, or with fewest; where a schedule
+        groups micro-batches, pipeline ranks divide their number."""
         if self.microbatch != AUTO:
             return self.microbatches
         step, replicas = (
-            positions if schedule is not None and schedule.grouped else 1,
-            set(self._even_replicas(positions)),
+            pipeline_ranks if schedule is not None and schedule.grouped else 1,
+            set(self._even_replicas(pipeline_ranks)),
         )
         found = {size for count in replicas for size in dealt(self.global_batch, count, step)}
         return sorted(found.union(self.microbatches), reverse=True)
 
-    def _even_replicas(self, positions: int) -> tuple[int, int]:
-        """The fewest and the most of a position, where they are as even as they can be."""
-        return len(self.devices) // positions, -(-len(self.devices) // positions)
+    def _even_replicas(self, pipeline_ranks: int) -> tuple[int, int]:
+        """The fewest and the most of a pipeline rank, where they are as even as they can be."""
+        return len(self.devices) // pipeline_ranks, -(-len(self.devices) // pipeline_ranks)
 
-    def _interleaves(self, schedule: Schedule, positions: int) -> Sequence[int]:
-        if not schedule.shares_positions:
+    def _interleaves(self, schedule: Schedule, pipeline_ranks: int) -> Sequence[int]:
+        if not schedule.has_virtual_stages:
             return (1,)
         asked, blocks = self.config.interleaves(schedule), len(self.profile.blocks)
-        return [each for each in asked if positions > 1 and each * positions <= blocks]
+        return [each for each in asked if pipeline_ranks > 1 and each * pipeline_ranks <= blocks]
 
     def _allows(self, shape: Shape) -> bool:
         """Zero-bubble schedules split backwards, which a profile must tell apart; interleaving deals micro-batches out
-        in groups of as many as there are positions (Narayanan et al. 2021, section 2.2)."""
+        in groups of as many as there are pipeline ranks (Narayanan et al. 2021, section 2.2)."""
         if self.gather_loss and not shape.schedule.forwards_first(
-            shape.positions, self.count(shape), shape.interleave
+            shape.pipeline_ranks, self.count(shape), shape.interleave
         ):
             return False
-        if shape.positions == 1 and self.config.schedule == AUTO:
+        if shape.pipeline_ranks == 1 and self.config.schedule == AUTO:
             # All are the same, and the first has the fewest in flight.
             fewest = GPIPE if self.gather_loss else ONE_FORWARD_ONE_BACKWARD
             return shape.schedule is fewest
         if not self.states_below(shape) or not self.allowed_in(shape):
             return False
         if shape.split:
-            return shape.positions == 1 or self._weight_share > 0
+            return shape.pipeline_ranks == 1 or self._weight_share > 0
         grouped = shape.schedule.grouped and shape.interleave > 1
-        return not grouped or self.count(shape) % shape.positions == 0
+        return not grouped or self.count(shape) % shape.pipeline_ranks == 0
 
     @cached_property
     def _weight_share(self) -> float:
@@ -310,11 +313,11 @@ class Request:
         return self.profile.blocks[-1].gathered_seconds / self._fastest
 
     def ramp(self, shape: Shape) -> float:
-        """How much of the other positions' time a step pays to fill and drain the pipeline."""
+        """How much of the other pipeline ranks' time a step pays to fill and drain the pipeline."""
         return shape.schedule.ramp.left(self._weight_share, shape.interleave)
 
     def score(self, shape: Shape, slowest: float, total: float, tail: float, work: float) -> Score:
-        """Step seconds by the formula: of the slowest position and of all per micro-batch, of what comes after the
+        """Step seconds by the formula: of the slowest pipeline rank and of all per micro-batch, of what comes after the
         last one, and of all replicas' work."""
         micro_batches = self.count(shape)
         pipelined = micro_batches * slowest + self.ramp(shape) * (total - slowest)
@@ -327,7 +330,7 @@ class Request:
     def bound(
         self,
         shape: Shape,
-        positions: int,
+        pipeline_ranks: int,
         stop: int,
         left: int,
         slowest: float,
@@ -335,12 +338,12 @@ class Request:
         tail: float,
         work: float,
     ) -> Score:
-        """The score if ``positions`` more positions split blocks 0 to ``stop`` ideally over the first ``left``
-        devices."""
-        if positions:
+        """The score if ``pipeline_ranks`` more pipeline ranks split blocks 0 to ``stop`` ideally over the first
+        ``left`` devices."""
+        if pipeline_ranks:
             rest, power = self.seconds(shape.microbatch, 0, stop), self._powers[left]
             slowest = max(slowest, rest / power)
-            total += rest / (power - (positions - 1) * self._slowest)
+            total += rest / (power - (pipeline_ranks - 1) * self._slowest)
             work += rest / self._fastest
         sharing, alone = self.score(shape, slowest, max(total, slowest), tail, work)
         return sharing * ROUNDING, alone * ROUNDING
@@ -384,16 +387,17 @@ class Request:
     def beside(self, shape: Shape) -> Beside:
         """The most ranks of the stages beside a stage. What has more is not proved to fit until it is predicted: of
         large questions replicas that are far from even."""
-        asked, most = self.config.replicas, len(self.devices) - shape.positions + 1
+        asked, most = self.config.replicas, len(self.devices) - shape.pipeline_ranks + 1
         if asked != AUTO:
             most = max(asked) if isinstance(asked, list | tuple) else int(asked)
         elif not self.small:
-            most = min(most, self._even_replicas(shape.positions)[1] + 1)
+            most = min(most, self._even_replicas(shape.pipeline_ranks)[1] + 1)
         return most, most
 
-    def position_counts(self) -> list[int]:
-        """Numbers of positions that can use every device: at least one block and one device for each. Of large numbers
-        those that divide the devices, those that deal the blocks out evenly, and the first that can hold the states."""
+    def pipeline_rank_counts(self) -> list[int]:
+        """Numbers of pipeline ranks that can use every device: at least one block and one device for each. Of large
+        numbers those that divide the devices, those that deal the blocks out evenly, and the first that can hold the
+        states."""
         devices, blocks = len(self.devices), len(self.profile.blocks)
         most = min(devices, blocks)
         if self.config.stages != AUTO:
@@ -407,28 +411,29 @@ class Request:
                 for part in (blocks, blocks - 1, blocks - 2)
                 for each in range(1, MANY)
             }
-            more |= {self.least_positions + above for above in range(MANY // 3)}
+            more |= {self.least_pipeline_ranks + above for above in range(MANY // 3)}
             wanted |= {count for count in more if count <= FEW_ENOUGH}
         return [
             count for count in sorted(wanted) if 0 < count <= most and self._replicas_fit(count)
         ]
 
-    def _replicas_fit(self, positions: int) -> bool:
+    def _replicas_fit(self, pipeline_ranks: int) -> bool:
         replicas, devices = self.config.replicas, len(self.devices)
         if isinstance(replicas, list | tuple):
-            return len(replicas) == positions and sum(replicas) == devices
-        return replicas == AUTO or int(replicas) * positions == devices
+            return len(replicas) == pipeline_ranks and sum(replicas) == devices
+        return replicas == AUTO or int(replicas) * pipeline_ranks == devices
 
-    def replica_choices(self, shape: Shape, position: int, left: int) -> Sequence[int]:
-        """Replica counts of a position that leave one device or more for each earlier one, none after the first."""
+    def replica_choices(self, shape: Shape, pipeline_rank: int, left: int) -> Sequence[int]:
+        """Replica counts of a pipeline rank that leave one device or more for each earlier one, none after the
+        first."""
         replicas = self.config.replicas
         if isinstance(replicas, list | tuple):
-            return [replicas[position]]
+            return [replicas[pipeline_rank]]
         if replicas != AUTO:
             return [int(replicas)]
         return [
             r
-            for r in ([left] if position == 0 else range(1, left - position + 1))
+            for r in ([left] if pipeline_rank == 0 else range(1, left - pipeline_rank + 1))
             if self.has_rows(shape, r)
         ]
 
@@ -437,8 +442,8 @@ class Request:
         return self.idle or replicas <= fewest_rows(self.global_batch, self.count(shape))
 
     @cached_property
-    def least_positions(self) -> int:
-        """With fewer positions the parameters and what training adds to them do not even fit by themselves."""
+    def least_pipeline_ranks(self) -> int:
+        """With fewer pipeline ranks the parameters and what training adds to them do not even fit by themselves."""
         largest = max(self.devices, key=lambda device: device.memory_bytes - device.fixed_bytes)
         sizes, most = Sizes.of(self.profile, 0, len(self.profile.blocks)), len(self.devices)
         lasting = min(

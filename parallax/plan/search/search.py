@@ -194,7 +194,9 @@ def find_candidates(
         # Kinds of devices are taken in turn, never mixed, and interleaved stages are cut one way only.
         seen = thorough.exact and not request.mixed
         exact = exact and seen
-        possible = [shape for shape in shapes if shape.positions >= ordered.least_positions]
+        possible = [
+            shape for shape in shapes if shape.pipeline_ranks >= ordered.least_pipeline_ranks
+        ]
         unseen = [shape for shape in possible if not seen or shape.interleave > 1]
         bound = min(bound, min((shape.bound[0] for shape in unseen), default=math.inf))
     first = best[0].score[0] if best else math.inf
@@ -258,7 +260,7 @@ def _fits(request: Request) -> bool:
 
 def describe(pipeline: Pipeline) -> str:
     """A plan in a line: ``1f1b, 2 stages × [1, 2] replicas, 8 micro-batches of 2, keep 6, offload 4``."""
-    replicas = [stage.replicas for stage in pipeline.stages[: pipeline.positions]]
+    replicas = [stage.replicas for stage in pipeline.stages[: pipeline.pipeline_ranks]]
     shown = str(replicas[0]) if len(set(replicas)) == 1 else str(replicas)
     chosen = [directive for stage in pipeline.stages for directive in stage.directives]
     counts = ", ".join(f"{d} {chosen.count(d)}" for d in Directive if d in chosen)
@@ -266,7 +268,7 @@ def describe(pipeline: Pipeline) -> str:
     parts = [
         pipeline.schedule.name
         + (f" ({pipeline.interleave} stages each)" if pipeline.interleave > 1 else ""),
-        f"{pipeline.positions} stage(s) × {shown} replica(s)",
+        f"{pipeline.pipeline_ranks} stage(s) × {shown} replica(s)",
         f"{pipeline.micro_batches} micro-batches of {pipeline.microbatch}",
         counts,
     ]
@@ -278,8 +280,8 @@ def describe(pipeline: Pipeline) -> str:
 def _runners_up(
     chosen: tuple[Pipeline, Forecast], others: Sequence[tuple[Pipeline, Forecast]]
 ) -> list[Alternative]:
-    """Why each was not chosen: by how much it is slower, and which term grew most, over all positions. Those that read
-    the same are named once."""
+    """Why each was not chosen: by how much it is slower, and which term grew most, over all pipeline ranks. Those that
+    read the same are named once."""
     found: dict[str, Alternative] = {}
     mine, best = _mean_terms(chosen[1]), chosen[1].step_seconds
     for pipeline, forecast in others:
@@ -297,7 +299,7 @@ def _runners_up(
 
 
 def _mean_terms(forecast: Forecast) -> dict[str, float]:
-    """Seconds by term, the mean over positions."""
+    """Seconds by term, the mean over pipeline ranks."""
     count = max(1, len(forecast.stages))
     terms: dict[str, float] = {}
     for stage in forecast.stages:
@@ -321,7 +323,7 @@ def _plan(
         schedule=pipeline.schedule,
         global_batch=request.global_batch,
         microbatch=pipeline.microbatch,
-        stages=with_room_below(profile, pipeline.stages, pipeline.positions),
+        stages=with_room_below(profile, pipeline.stages, pipeline.pipeline_ranks),
         tier=devices[0].tier,
         prediction=Prediction(
             step_seconds=round(forecast.step_seconds, 6),

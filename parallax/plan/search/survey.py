@@ -22,13 +22,13 @@ from parallax.plan.search.greedy import GreedySearch, Solved
 from parallax.plan.search.request import Candidate, Request, Shape
 from parallax.plan.simulation.predict import Forecast, Pipeline, placements, predict, quick_seconds
 
-# Positions filled after which no more shapes are looked at, once one has been found.
+# Pipeline ranks filled after which no more shapes are looked at, once one has been found.
 EFFORT = 40_000
 AGAIN_EFFORT = 1.1  # times that, after which the best shapes are not looked at again
 PROOF_EFFORT = 0.3  # of that spent on the bound
 AGAIN = 24  # of the shapes of the best pipelines, how many are solved in more ways
-ALIKE = 0.99  # weights of positions above which they are taken as equal
-REBALANCED = 8  # numbers of positions whose best pipeline is tried with uneven replicas
+ALIKE = 0.99  # weights of pipeline ranks above which they are taken as equal
+REBALANCED = 8  # numbers of pipeline ranks whose best pipeline is tried with uneven replicas
 NEAR = 1.1  # pipelines up to so many times the best one's seconds are kept: the simulator may change their order
 
 Progress = Callable[[str], None]
@@ -46,7 +46,7 @@ class Timed:
 
 @dataclass(slots=True)
 class _Open:
-    """A shape and what is known of the slowest position of its pipelines, plainly and by weight."""
+    """A shape and what is known of the slowest pipeline rank of its pipelines, plainly and by weight."""
 
     shape: Shape
     bound: float
@@ -105,7 +105,7 @@ class _Looker:
             ways = (
                 [rest] if rest and any(stage.offloads for stage in solved.candidate.stages) else []
             )
-        elif shape.interleave > 1:  # what two stages of a position need together may not fit
+        elif shape.interleave > 1:  # what two stages of a pipeline rank need together may not fit
             ways = [[directive] for directive in allowed if len(allowed) > 1]
         others = [self._solve(shape, found, way) for way in ways]
         found.least_cost = (
@@ -162,7 +162,7 @@ class _Looker:
         return self.bound.ceiling(shape, found.best * NEAR)
 
     def rebalance(self, candidate: Candidate) -> _Found:
-        """The candidate with devices moved to its slowest positions."""
+        """The candidate with devices moved to its slowest pipeline ranks."""
         found = _Found(self.request, self._forecasts)
         for other in self.quick.rebalance(candidate):
             found.compared += 1
@@ -172,7 +172,8 @@ class _Looker:
 
 class _Found:
     """What is found of one shape: pipelines, of which those are forecast that the longest path alone does not rule out,
-    in how many ways it was cut (``compared``), and the least cost of its slowest position, plainly and by weight."""
+    in how many ways it was cut (``compared``), and the least cost of its slowest pipeline rank, plainly and by
+    weight."""
 
     def __init__(self, request: Request, forecasts: Forecasts) -> None:
         self._request, self._forecasts, self.best = request, forecasts, forecasts.least()
@@ -191,7 +192,7 @@ class _Found:
 
 class Survey:
     """The shapes of one request. ``found`` are pipelines, ``compared`` counts what was solved, no even pipeline takes
-    less than ``bound_seconds``. ``effort`` is in positions filled."""
+    less than ``bound_seconds``. ``effort`` is in pipeline ranks filled."""
 
     def __init__(
         self,
@@ -214,16 +215,16 @@ class Survey:
 
     def run(self) -> None:
         """Look at every shape that may take less than the best that is forecast."""
-        least, looker = self.request.least_positions, self._looker
+        least, looker = self.request.least_pipeline_ranks, self._looker
         shapes = [
             s
             for s in self.request.shapes()
-            if s.positions >= least and looker.quick.has_replicas(s)
+            if s.pipeline_ranks >= least and looker.quick.has_replicas(s)
         ]
         ordered = sorted(shapes, key=looker.bound.likely)
         leading = {
-            shape.positions: shape for shape in reversed(ordered)
-        }.values()  # of each number of positions
+            shape.pipeline_ranks: shape for shape in reversed(ordered)
+        }.values()  # of each number of pipeline ranks
         first = dict.fromkeys([*sorted(leading, key=looker.bound.likely), *ordered])
         self._open = [_Open(shape, looker.bound.seconds(shape)) for shape in first]
         self._look_at_all()
@@ -234,7 +235,7 @@ class Survey:
                 self._take(looker.look_again(shape))
         fastest: dict[int, Timed] = {}
         for timed in self._fastest_first():
-            fastest.setdefault(timed.pipeline.positions, timed)
+            fastest.setdefault(timed.pipeline.pipeline_ranks, timed)
         for timed in list(fastest.values())[:REBALANCED]:
             self._take(looker.rebalance(timed.candidate))
         if not self.request.small:  # these are answered exactly
@@ -244,7 +245,7 @@ class Survey:
         return sorted(self.found, key=lambda timed: timed.seconds)
 
     def _look_at_all(self) -> None:
-        """The likely best of each number of positions, then all that may be better, the likely best first."""
+        """The likely best of each number of pipeline ranks, then all that may be better, the likely best first."""
         left = [entry for entry in self._open if not self._too_large(entry)]
         for number, entry in enumerate(left):
             best = self.forecasts.least()
@@ -289,18 +290,18 @@ class Survey:
         self.compared += found.compared
 
     def _too_large(self, entry: _Open) -> bool:
-        """Whether even the leanest shape with as many positions does not fit."""
-        if entry.shape.positions not in self._held:
+        """Whether even the leanest shape with as many pipeline ranks does not fit."""
+        if entry.shape.pipeline_ranks not in self._held:
             return False
-        if not self._held[entry.shape.positions]:
+        if not self._held[entry.shape.pipeline_ranks]:
             entry.least_cost = math.inf
-        return not self._held[entry.shape.positions]
+        return not self._held[entry.shape.pipeline_ranks]
 
     @cached_property
     def _held(self) -> dict[int, bool]:
         quick = self._looker.quick
         return {
-            lean.positions: quick.holds(lean)
+            lean.pipeline_ranks: quick.holds(lean)
             for lean in quick.leanest([entry.shape for entry in self._open])
         }
 

@@ -1,8 +1,8 @@
 """How long a schedule takes when nothing is shared: the longest path through its actions, thousands at a time.
 
 The simulator knows contention and swapping but walks action by action; a search over thousands of shapes cannot afford
-that. Here every action waits for two things only, the one before it on its position and the message that it needs,
-so its end is one maximum and one sum. Actions are evaluated wave by wave: a wave holds, of every position that can
+that. Here every action waits for two things only, the one before it on its pipeline rank and the message that it needs,
+so its end is one maximum and one sum. Actions are evaluated wave by wave: a wave holds, of every pipeline rank that can
 move, the next action, and none of a wave waits for another of it. The waves depend on the shape alone, so they are
 kept, and pricing a shape again costs a few array operations per wave. The lists are those of
 :mod:`parallax.plan.schedule`.
@@ -47,9 +47,10 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """One step, from the first start at second 0; arrays have one entry per position.
+    """One step, from the first start at second 0; arrays have one entry per pipeline rank.
 
-    ``begin`` and ``end`` of the position's first and last action, and ``busy``, its seconds of compute between them.
+    ``begin`` and ``end`` of the pipeline rank's first and last action, and ``busy``, its seconds of compute between
+    them.
     """
 
     begin: Seconds
@@ -63,30 +64,30 @@ class Timeline:
 
     @property
     def span_seconds(self) -> float:
-        """The longest that any position takes from its first start to its last end: the time of a step where
-        positions begin the next one without waiting for each other."""
+        """The longest that any pipeline rank takes from its first start to its last end: the time of a step where
+        pipeline ranks begin the next one without waiting for each other."""
         return float((self.end - self.begin).max())
 
     @property
     def bubble(self) -> float:
-        """The idle share of positions × seconds (GPipe, Huang et al. 2019, section 2)."""
+        """The idle share of pipeline ranks × seconds (GPipe, Huang et al. 2019, section 2)."""
         total = len(self.busy) * self.step_seconds
         return max(0.0, 1.0 - float(self.busy.sum()) / total) if total > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waves:
-    """The actions of all positions, wave by wave; ``starts[w]`` is where wave w begins.
+    """The actions of all pipeline ranks, wave by wave; ``starts[w]`` is where wave w begins.
 
-    ``position``  of each action
+    ``pipeline_rank``  of each action
     ``cell``      kind · stages + stage of each action: where its seconds stand in a table
     ``awaited``   which action it needs besides the one before it; where it needs none, one past the last action
     ``sent``      by stage, 1 where messages pass between it and the one after it, and 0 where none do
     """
 
-    positions: int
+    pipeline_ranks: int
     starts: tuple[int, ...]
-    position: NDArray[np.int32]
+    pipeline_rank: NDArray[np.int32]
     cell: NDArray[np.int32]
     awaited: NDArray[np.int32]
     sent: Seconds
@@ -95,14 +96,16 @@ class _Waves:
 def time_schedule(
     schedule: Schedule, times: Sequence[StageTimes], micro_batches: int, *, interleave: int = 1
 ) -> Timeline:
-    """One step of ``micro_batches`` through stages of ``times``, ``interleave`` of them on each position.
+    """One step of ``micro_batches`` through stages of ``times``, ``interleave`` of them on each pipeline rank.
 
-    Exact for these seconds. Raises :class:`PlanError` where the stages cannot be dealt out, and
+    Exact for these seconds. Raises :class:`PlanError` where the stages do not divide, and
     :class:`DeadlockError` where the schedule's lists wait for each other.
     """
     stages = len(times)
     if not stages or interleave < 1 or stages % interleave:
-        raise PlanError(f"{stages} stages cannot be dealt out {interleave} to each position")
+        raise PlanError(
+            f"{stages} stages cannot be split into {interleave} virtual stages per pipeline rank"
+        )
     build = _kept_waves if 3 * stages * micro_batches <= _KEPT_ACTIONS else _last_waves
     return _time(build(schedule, stages, micro_batches, interleave), times)
 
@@ -110,7 +113,7 @@ def time_schedule(
 def time_orders(
     orders: Sequence[Order], times: Sequence[StageTimes], micro_batches: int
 ) -> Timeline:
-    """As :func:`time_schedule`, for orders that no schedule has: one per position, all equally long."""
+    """As :func:`time_schedule`, for orders that no schedule has: one per pipeline rank, all equally long."""
     sent = [True] * (len(times) - 1)
     return _time(_waves(orders, sent, len(orders), micro_batches), times)
 
@@ -119,7 +122,9 @@ def _time(waves: _Waves, times: Sequence[StageTimes]) -> Timeline:
     split = bool(waves.cell.max() >= BACKWARD_WEIGHT * len(times))
     busy, held, latency = _tables(times, waves.sent, split=split)
     begin, end = _evaluate(waves, held[waves.cell], latency[waves.cell])
-    computed = np.bincount(waves.position, weights=busy[waves.cell], minlength=waves.positions)
+    computed = np.bincount(
+        waves.pipeline_rank, weights=busy[waves.cell], minlength=waves.pipeline_ranks
+    )
     return Timeline(begin, end, computed.astype(np.float64))
 
 
@@ -143,31 +148,32 @@ def _tables(
 
 
 def _evaluate(waves: _Waves, lasting: Seconds, late: Seconds) -> tuple[Seconds, Seconds]:
-    """Begin of the first and end of the last action of every position."""
+    """Begin of the first and end of the last action of every pipeline rank."""
     ends = np.zeros(len(lasting) + 1)
-    free = np.zeros(waves.positions)
-    position, awaited = waves.position, waves.awaited
+    free = np.zeros(waves.pipeline_ranks)
+    pipeline_rank, awaited = waves.pipeline_rank, waves.awaited
     low = 0
     for high in waves.starts[1:]:
-        mine = position[low:high]
+        mine = pipeline_rank[low:high]
         begin = np.maximum(free[mine], ends[awaited[low:high]] + late[low:high])
         done = begin + lasting[low:high]
         ends[low:high] = done
         free[mine] = done
         low = high
-    first = np.empty(waves.positions, dtype=np.int64)
+    first = np.empty(waves.pipeline_ranks, dtype=np.int64)
     # Of several values for an index, the last one stays.
-    first[position[::-1]] = np.arange(len(position))[::-1]
+    first[pipeline_rank[::-1]] = np.arange(len(pipeline_rank))[::-1]
     return ends[first] - lasting[first], free
 
 
 def _schedule_waves(schedule: Schedule, stages: int, micro_batches: int, interleave: int) -> _Waves:
-    positions = stages // interleave
+    pipeline_ranks = stages // interleave
     orders = (
-        schedule.order(positions, p, micro_batches, interleave=interleave) for p in range(positions)
+        schedule.order(pipeline_ranks, p, micro_batches, interleave=interleave)
+        for p in range(pipeline_ranks)
     )
-    sent = [not schedule.hands_over(stage, positions) for stage in range(stages - 1)]
-    return _waves(orders, sent, positions, micro_batches)
+    sent = [not schedule.hands_over(stage, pipeline_ranks) for stage in range(stages - 1)]
+    return _waves(orders, sent, pipeline_ranks, micro_batches)
 
 
 _kept_waves = lru_cache(maxsize=128)(_schedule_waves)
@@ -176,7 +182,7 @@ _last_waves = lru_cache(maxsize=2)(_schedule_waves)
 
 
 def _waves(
-    orders: Iterable[Order], sent: Sequence[bool], positions: int, micro_batches: int
+    orders: Iterable[Order], sent: Sequence[bool], pipeline_ranks: int, micro_batches: int
 ) -> _Waves:
     """``sent`` says of each stage but the last whether messages pass between it and the next."""
     stages = len(sent) + 1
@@ -184,10 +190,10 @@ def _waves(
     total = cells.size
     place = np.full((len(COMPUTE) * stages + 1) * micro_batches, -1, dtype=np.int32)
     place[-micro_batches:] = total  # what needs nothing
-    following = np.arange(positions) * (total // positions)
-    stop = following + total // positions
+    following = np.arange(pipeline_ranks) * (total // pipeline_ranks)
+    stop = following + total // pipeline_ranks
     taken, moved, starts = np.empty(total, dtype=np.int32), np.empty(total, dtype=np.int32), [0]
-    active = np.arange(positions)
+    active = np.arange(pipeline_ranks)
     while len(active):
         waiting = following[active]
         ready = place[needs[waiting]] >= 0
@@ -195,7 +201,7 @@ def _waves(
         low, high = starts[-1], starts[-1] + len(flat)
         if low == high:
             raise DeadlockError(
-                f"{stages} stages with {micro_batches} micro-batches: positions "
+                f"{stages} stages with {micro_batches} micro-batches: pipeline ranks "
                 f"{', '.join(map(str, active[:8]))} wait for each other"
             )
         taken[low:high], moved[low:high] = flat, going
@@ -206,13 +212,14 @@ def _waves(
         if not left.all():
             active = active[left]
     linked = np.array([*sent, False], dtype=np.float64)  # the last stage has nobody above
-    return _Waves(positions, tuple(starts), moved, cells[taken], place[needs[taken]], linked)
+    return _Waves(pipeline_ranks, tuple(starts), moved, cells[taken], place[needs[taken]], linked)
 
 
 def _listed(
     orders: Iterable[Order], stages: int, micro_batches: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-    """Position by position and in order: the cell of each action, its number, and the number of what it needs.
+    """Pipeline rank by pipeline rank and in order: the cell of each action, its number, and the number of what it
+    needs.
 
     A forward needs that of the stage below, a backward that of the stage above or, above the last, its forward, and a
     weight half its backward. A number is cell · micro-batches + micro-batch; one more cell stands for no need."""

@@ -61,16 +61,16 @@ class Pipeline:
         )
 
     @property
-    def positions(self) -> int:
+    def pipeline_ranks(self) -> int:
         return len(self.stages) // self.interleave
 
-    def position(self, stage: int) -> int:
+    def pipeline_rank(self, stage: int) -> int:
         """The place that holds a stage."""
-        return self.schedule.position_of(stage, self.positions)
+        return self.schedule.pipeline_rank_of(stage, self.pipeline_ranks)
 
-    def stages_of(self, position: int) -> tuple[int, ...]:
+    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
         """The stages of a place."""
-        return self.schedule.stages_of(position, self.positions, self.interleave)
+        return self.schedule.stages_of(pipeline_rank, self.pipeline_ranks, self.interleave)
 
     def in_flight(self, stage: int) -> int:
         """Micro-batches of a stage between forward and backward, at most."""
@@ -93,21 +93,21 @@ class Pipeline:
     @cached_property
     def _firsts(self) -> list[int]:
         return list(
-            accumulate((stage.replicas for stage in self.stages[: self.positions]), initial=0)
+            accumulate((stage.replicas for stage in self.stages[: self.pipeline_ranks]), initial=0)
         )
 
-    def ranks(self, position: int) -> tuple[int, ...]:
-        """The devices of a position."""
-        return self.order[self._firsts[position] : self._firsts[position + 1]]
+    def ranks(self, pipeline_rank: int) -> tuple[int, ...]:
+        """The devices of a pipeline rank."""
+        return self.order[self._firsts[pipeline_rank] : self._firsts[pipeline_rank + 1]]
 
-    def rows(self, position: int) -> int:
-        """Rows of a micro-batch on the fullest rank of a position."""
-        return -(-self.microbatch // self.stages[position].replicas)
+    def rows(self, pipeline_rank: int) -> int:
+        """Rows of a micro-batch on the fullest rank of a pipeline rank."""
+        return -(-self.microbatch // self.stages[pipeline_rank].replicas)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """One step: ``ranks`` by rank, ``stages`` by position; ``spans`` only where every action was simulated."""
+    """One step: ``ranks`` by rank, ``stages`` by pipeline rank; ``spans`` only where every action was simulated."""
 
     step_seconds: float
     bubble: float
@@ -133,18 +133,20 @@ def predict(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Fore
 def placements(cluster: Cluster, pipeline: Pipeline) -> list[Pipeline]:
     """Two ways to lay an even pipeline over several nodes: replicas of a stage next to each other, which reduce over
     fast links, or stages of a replica next to each other, which send over fast links."""
-    replicas, positions = pipeline.stages[0].replicas, pipeline.positions
+    replicas, pipeline_ranks = pipeline.stages[0].replicas, pipeline.pipeline_ranks
     even = all(stage.replicas == replicas for stage in pipeline.stages)
     if (
         not even
         or replicas == 1
-        or positions == 1
+        or pipeline_ranks == 1
         or len(cluster.nodes) == 1
         or len(set(cluster.devices)) > 1
     ):
         return [pipeline]
     order = tuple(
-        pipeline.order[k * positions + p] for p in range(positions) for k in range(replicas)
+        pipeline.order[k * pipeline_ranks + p]
+        for p in range(pipeline_ranks)
+        for k in range(replicas)
     )
     return [pipeline, replace(pipeline, order=order)]
 
@@ -168,8 +170,8 @@ def quick_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -
         return QuickSeconds(likely, likely)
     each = [stall + load.compute_seconds for stall, load in zip(stalls, loads)]
     slowest = max(
-        sum(each[stage] for stage in pipeline.stages_of(position))
-        for position in range(pipeline.positions)
+        sum(each[stage] for stage in pipeline.stages_of(pipeline_rank))
+        for pipeline_rank in range(pipeline.pipeline_ranks)
     )
     least = _finish(profile, cluster, pipeline, loads, ties, [0.0] * len(loads))[1]
     return QuickSeconds(likely, min(likely, max(least, pipeline.micro_batches * slowest)))
@@ -199,10 +201,10 @@ def _simulated(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> F
     )
     fullest = [
         max(
-            (simulation.ranks[rank] for rank in pipeline.ranks(position)),
+            (simulation.ranks[rank] for rank in pipeline.ranks(pipeline_rank)),
             key=lambda trace: trace.peak_bytes,
         )
-        for position in range(pipeline.positions)
+        for pipeline_rank in range(pipeline.pipeline_ranks)
     ]
     return Forecast(
         step_seconds=simulation.step_seconds,
@@ -224,21 +226,21 @@ def _finish(
     ties: dict[int, float],
     stalls: Sequence[float],
 ) -> tuple[Timeline, float, list[float], list[float]]:
-    """The timeline, the end of the step, and what reduction and update add to each position; stages wait for their
+    """The timeline, the end of the step, and what reduction and update add to each pipeline rank; stages wait for their
     ``stalls`` in every backward."""
-    positions = range(pipeline.positions)
+    pipeline_ranks = range(pipeline.pipeline_ranks)
     times = [
         _stage_times(cluster, pipeline, stage, load, stalls[stage])
         for stage, load in enumerate(loads)
     ]
     timeline = _timeline(pipeline, times)
-    mine = [_at(pipeline, p, loads) for p in positions]
+    mine = [_at(pipeline, p, loads) for p in pipeline_ranks]
     exposed = [
         _exposed_reduction(profile, cluster, pipeline.ranks(p), list(mine[p].values()))
         + ties.get(p, 0.0)
-        for p in positions
+        for p in pipeline_ranks
     ]
-    updates = [_update_seconds(cluster, pipeline, p, mine[p]) for p in positions]
+    updates = [_update_seconds(cluster, pipeline, p, mine[p]) for p in pipeline_ranks]
     gathering = _gathering_seconds(cluster, pipeline, loads[-1])  # all wait for the loss
     reduced = max(float(end) + reduce for end, reduce in zip(timeline.end, exposed))
     # No rank updates before all have reduced.
@@ -246,28 +248,28 @@ def _finish(
 
 
 def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
-    positions, micro_batches = range(pipeline.positions), pipeline.micro_batches
+    pipeline_ranks, micro_batches = range(pipeline.pipeline_ranks), pipeline.micro_batches
     loads, ties = _loads(profile, cluster, pipeline), _tie_seconds(profile, cluster, pipeline)
     stalls = [_stall(cluster, pipeline, {stage: load}) for stage, load in enumerate(loads)]
     timeline, step, exposed, updates = _finish(profile, cluster, pipeline, loads, ties, stalls)
-    mine = [_at(pipeline, p, loads) for p in positions]
+    mine = [_at(pipeline, p, loads) for p in pipeline_ranks]
     stages, ranks = [], {}
-    for position in positions:
-        needed, own = _memory(pipeline, mine[position]), list(mine[position].values())
+    for pipeline_rank in pipeline_ranks:
+        needed, own = _memory(pipeline, mine[pipeline_rank]), list(mine[pipeline_rank].values())
         terms = _compute_terms(own, micro_batches)
-        terms |= {"stall": _stall(cluster, pipeline, mine[position]) * micro_batches}
-        terms |= {"reduce": exposed[position], "update": updates[position]}
+        terms |= {"stall": _stall(cluster, pipeline, mine[pipeline_rank]) * micro_batches}
+        terms |= {"reduce": exposed[pipeline_rank], "update": updates[pipeline_rank]}
         terms["idle"] = max(0.0, step - sum(terms.values()))
         memories = {
-            rank: with_kept(needed, cluster.devices[rank]) for rank in pipeline.ranks(position)
+            rank: with_kept(needed, cluster.devices[rank]) for rank in pipeline.ranks(pipeline_rank)
         }
         fullest = max(
             (terms for terms, _ in memories.values()), key=lambda terms: sum(terms.values())
         )
         stages.append(StagePrediction(memory=fullest, seconds=_rounded(terms)))
-        flights = [pipeline.in_flight(stage) for stage in mine[position]]
+        flights = [pipeline.in_flight(stage) for stage in mine[pipeline_rank]]
         moved = [load.moved_bytes for load in own]
-        for rank in pipeline.ranks(position):
+        for rank in pipeline.ranks(pipeline_rank):
             ranks[rank] = RankPrediction(
                 peak_bytes=sum(memories[rank][0].values()),
                 budget_bytes=cluster.devices[rank].memory_bytes,
@@ -285,14 +287,14 @@ def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forec
     )
 
 
-def _at(pipeline: Pipeline, position: int, loads: Sequence[StageLoad]) -> dict[int, StageLoad]:
-    """The stages of a position, and what each of them loads it with."""
-    return {stage: loads[stage] for stage in pipeline.stages_of(position)}
+def _at(pipeline: Pipeline, pipeline_rank: int, loads: Sequence[StageLoad]) -> dict[int, StageLoad]:
+    """The stages of a pipeline rank, and what each of them loads it with."""
+    return {stage: loads[stage] for stage in pipeline.stages_of(pipeline_rank)}
 
 
 def _timeline(pipeline: Pipeline, times: Sequence[StageTimes]) -> Timeline:
     """The timeline of the whole step. Once the pipeline is full every round of as many micro-batches as there are
-    positions takes as long as the one before, so of very many only some are timed."""
+    pipeline ranks takes as long as the one before, so of very many only some are timed."""
 
     def timed(micro_batches: int) -> Timeline:
         return time_schedule(
@@ -316,9 +318,9 @@ def _loads(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> list[
     """Each stage on the slowest of its ranks."""
     loads = []
     for index, stage in enumerate(pipeline.stages):
-        position = pipeline.position(index)
+        pipeline_rank = pipeline.pipeline_rank(index)
         device = min(
-            (cluster.devices[rank] for rank in pipeline.ranks(position)),
+            (cluster.devices[rank] for rank in pipeline.ranks(pipeline_rank)),
             key=lambda device: device.speed,
         )
         split = pipeline.schedule.splits
@@ -326,7 +328,7 @@ def _loads(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> list[
             load_planned(
                 profile,
                 stage,
-                pipeline.rows(position),
+                pipeline.rows(pipeline_rank),
                 device=device,
                 split=split,
                 beside=beside(pipeline.stages, index),
@@ -340,7 +342,7 @@ def _stage_times(
 ) -> StageTimes:
     weight = Passes(load, pipeline.stages[index].directives, True).weight_seconds
     after = min(index + 1, len(pipeline.stages) - 1)  # the last stage sends nothing
-    link = _link(cluster, pipeline, pipeline.position(index), pipeline.position(after))
+    link = _link(cluster, pipeline, pipeline.pipeline_rank(index), pipeline.pipeline_rank(after))
     return StageTimes(
         forward=sum(block.forward_seconds for block in load.blocks),
         backward=sum(block.backward_seconds for block in load.blocks) - weight + stall,
@@ -349,9 +351,9 @@ def _stage_times(
     )
 
 
-def _link(cluster: Cluster, pipeline: Pipeline, position: int, other: int) -> Link:
-    """The slowest link that two positions talk over: replicas pair up in order."""
-    ours, theirs = pipeline.ranks(position), pipeline.ranks(other)
+def _link(cluster: Cluster, pipeline: Pipeline, pipeline_rank: int, other: int) -> Link:
+    """The slowest link that two pipeline ranks talk over: replicas pair up in order."""
+    ours, theirs = pipeline.ranks(pipeline_rank), pipeline.ranks(other)
     shared = max(len(ours), len(theirs))
     pairs = {
         (ours[k * len(ours) // shared], theirs[k * len(theirs) // shared]) for k in range(shared)
@@ -361,10 +363,10 @@ def _link(cluster: Cluster, pipeline: Pipeline, position: int, other: int) -> Li
 
 
 def _stall(cluster: Cluster, pipeline: Pipeline, loads: Mapping[int, StageLoad]) -> float:
-    """Seconds per micro-batch that ``loads``, of stages of one position, wait for the tier: what copying takes longer
-    than computing, or, without room to read ahead, what a backward reads."""
-    position = pipeline.position(next(iter(loads)))
-    device = cluster.while_all_swap(cluster.devices[pipeline.ranks(position)[0]])
+    """Seconds per micro-batch that ``loads``, of stages of one pipeline rank, wait for the tier: what copying takes
+    longer than computing, or, without room to read ahead, what a backward reads."""
+    pipeline_rank = pipeline.pipeline_rank(next(iter(loads)))
+    device = cluster.while_all_swap(cluster.devices[pipeline.ranks(pipeline_rank)[0]])
     leaving = reading = 0.0
     for stage, load in loads.items():
         limit, flight, moved = (
@@ -392,10 +394,10 @@ def _exposed_reduction(
 
 
 def _update_seconds(
-    cluster: Cluster, pipeline: Pipeline, position: int, loads: Mapping[int, StageLoad]
+    cluster: Cluster, pipeline: Pipeline, pipeline_rank: int, loads: Mapping[int, StageLoad]
 ) -> float:
     """The optimizer's step; where replicas each step a part, with what they then send each other."""
-    ranks = pipeline.ranks(position)
+    ranks = pipeline.ranks(pipeline_rank)
     seconds, link = 0.0, link_among(ranks, cluster)
     for stage, load in loads.items():
         seconds += load.update_seconds
@@ -406,17 +408,17 @@ def _update_seconds(
 
 def _gathering_seconds(cluster: Cluster, pipeline: Pipeline, last: StageLoad) -> float:
     """Of the loss of all rows, where there is one: its outputs are sent among the replicas of the last stage."""
-    ranks = pipeline.ranks(pipeline.position(len(pipeline.stages) - 1))
+    ranks = pipeline.ranks(pipeline.pipeline_rank(len(pipeline.stages) - 1))
     return last.gathered_seconds + all_reduce_seconds(last.gathered_bytes, ranks, cluster)
 
 
 def _tie_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> dict[int, float]:
-    """By position: reductions of parameters that several positions hold."""
+    """By pipeline rank: reductions of parameters that several pipeline ranks hold."""
     found: dict[int, float] = {}
     for size, users in profile.ties:
         holders = sorted(
             {
-                pipeline.position(index)
+                pipeline.pipeline_rank(index)
                 for index, stage in enumerate(pipeline.stages)
                 if any(stage.start <= user < stage.stop for user in users)
             }
@@ -429,7 +431,7 @@ def _tie_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) ->
 
 
 def _memory(pipeline: Pipeline, loads: Mapping[int, StageLoad]) -> dict[str, int]:
-    """Bytes by term of all stages of a position; what the device reserves counts once."""
+    """Bytes by term of all stages of a pipeline rank; what the device reserves counts once."""
     total: dict[str, int] = {}
     for stage, load in loads.items():
         limit = pipeline.stages[stage].swap_limit_bytes if pipeline.stages[stage].offloads else 0

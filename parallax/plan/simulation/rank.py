@@ -53,11 +53,15 @@ class World:
         schedule: Schedule,
         rows: int,
         micro_batches: int,
-        positions: int,
+        pipeline_ranks: int,
         placement: Sequence[int],
     ) -> None:
         self.profile, self.cluster, self.stages = profile, cluster, stages
-        self.micro_batches, self.positions, self._schedule = micro_batches, positions, schedule
+        self.micro_batches, self.pipeline_ranks, self._schedule = (
+            micro_batches,
+            pipeline_ranks,
+            schedule,
+        )
         self.network = Network(cluster)
         self.messages: defaultdict[tuple[Kind, int, int, int, int], Signal] = defaultdict(Signal)
         self.fifo: defaultdict[tuple[Kind, int, int], deque[tuple[int, int]]] = defaultdict(deque)
@@ -65,7 +69,7 @@ class World:
         self.rows = [high - low for low, high in intervals]
         self._ranks: list[tuple[int, ...]] = []
         first = 0
-        for stage in stages[:positions]:
+        for stage in stages[:pipeline_ranks]:
             numbers = range(first, first + stage.replicas)
             self._ranks.append(
                 tuple(placement[number] for number in numbers) if placement else tuple(numbers)
@@ -75,20 +79,20 @@ class World:
 
     def ranks(self, stage: int) -> tuple[int, ...]:
         """The ranks of a stage, replica by replica; none beside the pipeline."""
-        return self._ranks[self._position_of(stage)] if 0 <= stage < len(self.stages) else ()
+        return self._ranks[self._pipeline_rank_of(stage)] if 0 <= stage < len(self.stages) else ()
 
-    def _position_of(self, stage: int) -> int:
-        return self._schedule.position_of(stage, self.positions)
+    def _pipeline_rank_of(self, stage: int) -> int:
+        return self._schedule.pipeline_rank_of(stage, self.pipeline_ranks)
 
-    def stages_of(self, position: int) -> tuple[int, ...]:
-        """The stages that a position holds."""
-        interleave = len(self.stages) // self.positions
-        return self._schedule.stages_of(position, self.positions, interleave)
+    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
+        """The stages that a pipeline rank holds."""
+        interleave = len(self.stages) // self.pipeline_ranks
+        return self._schedule.stages_of(pipeline_rank, self.pipeline_ranks, interleave)
 
     def holders(self, users: Sequence[int]) -> list[int]:
-        """The positions that hold one of the blocks ``users``."""
+        """The pipeline ranks that hold one of the blocks ``users``."""
         holding = (
-            self._position_of(index)
+            self._pipeline_rank_of(index)
             for index, stage in enumerate(self.stages)
             if any(stage.start <= user < stage.stop for user in users)
         )
@@ -96,13 +100,20 @@ class World:
 
 
 class Rank:
-    """A replica of one position."""
+    """A replica of one pipeline rank."""
 
-    def __init__(self, world: World, position: int, replica: int, listed: Sequence[Action]) -> None:
-        self._world, self._position, self._replica, self._listed = world, position, replica, listed
-        self.rank = world.ranks(position)[replica]
+    def __init__(
+        self, world: World, pipeline_rank: int, replica: int, listed: Sequence[Action]
+    ) -> None:
+        self._world, self._pipeline_rank, self._replica, self._listed = (
+            world,
+            pipeline_rank,
+            replica,
+            listed,
+        )
+        self.rank = world.ranks(pipeline_rank)[replica]
         self.spans: list[Span] = []
-        self._stages = world.stages_of(position)
+        self._stages = world.stages_of(pipeline_rank)
         self._device = world.cluster.devices[self.rank]
         self._core = world.network.cores[self.rank]
         self._doing = listed[0]
@@ -117,7 +128,7 @@ class Rank:
         }
         forwards = [n for n, action in enumerate(listed) if action.kind is Kind.FORWARD]
         self._last_forward = forwards[-1]
-        replicas = world.stages[position].replicas
+        replicas = world.stages[pipeline_rank].replicas
         self._rows = [
             stop - start
             for start, stop in (replica_rows(rows, replicas, replica) for rows in world.rows)
@@ -131,7 +142,7 @@ class Rank:
             self._device,
             sum(plan.swap_limit_bytes for plan in plans if plan.offloads),
             carry=self._core.carry,
-            name=f"stage {position}",
+            name=f"stage {pipeline_rank}",
         )
 
     def describe(self) -> str:
@@ -278,7 +289,7 @@ class Rank:
         """The ranks of a neighbour stage that share rows with this one in a micro-batch of ``rows`` rows, and the share
         of this rank's bytes that goes over each channel."""
         ranks = self._world.ranks(stage)
-        replicas = self._world.stages[self._position].replicas
+        replicas = self._world.stages[self._pipeline_rank].replicas
         start, stop = replica_rows(rows, replicas, self._replica)
         found = peers(rows, replicas, self._replica, len(ranks))
         return [(ranks[other], (b - a) / (stop - start)) for other, (a, b) in found]
@@ -323,9 +334,13 @@ class Rank:
         yield from self._reduced
         profile, network = self._world.profile, self._world.network
         for index, (size, users) in enumerate(profile.ties):
-            positions = self._world.holders(users)
-            if self._position in positions and len(positions) > 1:
-                ranks = [rank for position in positions for rank in self._world.ranks(position)]
+            pipeline_ranks = self._world.holders(users)
+            if self._pipeline_rank in pipeline_ranks and len(pipeline_ranks) > 1:
+                ranks = [
+                    rank
+                    for pipeline_rank in pipeline_ranks
+                    for rank in self._world.ranks(pipeline_rank)
+                ]
                 reduction = partial(network.all_reduce, ranks, size * profile.gradient_bytes)
                 yield network.meet(f"tie {index}", len(ranks), reduction)
 

@@ -43,12 +43,14 @@ def simulate(
     """One training step over ``rows`` rows in ``micro_batches``; traces are those of ranks 0, 1, …
 
     Ranks whose allocator gives freed memory back at once take as much longer as the profile says.
-    Each of stages / ``interleave`` positions holds ``interleave`` stages; ``placement`` lists the ranks position by
-    position, replica by replica, where they are not in order. Raises :class:`DeadlockError`, and
+    Each of stages / ``interleave`` pipeline ranks holds ``interleave`` stages; ``placement`` lists the ranks pipeline
+    rank by pipeline rank, replica by replica, where they are not in order. Raises :class:`DeadlockError`, and
     :class:`BudgetExceeded` where a swap limit cannot hold one block.
     """
     if interleave < 1 or len(stages) % interleave:
-        raise PlanError(f"{len(stages)} stages cannot be dealt out {interleave} to each position")
+        raise PlanError(
+            f"{len(stages)} stages cannot be split into {interleave} virtual stages per pipeline rank"
+        )
     how = schedule, rows, micro_batches, interleave, placement
     found = _simulate(profile, cluster, stages, *how)
     freeing = [n for n, rank in enumerate(found.ranks) if rank.returns_freed]
@@ -68,7 +70,7 @@ def _simulate(
     interleave: int,
     placement: Sequence[int],
 ) -> Simulation:
-    positions = len(stages) // interleave
+    pipeline_ranks = len(stages) // interleave
     world = World(
         profile,
         cluster,
@@ -76,17 +78,23 @@ def _simulate(
         schedule=schedule,
         rows=rows,
         micro_batches=micro_batches,
-        positions=positions,
+        pipeline_ranks=pipeline_ranks,
         placement=placement,
     )
     ranks = []
-    for position in range(positions):
-        offload = any(stages[stage].offloads for stage in world.stages_of(position))
+    for pipeline_rank in range(pipeline_ranks):
+        offload = any(stages[stage].offloads for stage in world.stages_of(pipeline_rank))
         listed = actions(
-            schedule, positions, position, micro_batches, interleave=interleave, offload=offload
+            schedule,
+            pipeline_ranks,
+            pipeline_rank,
+            micro_batches,
+            interleave=interleave,
+            offload=offload,
         )
         ranks += [
-            Rank(world, position, replica, listed) for replica in range(stages[position].replicas)
+            Rank(world, pipeline_rank, replica, listed)
+            for replica in range(stages[pipeline_rank].replicas)
         ]
     simulator = world.network.simulator
     for rank in ranks:

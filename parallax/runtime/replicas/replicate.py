@@ -103,9 +103,9 @@ class NoSync:
         return 0.0
 
 
-class PositionSync:
-    """Several replicas of all stages of one position: ``parts`` announce their last backwards each for itself; of what
-    stages here share, nobody knows which backward is the last, so ``late`` is reduced at the end.
+class StageGradientSync:
+    """Several replicas of all stages of one pipeline rank: ``parts`` announce their last backwards each for itself; of
+    what stages here share, nobody knows which backward is the last, so ``late`` is reduced at the end.
 
     A parameter that no replica has ever used has no gradient, as in one process, so that no weight decay acts on it: as
     long as there may be some, the replicas ask each other.
@@ -381,7 +381,7 @@ def _replicated(
     config: ReplicasConfig,
     *,
     split: bool,
-) -> PositionSync:
+) -> StageGradientSync:
     group = mesh.replicas
     assert group is not None
     announced = {name for part in parts.values() for name in part}
@@ -398,6 +398,6 @@ def _replicated(
                 if split
                 else ReplicaSync(part, group, mesh.device, config, bucket_bytes)
             )
-    return PositionSync(
+    return StageGradientSync(
         syncs, late, {number: part.values() for number, part in parts.items()}, group
     )

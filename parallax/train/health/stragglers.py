@@ -80,11 +80,16 @@ class StragglerJudge:
 
     def __init__(self, plan: Plan) -> None:
         self._places = [plan.locate(rank) for rank in range(plan.world_size)]
-        seconds = [_predicted_seconds(plan, position) for position in range(plan.positions)]
+        seconds = [
+            _predicted_seconds(plan, pipeline_rank) for pipeline_rank in range(plan.pipeline_ranks)
+        ]
         self._predicted = any(seconds)
         if not self._predicted:
             # The number of blocks is the only measure of unequal work.
-            seconds = [_unpredicted_work(plan, position) for position in range(plan.positions)]
+            seconds = [
+                _unpredicted_work(plan, pipeline_rank)
+                for pipeline_rank in range(plan.pipeline_ranks)
+            ]
         self._work = [_work(plan, *place, seconds[place[0]]) for place in self._places]
         least = LEAST_WORK * max(work.most for work in self._work)
         self._comparable = [
@@ -179,37 +184,39 @@ def _weighted_median(found: Sequence[tuple[float, float]]) -> float:
     return max(value for value, _ in found)
 
 
-def _predicted_seconds(plan: Plan, position: int) -> float:
+def _predicted_seconds(plan: Plan, pipeline_rank: int) -> float:
     """Of the replica with the most rows in every micro-batch; 0 where the plan says nothing."""
     stages = plan.prediction.stages
-    return sum(stages[position].seconds.get(term, 0.0) for term in _PREDICTED) if stages else 0.0
+    return (
+        sum(stages[pipeline_rank].seconds.get(term, 0.0) for term in _PREDICTED) if stages else 0.0
+    )
 
 
-def _unpredicted_work(plan: Plan, position: int) -> float:
+def _unpredicted_work(plan: Plan, pipeline_rank: int) -> float:
     """The same in forwards of one block and row, of which a backward takes two."""
     directives = [
-        each for stage in plan.stages_of(position) for each in plan.stages[stage].directives
+        each for stage in plan.stages_of(pipeline_rank) for each in plan.stages[stage].directives
     ]
     passes = sum(4.0 if each is Directive.RECOMPUTE else 3.0 for each in directives)
     count = plan.micro_batches(plan.global_batch)
-    return passes * count * _most_rows(plan, position)
+    return passes * count * _most_rows(plan, pipeline_rank)
 
 
-def _most_rows(plan: Plan, position: int) -> int:
+def _most_rows(plan: Plan, pipeline_rank: int) -> int:
     """Rows of the fullest replica in a micro-batch."""
-    return -(-plan.microbatch // plan.stages[position].replicas)
+    return -(-plan.microbatch // plan.stages[pipeline_rank].replicas)
 
 
-def _work(plan: Plan, position: int, replica: int, seconds: float) -> _RankWork:
+def _work(plan: Plan, pipeline_rank: int, replica: int, seconds: float) -> _RankWork:
     """The work of a replica; ``seconds`` are those of one that has the most rows in every micro-batch."""
-    count, replicas = plan.micro_batches(plan.global_batch), plan.stages[position].replicas
+    count, replicas = plan.micro_batches(plan.global_batch), plan.stages[pipeline_rank].replicas
     parts = [micro_batch_rows(plan.global_batch, count, micro) for micro in range(count)]
     dealt = [replica_rows(high - low, replicas, replica) for low, high in parts]
     rows = [high - low for low, high in dealt if high > low]
     return _RankWork(
         micro_batches=len(rows),
         rows=sum(rows),
-        least=seconds * sum(rows) / (count * _most_rows(plan, position)),
+        least=seconds * sum(rows) / (count * _most_rows(plan, pipeline_rank)),
         most=seconds * len(rows) / count,
-        dispatch=ACTION_SECONDS * 2 * count * len(plan.stages_of(position)),
+        dispatch=ACTION_SECONDS * 2 * count * len(plan.stages_of(pipeline_rank)),
     )

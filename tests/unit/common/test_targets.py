@@ -95,7 +95,7 @@ def only(width, /):
 def fails(width):
     return len(width)
 
-def short(positions, position):
+def short(pipeline_ranks, pipeline_rank):
     return []
 """
 
@@ -233,7 +233,7 @@ def custom(*typed: str) -> list[str]:
         ),
         (
             ["plan.schedule=own_targets:short"],
-            "own_targets:short(positions, position): it is called with (positions, ",
+            "own_targets:short(pipeline_ranks, pipeline_rank): it is called with (pipeline_ranks, ",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -22,7 +22,7 @@ from parallax.plan.search.exact_stage import TIE
 from parallax.plan.search.request import Request, Shape
 
 
-def compositions(total: int, parts: int) -> list[tuple[int, ...]]:
+def compipeline_ranks(total: int, parts: int) -> list[tuple[int, ...]]:
     return [c for c in itertools.product(range(1, total + 1), repeat=parts) if sum(c) == total]
 
 
@@ -194,7 +194,7 @@ def brute_force(request: Request, *, always: bool = False) -> float:
 def every_shape(request: Request) -> Iterator[Shape]:
     splits = any(block.weight_seconds.at(1) for block in request.profile.blocks)
     most = min(len(request.profile.blocks), len(request.devices))
-    schedules = [schedule for schedule in request.schedules if not schedule.shares_positions]
+    schedules = [schedule for schedule in request.schedules if not schedule.has_virtual_stages]
     for schedule, parts in itertools.product(schedules, range(1, most + 1)):
         alike = parts == 1 and request.config.schedule == "auto" and schedule.name != "1f1b"
         for micro in request.sizes(parts, schedule):
@@ -206,11 +206,11 @@ def every_shape(request: Request) -> Iterator[Shape]:
 def every_cut(request: Request, shape: Shape) -> Iterator[list[Cut]]:
     """The stages of each plan of a shape."""
     blocks, devices = len(request.profile.blocks), len(request.devices)
-    parts, micro = shape.positions, shape.microbatch
+    parts, micro = shape.pipeline_ranks, shape.microbatch
     count = micro_batch_count(request.global_batch, micro)
     for cuts in itertools.combinations(range(1, blocks), parts - 1):
         bounds = [0, *cuts, blocks]
-        for replicas in compositions(devices, parts):
+        for replicas in compipeline_ranks(devices, parts):
             if not request.has_rows(shape, max(replicas)):
                 continue
             flights = [shape.schedule.in_flight(parts, s, count) for s in range(parts)]

@@ -10,7 +10,7 @@ from parallax.plan.schedule import SCHEDULES
 from parallax.plan.simulation.simulate import Simulation, simulate
 from tests.unit.plan_fakes import FREE, cluster, profile
 
-ONE_EACH = [name for name in SCHEDULES if SCHEDULES[name].allows(1)]  # stage to a position
+ONE_EACH = [name for name in SCHEDULES if SCHEDULES[name].allows(1)]  # stage to a pipeline rank
 
 
 def run(

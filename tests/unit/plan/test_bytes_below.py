@@ -86,7 +86,7 @@ def costs(chain: Chain, precision: str = "fp32") -> ModelProfile:
 def given(chain: Chain, precision: str = "fp32", **options: Any) -> Plan:
     """A plan with the bytes that the planner gives it."""
     plan = make_plan(chain, global_batch=4, **options)
-    stages = with_room_below(costs(chain, precision), plan.stages, plan.positions)
+    stages = with_room_below(costs(chain, precision), plan.stages, plan.pipeline_ranks)
     return replace(plan, stages=stages)
 
 

@@ -79,7 +79,7 @@ REFUSED = [
     ),
     (
         question(2, microbatch=8, schedule="interleaved"),
-        "2 positions do not divide the 1 micro-batch(es)",
+        "2 pipeline ranks do not divide the 1 micro-batch(es)",
     ),
     (
         question(2, stages=2, schedule="zb-v", blocks=3),
@@ -245,8 +245,8 @@ def _accepted(asked: Question) -> bool:
 
 
 def _even(shape: Any, devices: int) -> bool:
-    """Every position of an interleaved pipeline has the same number of devices."""
-    return shape.interleave == 1 or devices % shape.positions == 0
+    """Every pipeline rank of an interleaved pipeline has the same number of devices."""
+    return shape.interleave == 1 or devices % shape.pipeline_ranks == 0
 
 
 def test_nothing_is_measured_for_what_has_no_shape(

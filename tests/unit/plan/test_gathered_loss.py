@@ -108,7 +108,7 @@ def test_plans_let_all_micro_batches_go_forward_first(blocks: int, devices: int)
     assert plan.schedule.name == "gpipe"
     assert plan.bound_seconds <= plan.prediction.step_seconds
     whole = found(gathered(blocks), devices, microbatch=ROWS)
-    assert whole.schedule.forwards_first(whole.positions, 1, whole.interleave)
+    assert whole.schedule.forwards_first(whole.pipeline_ranks, 1, whole.interleave)
 
 
 @pytest.mark.parametrize("blocks", [4, 300])

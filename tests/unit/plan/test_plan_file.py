@@ -116,20 +116,20 @@ def test_explain_says_it_in_numbers() -> None:
     assert explain(replace(chosen, bound_seconds=0.0))[-2].endswith("a better plan may exist.")
 
 
-def test_positions_and_placement() -> None:
+def test_pipeline_ranks_and_placement() -> None:
     dealt = plan(
         stages=tuple(stages([0, 1, 2, 3, 4], [2, 1, 2, 1])), interleave=2, placement=(2, 0, 1)
     )
-    assert (dealt.positions, dealt.world_size, dealt.blocks) == (2, 3, 4)
+    assert (dealt.pipeline_ranks, dealt.world_size, dealt.blocks) == (2, 3, 4)
     assert [dealt.ranks(s) for s in range(4)] == [(2, 0), (1,), (2, 0), (1,)]
     assert [dealt.locate(rank) for rank in range(3)] == [(0, 1), (1, 0), (0, 0)]
     assert Plan.from_dict(dealt.to_dict()) == dealt
     for changes, message in (
-        ({"interleave": 3}, "4 stages cannot be dealt out 3"),
+        ({"interleave": 3}, "4 stages cannot be split into 3"),
         ({"placement": (0, 1, 1)}, "must name each of 3 ranks once"),
         (
             {"stages": tuple(stages([0, 1, 2, 3, 4], [2, 1, 1, 2]))},
-            "its position has another number",
+            "its pipeline rank has another number",
         ),
     ):
         with pytest.raises(PlanError, match=message):

@@ -21,9 +21,9 @@ MODEL = [
 
 
 def pipeline(
-    schedule: str, positions: int, rows: int, interleave: int = 1, replicas: int = 1
+    schedule: str, pipeline_ranks: int, rows: int, interleave: int = 1, replicas: int = 1
 ) -> Pipeline:
-    count = positions * interleave
+    count = pipeline_ranks * interleave
     cuts = [8 * s // count for s in range(count + 1)]
     return Pipeline(
         schedule=SCHEDULES[schedule],
@@ -31,20 +31,22 @@ def pipeline(
         global_batch=rows,
         microbatch=replicas,
         interleave=interleave,
-        order=tuple(range(positions * replicas)),
+        order=tuple(range(pipeline_ranks * replicas)),
     )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("positions", [2, 4])
+@pytest.mark.parametrize("pipeline_ranks", [2, 4])
 def test_very_many_micro_batches_take_what_all_of_them_would(
-    schedule: str, positions: int, monkeypatch: pytest.MonkeyPatch
+    schedule: str, pipeline_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(predicting, "SIMULATED_BLOCKS", 0)
-    asked = pipeline(schedule, positions, 100 * positions, 1 + SCHEDULES[schedule].allows(2))
-    whole = predict(profile(MODEL), cluster(positions), asked)
+    asked = pipeline(
+        schedule, pipeline_ranks, 100 * pipeline_ranks, 1 + SCHEDULES[schedule].allows(2)
+    )
+    whole = predict(profile(MODEL), cluster(pipeline_ranks), asked)
     monkeypatch.setattr(predicting, "MANY_MICRO_BATCHES", 10)
-    short = predict(profile(MODEL), cluster(positions), asked)
+    short = predict(profile(MODEL), cluster(pipeline_ranks), asked)
     assert short.step_seconds == pytest.approx(whole.step_seconds, rel=1e-9)
     assert short.bubble == pytest.approx(whole.bubble, abs=1e-9)
 

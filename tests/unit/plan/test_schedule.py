@@ -49,11 +49,11 @@ def test_every_micro_batch_goes_forward_before_it_goes_backward(
     schedule: Schedule, interleave: int, count: int, micro: int
 ) -> None:
     kinds = [Kind.FORWARD, Kind.BACKWARD, *([Kind.BACKWARD_WEIGHT] if schedule.splits else [])]
-    for position in range(count):
-        listed = schedule.compute_order(count, position, micro, interleave=interleave)
+    for pipeline_rank in range(count):
+        listed = schedule.compute_order(count, pipeline_rank, micro, interleave=interleave)
         assert len(listed) == len(kinds) * micro * interleave
         for stage, m in itertools.product(
-            schedule.stages_of(position, count, interleave), range(micro)
+            schedule.stages_of(pipeline_rank, count, interleave), range(micro)
         ):
             places = [listed.index(Action(kind, stage, m)) for kind in kinds]
             assert places == sorted(places)
@@ -70,13 +70,15 @@ def test_in_flight(count: int, micro: int) -> None:
         assert SCHEDULES["zb-h2"].in_flight(count, stage, micro) == min(micro, 2 * count - 1)
 
 
-def test_in_flight_of_stages_that_share_a_position() -> None:
-    """Narayanan et al. 2021, section 2.2: the first position warms up with 2·(p − 1) + (v − 1)·p = 10 forwards, so
+def test_in_flight_of_stages_that_share_a_pipeline_rank() -> None:
+    """Narayanan et al. 2021, section 2.2: the first pipeline rank warms up with 2·(p − 1) + (v − 1)·p = 10 forwards, so
     11 are in flight; its stages have their own peaks one action apart."""
     assert [INTERLEAVED.in_flight(8, stage, 16, 2) for stage in (0, 4)] == [8, 4]
     assert [INTERLEAVED.in_flight(8, stage, 16, 2) for stage in (3, 7)] == [5, 1]
     assert [INTERLEAVED.in_flight(8, stage, 3, 2) for stage in (0, 4)] == [3, 3]
-    with pytest.raises(PlanError, match="stage 3 of 3, 2 per position: there is no such stage"):
+    with pytest.raises(
+        PlanError, match="stage 3 of 3, 2 per pipeline rank: there is no such stage"
+    ):
         INTERLEAVED.in_flight(3, 3, 4, 2)
 
 
@@ -85,23 +87,24 @@ def test_in_flight_of_stages_that_share_a_position() -> None:
 def test_sends_and_receives_of_neighbours_match_in_order(
     schedule: Schedule, interleave: int, count: int, micro: int
 ) -> None:
-    """Per pair of positions and direction, whatever stages the messages are for: channels are FIFO."""
+    """Per pair of pipeline ranks and direction, whatever stages the messages are for: channels are FIFO."""
     lists = [
-        actions(schedule, count, position, micro, interleave=interleave)
-        for position in range(count)
+        actions(schedule, count, pipeline_rank, micro, interleave=interleave)
+        for pipeline_rank in range(count)
     ]
-    for (position, listed), (sent, (received, step)) in itertools.product(
+    for (pipeline_rank, listed), (sent, (received, step)) in itertools.product(
         enumerate(lists), SENDS.items()
     ):
         out = [(a.stage + step, a.micro) for a in listed if a.kind is sent]
         for other in range(count):
-            mine = [each for each in out if schedule.position_of(each[0], count) == other]
+            mine = [each for each in out if schedule.pipeline_rank_of(each[0], count) == other]
             assert mine == [
                 (a.stage, a.micro)
                 for a in lists[other]
-                if a.kind is received and schedule.position_of(a.stage - step, count) == position
+                if a.kind is received
+                and schedule.pipeline_rank_of(a.stage - step, count) == pipeline_rank
             ]
-            assert not mine or other != position  # what stays on a position is not sent
+            assert not mine or other != pipeline_rank  # what stays on a pipeline rank is not sent
     everything = [a for listed in lists for a in listed]
     last = count * interleave - 1
     assert not [
@@ -121,9 +124,12 @@ def test_sends_and_receives_of_neighbours_match_in_order(
 def test_what_surrounds_compute(
     schedule: Schedule, interleave: int, count: int, micro: int
 ) -> None:
-    for position in range(count):
-        listed = actions(schedule, count, position, micro, interleave=interleave, offload=True)
-        assert listed[-2:] == [Action(Kind.REDUCE, position), Action(Kind.UPDATE, position)]
+    for pipeline_rank in range(count):
+        listed = actions(schedule, count, pipeline_rank, micro, interleave=interleave, offload=True)
+        assert listed[-2:] == [
+            Action(Kind.REDUCE, pipeline_rank),
+            Action(Kind.UPDATE, pipeline_rank),
+        ]
         compute = [
             a for a in listed if a.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         ]
@@ -138,11 +144,12 @@ def test_what_surrounds_compute(
                 assert all(a.kind is Kind.RECEIVE_GRADIENT for a in between)
         assert len([a for a in listed if a.kind is Kind.FETCH]) == micro * interleave
         plain = [a for a in listed if a.kind is not Kind.FETCH]
-        assert plain == actions(schedule, count, position, micro, interleave=interleave)
+        assert plain == actions(schedule, count, pipeline_rank, micro, interleave=interleave)
 
 
 def test_the_first_of_a_group_is_back_when_its_last_has_left() -> None:
-    """Groups are as large as there are positions, or a little larger where those do not divide the micro-batches."""
+    """Groups are as large as there are pipeline ranks, or a little larger where those do not divide the
+    micro-batches."""
     forwards = [
         (a.stage, a.micro)
         for a in INTERLEAVED.compute_order(2, 0, 4, interleave=2)
@@ -156,9 +163,9 @@ def test_the_first_of_a_group_is_back_when_its_last_has_left() -> None:
 
 
 @pytest.mark.parametrize(
-    "schedule", [s for s in SCHEDULES.values() if not s.shares_positions], ids=str
+    "schedule", [s for s in SCHEDULES.values() if not s.has_virtual_stages], ids=str
 )
-def test_not_every_schedule_has_several_stages_to_a_position(schedule: Schedule) -> None:
+def test_not_every_schedule_has_several_stages_to_a_pipeline_rank(schedule: Schedule) -> None:
     with pytest.raises(PlanError, match=r"it has 1; interleaved.* can have so many"):
         schedule.compute_order(2, 0, 4, interleave=2)
 
@@ -178,7 +185,7 @@ LETTERS = {"forward": "F", "backward": "B", "backward_weight": "W"}
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=str)
 def test_the_picture_is_what_the_simulator_does(schedule: Schedule) -> None:
-    """One column of the docstring's picture is one unit of time; small letters are those of a position's second
+    """One column of the docstring's picture is one unit of time; small letters are those of a pipeline rank's second
     stage."""
     picture = re.findall(r"stage (\d) \| (.+)", schedule.ordering.__doc__ or "")
     drawn = {
@@ -187,13 +194,13 @@ def test_the_picture_is_what_the_simulator_does(schedule: Schedule) -> None:
         for column, cell in enumerate(row.split())
         if cell != ".."
     }
-    positions, interleave = len(picture), 2 if any(cell.islower() for _, cell in drawn) else 1
+    pipeline_ranks, interleave = len(picture), 2 if any(cell.islower() for _, cell in drawn) else 1
     weight = 1 if any(cell[0] == "W" for _, cell in drawn) else 0
     micro = 1 + max(int(cell[1:]) for _, cell in drawn)
-    count = positions * interleave
+    count = pipeline_ranks * interleave
     result = simulate(
         profile([block(forward=1, backward=1 + weight, weight_seconds=weight)] * count),
-        cluster(positions),
+        cluster(pipeline_ranks),
         stages(range(count + 1)),
         schedule=schedule,
         rows=micro,
@@ -203,7 +210,9 @@ def test_the_picture_is_what_the_simulator_does(schedule: Schedule) -> None:
     found = {}
     for span in result.spans:
         if span.kind in LETTERS:
-            letter = LETTERS[span.kind] if span.stage < positions else LETTERS[span.kind].lower()
+            letter = (
+                LETTERS[span.kind] if span.stage < pipeline_ranks else LETTERS[span.kind].lower()
+            )
             found[span.rank, f"{letter}{span.micro}"] = round(span.start, 6)
     assert found == drawn
 
@@ -223,7 +232,7 @@ def test_what_a_file_names_and_nobody_knows_can_be_shown_and_not_run() -> None:
     theirs = named("their_module:listing")
     assert str(theirs) == "their_module:listing"
     assert theirs is named("their_module:listing")
-    assert not theirs.shares_positions
+    assert not theirs.has_virtual_stages
     with pytest.raises(PlanError, match=r"call parallax\.register_schedule"):
         theirs.order(2, 0, 4)
     with pytest.raises(PlanError, match="known are gpipe, 1f1b"):
@@ -237,17 +246,19 @@ def test_another_process_finds_its_own_by_name() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=str)
-@pytest.mark.parametrize("positions", [1, 2, 3, 5])
-def test_stages_sit_where_their_position_says(schedule: Schedule, positions: int) -> None:
+@pytest.mark.parametrize("pipeline_ranks", [1, 2, 3, 5])
+def test_stages_sit_where_their_pipeline_rank_says(schedule: Schedule, pipeline_ranks: int) -> None:
     for each in (count for count in (1, 2, 3) if schedule.allows(count)):
         found = {
-            stage: position
-            for position in range(positions)
-            for stage in schedule.stages_of(position, positions, each)
+            stage: pipeline_rank
+            for pipeline_rank in range(pipeline_ranks)
+            for stage in schedule.stages_of(pipeline_rank, pipeline_ranks, each)
         }
-        assert sorted(found) == list(range(positions * each))
-        assert all(schedule.position_of(stage, positions) == found[stage] for stage in found)
-        assert [found[stage] for stage in range(positions)] == list(range(positions))
+        assert sorted(found) == list(range(pipeline_ranks * each))
+        assert all(
+            schedule.pipeline_rank_of(stage, pipeline_ranks) == found[stage] for stage in found
+        )
+        assert [found[stage] for stage in range(pipeline_ranks)] == list(range(pipeline_ranks))
 
 
 @settings(max_examples=200, deadline=None)
@@ -275,7 +286,7 @@ def test_no_shape_deadlocks(
     blocks = [
         block(forward=f, weight_seconds=0.3, moved=20, input=4, output=4) for f in (1, 2, 0.5)
     ] * count
-    counts = [replicas[schedule.position_of(s, len(replicas))] for s in range(count)]
+    counts = [replicas[schedule.pipeline_rank_of(s, len(replicas))] for s in range(count)]
     parts = stages([3 * s for s in range(count + 1)], counts, limit=limit)
     result = simulate(
         profile(blocks),
@@ -289,10 +300,10 @@ def test_no_shape_deadlocks(
     seen = Counter((span.kind, span.rank, span.stage, span.micro) for span in result.spans)
     wanted = {Kind.FORWARD, Kind.BACKWARD, *([Kind.BACKWARD_WEIGHT] if schedule.splits else [])}
     first = 0
-    for position, number in enumerate(replicas):
+    for pipeline_rank, number in enumerate(replicas):
         for rank, stage, m in itertools.product(
             range(first, first + number),
-            schedule.stages_of(position, len(replicas), interleave),
+            schedule.stages_of(pipeline_rank, len(replicas), interleave),
             range(micro),
         ):
             assert all(seen[kind, rank, stage, m] == 1 for kind in wanted)
@@ -314,10 +325,10 @@ def known() -> Iterator[None]:
     SCHEDULES.update(before)
 
 
-def one_at_a_time(positions: int, position: int, micro_batches: int) -> list[Action]:
-    del positions
+def one_at_a_time(pipeline_ranks: int, pipeline_rank: int, micro_batches: int) -> list[Action]:
+    del pipeline_ranks
     pairs = (
-        (Action(Kind.FORWARD, position, m), Action(Kind.BACKWARD, position, m))
+        (Action(Kind.FORWARD, pipeline_rank, m), Action(Kind.BACKWARD, pipeline_rank, m))
         for m in range(micro_batches)
     )
     return [action for pair in pairs for action in pair]
@@ -337,40 +348,40 @@ def test_a_schedule_of_ones_own() -> None:
         register_schedule("mine", one_at_a_time)
 
 
-def forgets(positions: int, position: int, micro_batches: int) -> list[Action]:
-    return one_at_a_time(positions, position, micro_batches)[:-1]
+def forgets(pipeline_ranks: int, pipeline_rank: int, micro_batches: int) -> list[Action]:
+    return one_at_a_time(pipeline_ranks, pipeline_rank, micro_batches)[:-1]
 
 
-def repeats(positions: int, position: int, micro_batches: int) -> list[Action]:
-    return one_at_a_time(positions, position, micro_batches) * 2
+def repeats(pipeline_ranks: int, pipeline_rank: int, micro_batches: int) -> list[Action]:
+    return one_at_a_time(pipeline_ranks, pipeline_rank, micro_batches) * 2
 
 
-def backward_first(positions: int, position: int, micro_batches: int) -> list[Action]:
-    return one_at_a_time(positions, position, micro_batches)[::-1]
+def backward_first(pipeline_ranks: int, pipeline_rank: int, micro_batches: int) -> list[Action]:
+    return one_at_a_time(pipeline_ranks, pipeline_rank, micro_batches)[::-1]
 
 
-def crossed(positions: int, position: int, micro_batches: int) -> list[Action]:
+def crossed(pipeline_ranks: int, pipeline_rank: int, micro_batches: int) -> list[Action]:
     """The first stage wants its gradient before it sends the next micro-batch, the last wants both first."""
-    if position == positions - 1:
-        return gpipe(positions, position, micro_batches, 1).actions()
-    return one_at_a_time(positions, position, micro_batches)
+    if pipeline_rank == pipeline_ranks - 1:
+        return gpipe(pipeline_ranks, pipeline_rank, micro_batches, 1).actions()
+    return one_at_a_time(pipeline_ranks, pipeline_rank, micro_batches)
 
 
-def late(positions: int, position: int, micro_batches: int) -> list[Action]:
+def late(pipeline_ranks: int, pipeline_rank: int, micro_batches: int) -> list[Action]:
     """The first stage wants all its gradients before it sends the last micro-batch, the last stage wants that first."""
-    forwards = [Action(Kind.FORWARD, position, m) for m in range(micro_batches)]
-    backwards = [Action(Kind.BACKWARD, position, m) for m in range(micro_batches)]
-    if position == positions - 1:
+    forwards = [Action(Kind.FORWARD, pipeline_rank, m) for m in range(micro_batches)]
+    backwards = [Action(Kind.BACKWARD, pipeline_rank, m) for m in range(micro_batches)]
+    if pipeline_rank == pipeline_ranks - 1:
         return [*forwards, *backwards]
     return [*forwards[:-1], *backwards[:-1], forwards[-1], backwards[-1]]
 
 
-def turned(positions: int, position: int, micro_batches: int) -> list[Action]:
+def turned(pipeline_ranks: int, pipeline_rank: int, micro_batches: int) -> list[Action]:
     """The last stage takes micro-batches in reverse."""
-    listed = gpipe(positions, position, micro_batches, 1).actions()
+    listed = gpipe(pipeline_ranks, pipeline_rank, micro_batches, 1).actions()
     return (
         [replace(a, micro=micro_batches - 1 - a.micro) for a in listed]
-        if position == positions - 1
+        if pipeline_rank == pipeline_ranks - 1
         else listed
     )
 
@@ -396,11 +407,11 @@ def test_a_schedule_that_cannot_run_is_refused(listing: Listing, said: str) -> N
 def split_from(ranks: int, micro_batches: int) -> Listing:
     """GPipe, with weight halves apart on so many ranks and micro-batches, or more."""
 
-    def listing(positions: int, position: int, count: int) -> list[Action]:
+    def listing(pipeline_ranks: int, pipeline_rank: int, count: int) -> list[Action]:
         kinds = [Kind.FORWARD, Kind.BACKWARD]
-        if positions >= ranks and count >= micro_batches:
+        if pipeline_ranks >= ranks and count >= micro_batches:
             kinds.append(Kind.BACKWARD_WEIGHT)
-        return [Action(kind, position, micro) for kind in kinds for micro in range(count)]
+        return [Action(kind, pipeline_rank, micro) for kind in kinds for micro in range(count)]
 
     return listing
 
@@ -441,9 +452,9 @@ def test_a_schedule_of_ones_own_by_its_name(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("positions", [1, 2, 3])
-def test_which_schedules_let_one_loss_see_all_micro_batches(name: str, positions: int) -> None:
+@pytest.mark.parametrize("pipeline_ranks", [1, 2, 3])
+def test_which_schedules_let_one_loss_see_all_micro_batches(name: str, pipeline_ranks: int) -> None:
     schedule = SCHEDULES[name]
     each = schedule.interleaves[0]
-    assert schedule.forwards_first(positions, 1, each)
-    assert schedule.forwards_first(positions, 6, each) is (name == "gpipe")
+    assert schedule.forwards_first(pipeline_ranks, 1, each)
+    assert schedule.forwards_first(pipeline_ranks, 6, each) is (name == "gpipe")

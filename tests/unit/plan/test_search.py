@@ -108,10 +108,10 @@ def test_what_was_asked_for_is_respected(
         PlanConfig(**config, schedule=schedule, activations=activations),
         global_batch=8,
     )
-    assert plan.positions == stages
+    assert plan.pipeline_ranks == stages
     assert (
         replicas is None
-        or tuple(stage.replicas for stage in plan.stages[: plan.positions]) == replicas
+        or tuple(stage.replicas for stage in plan.stages[: plan.pipeline_ranks]) == replicas
     )
     assert schedule in ("auto", plan.schedule.name)
     assert activations in ("auto", *{str(d) for stage in plan.stages for d in stage.directives})
@@ -147,7 +147,9 @@ def test_many_blocks_on_many_devices(distinct: bool) -> None:
         plan.prediction.step_seconds, rel=0.2
     )
     assert 0 < plan.bound_seconds <= plan.prediction.step_seconds < 2 * plan.bound_seconds
-    assert sorted(rank for s in range(plan.positions) for rank in plan.ranks(s)) == list(range(64))
+    assert sorted(rank for s in range(plan.pipeline_ranks) for rank in plan.ranks(s)) == list(
+        range(64)
+    )
     assert len(plan.alternatives) > 1
     assert simulation.step_seconds == pytest.approx(plan.prediction.step_seconds, rel=1e-3)
 
@@ -169,7 +171,7 @@ def test_every_schedule_can_be_asked_for_and_run(schedule: str) -> None:
     model = layers(8, weight_seconds=1e-3)
     plan, _ = search(model, cluster(2), PlanConfig(schedule=schedule, stages=2), global_batch=16)
     assert plan.schedule.name == schedule
-    shares = plan.schedule.shares_positions
+    shares = plan.schedule.has_virtual_stages
     assert (plan.interleave > 1) == shares
     for fields, message in (
         ({"parameters": "host"}, r"parameters visit the device for whole backwards of one stage"),

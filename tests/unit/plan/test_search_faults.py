@@ -33,7 +33,9 @@ def some(default: int, thorough: int) -> list[Any]:
 
 def check_fits(plan: Plan, model: ModelProfile, machines: Cluster) -> None:
     """Every device is used once, and its bytes, counted again from the profile, are within its memory and its tier."""
-    used = [rank for position in range(plan.positions) for rank in plan.ranks(position)]
+    used = [
+        rank for pipeline_rank in range(plan.pipeline_ranks) for rank in plan.ranks(pipeline_rank)
+    ]
     assert sorted(used) == list(range(len(machines.devices)))
     micro_batches = plan.micro_batches(plan.global_batch)
     totals = dict.fromkeys(used, 0)
@@ -46,7 +48,8 @@ def check_fits(plan: Plan, model: ModelProfile, machines: Cluster) -> None:
             load = load_planned(model, stage, rows, device=device, split=plan.schedule.splits)
             totals[rank] += load.peak_bytes(flight, stage.swap_limit_bytes)
             assert (
-                totals[rank] <= device.memory_bytes + index // plan.positions * load.reserve_bytes
+                totals[rank]
+                <= device.memory_bytes + index // plan.pipeline_ranks * load.reserve_bytes
             )
             assert stage.tier_bytes + load.host_state_bytes <= device.tier_bytes
             assert not stage.offloads or stage.swap_limit_bytes >= load.smallest_swap_limit
@@ -189,14 +192,14 @@ def test_no_pipeline_scores_below_the_bound_of_its_shape(seed: int) -> None:
 def random_score(r: random.Random, request: Request, shape: Shape) -> float:
     """The formula for random cuts, replicas and directives of a shape."""
     blocks, devices = len(request.profile.blocks), len(request.devices)
-    stages = shape.positions * shape.interleave
+    stages = shape.pipeline_ranks * shape.interleave
     cuts = [0, *sorted(r.sample(range(1, blocks), stages - 1)), blocks]
-    ends = [0, *sorted(r.sample(range(1, devices), shape.positions - 1)), devices]
+    ends = [0, *sorted(r.sample(range(1, devices), shape.pipeline_ranks - 1)), devices]
     times, tails, work = [], [], 0.0
-    for position, (first, stop) in enumerate(itertools.pairwise(ends)):
+    for pipeline_rank, (first, stop) in enumerate(itertools.pairwise(ends)):
         seconds = tail = 0.0
         where = Flight(stop - first, -(-shape.microbatch // (stop - first)), 1)
-        for stage in range(position, stages, shape.positions):
+        for stage in range(pipeline_rank, stages, shape.pipeline_ranks):
             directives = tuple(
                 r.choice(list(Directive)) for _ in range(cuts[stage + 1] - cuts[stage])
             )
@@ -285,7 +288,7 @@ def one_of(memory: int) -> Device:
     return cluster(1, memory).devices[0]
 
 
-def test_the_smaller_of_two_devices_decides_for_a_position_of_both() -> None:
+def test_the_smaller_of_two_devices_decides_for_a_pipeline_rank_of_both() -> None:
     """Replicas of one stage hold the same bytes."""
     node = Node(name="n", devices=(one_of(10**9), one_of(2 * 10**7)), concurrent=2)
     model = layers(1, moved=1e6, parameter_bytes=10**5)
@@ -295,6 +298,6 @@ def test_the_smaller_of_two_devices_decides_for_a_position_of_both() -> None:
     assert all(rank.peak_bytes <= 2 * 10**7 for rank in plan.prediction.ranks)
 
 
-def test_interleaving_needs_even_positions() -> None:
+def test_interleaving_needs_even_pipeline_ranks() -> None:
     with pytest.raises(InfeasiblePlan, match=r"3 cannot be dealt to 2: use cluster.devices=2"):
         search(layers(8), cluster(3), PlanConfig(stages=2, schedule="interleaved"), global_batch=8)

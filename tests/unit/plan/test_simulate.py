@@ -83,15 +83,17 @@ def test_work_speeds_up_when_a_neighbour_ends() -> None:
     assert ends == {"short": pytest.approx(2), "long": pytest.approx(4)}
 
 
-def disagree(positions: int, position: int, micro_batches: int, interleave: int) -> Order:
-    order = gpipe(positions, position, micro_batches, interleave).actions()
-    return Order.of(order if position == 0 else [order[1], order[0], *order[2:]])
+def disagree(pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int) -> Order:
+    order = gpipe(pipeline_ranks, pipeline_rank, micro_batches, interleave).actions()
+    return Order.of(order if pipeline_rank == 0 else [order[1], order[0], *order[2:]])
 
 
-def backward_first(positions: int, position: int, micro_batches: int, interleave: int) -> Order:
+def backward_first(
+    pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int
+) -> Order:
     """The first stage wants the gradient of what it has not sent."""
-    order = gpipe(positions, position, micro_batches, interleave).actions()
-    return Order.of(order if position else [*order[1:], order[0]])
+    order = gpipe(pipeline_ranks, pipeline_rank, micro_batches, interleave).actions()
+    return Order.of(order if pipeline_rank else [*order[1:], order[0]])
 
 
 def test_a_deadlock_names_ranks_and_actions(monkeypatch: pytest.MonkeyPatch) -> None:

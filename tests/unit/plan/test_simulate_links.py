@@ -116,7 +116,7 @@ def test_an_all_reduce_is_a_ring_inside_a_node_and_shares_between_nodes() -> Non
     assert {end - start for start, end in times(result, "reduce").values()} == {18 + 24 - 2}
 
 
-def test_placement_says_which_ranks_hold_a_position() -> None:
+def test_placement_says_which_ranks_hold_a_pipeline_rank() -> None:
     """Stages of a replica next to each other: messages stay in the node, gradients do not."""
     local, remote = FREE, Link(bytes_per_second=1)
     machines = nodes(2, 2, local=local, remote=remote)

@@ -102,18 +102,23 @@ def test_states_on_the_host_count_in_its_tier_and_in_the_update() -> None:
     kind=st.sampled_from(
         [(name, each) for name in SCHEDULES for each in (1, 2, 3) if SCHEDULES[name].allows(each)]
     ),
-    positions=st.integers(1, 4),
+    pipeline_ranks=st.integers(1, 4),
     micro=st.integers(1, 9),
     rows=st.integers(1, 14),
     data=st.data(),
     gap=st.sampled_from([0.0, 0.07]),
 )
 def test_no_rank_peaks_above_what_is_proved(
-    kind: tuple[str, int], positions: int, micro: int, rows: int, data: st.DataObject, gap: float
+    kind: tuple[str, int],
+    pipeline_ranks: int,
+    micro: int,
+    rows: int,
+    data: st.DataObject,
+    gap: float,
 ) -> None:
     """What a stage load promises for the micro-batches in flight holds for the list that runs."""
     schedule, interleave = kind
-    micro, count = min(micro, rows), positions * interleave
+    micro, count = min(micro, rows), pipeline_ranks * interleave
     sizes = st.integers(0, 40)
     drawn = [
         block(
@@ -135,7 +140,7 @@ def test_no_rank_peaks_above_what_is_proved(
         replace(part, directives=(data.draw(directive), data.draw(directive)))
         for part in stages(range(0, 2 * count + 1, 2), limit=40 * rows)
     ]
-    machines = nodes(positions, gap_share=gap, reserve_bytes=17)
+    machines = nodes(pipeline_ranks, gap_share=gap, reserve_bytes=17)
     result = run(
         drawn,
         parts,
@@ -145,13 +150,13 @@ def test_no_rank_peaks_above_what_is_proved(
         machines=machines,
         interleave=interleave,
     )
-    for position, rank in enumerate(result.ranks):
+    for pipeline_rank, rank in enumerate(result.ranks):
         bound = 0
         for index, stage in enumerate(
-            SCHEDULES[schedule].stages_of(position, positions, interleave)
+            SCHEDULES[schedule].stages_of(pipeline_rank, pipeline_ranks, interleave)
         ):
             part = parts[stage]
-            device, split = machines.devices[position], SCHEDULES[schedule].splits
+            device, split = machines.devices[pipeline_rank], SCHEDULES[schedule].splits
             load = load_planned(profile(drawn), part, -(-rows // micro), device=device, split=split)
             flight = SCHEDULES[schedule].in_flight(count, stage, micro, interleave)
             limit = part.swap_limit_bytes if part.offloads else 0

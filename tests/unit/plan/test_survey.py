@@ -154,7 +154,7 @@ def test_what_is_refused_is_refused_soon() -> None:
     ],
 )
 def test_a_heavy_first_block_hides_a_part_of_the_ramp(batch: int, schedule: str) -> None:
-    """What waits below a slow first position is hidden by its own forwards, so slowest times micro-batches and the
+    """What waits below a slow first pipeline rank is hidden by its own forwards, so slowest times micro-batches and the
     whole ramp is no lower bound; where it was taken for one, the best micro-batch was left out, by 11%."""
     seconds = {"forward_seconds": Affine(1.0, 1.0), "backward_seconds": Affine(2.0, 2.0)}
     first = replace(
@@ -181,7 +181,8 @@ def test_a_heavy_first_block_hides_a_part_of_the_ramp(batch: int, schedule: str)
             asked, _ = search(
                 model, machines, config, global_batch=batch, microbatch=microbatch, runnable=False
             )
-            # The slowest position is the first block alone; how the others share the rest is not looked at further.
+            # The slowest pipeline rank is the first block alone; how the others share the rest is not looked at
+            # further.
             assert least <= asked.prediction.step_seconds * 1.02
 
 
@@ -261,7 +262,7 @@ def test_a_forecast_is_never_below_the_longest_path(name: str) -> None:
 def test_the_printed_bound_is_below_what_was_found(
     blocks: int, devices: int, batch: int, config: PlanConfig
 ) -> None:
-    """Few micro-batches of blocks that are alike: positions that wait less may hold more."""
+    """Few micro-batches of blocks that are alike: pipeline ranks that wait less may hold more."""
     model, machines = profile([block(weight_seconds=1.0)] * blocks), cluster(devices, 10**9)
     request = Request(model, machines, config, global_batch=batch, runnable=False)
     survey = Survey(request, Forecasts(request))

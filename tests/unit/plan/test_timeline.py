@@ -20,41 +20,41 @@ TIME = st.floats(0.01, 10.0)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("positions", "micro"), SHAPES)
-def test_bubble_of_equal_stages(schedule: str, positions: int, micro: int) -> None:
+@pytest.mark.parametrize(("pipeline_ranks", "micro"), SHAPES)
+def test_bubble_of_equal_stages(schedule: str, pipeline_ranks: int, micro: int) -> None:
     """GPipe, Huang et al. 2019, section 2.3: (S − 1) / (M + S − 1)."""
-    found = time_schedule(SCHEDULES[schedule], [StageTimes(1, 1.5, 0.5)] * positions, micro)
-    assert found.step_seconds == pytest.approx(3 * (micro + positions - 1))
-    assert found.bubble == pytest.approx((positions - 1) / (micro + positions - 1))
+    found = time_schedule(SCHEDULES[schedule], [StageTimes(1, 1.5, 0.5)] * pipeline_ranks, micro)
+    assert found.step_seconds == pytest.approx(3 * (micro + pipeline_ranks - 1))
+    assert found.bubble == pytest.approx((pipeline_ranks - 1) / (micro + pipeline_ranks - 1))
 
 
-@pytest.mark.parametrize(("positions", "micro"), [(2, 4), (4, 4), (4, 16), (8, 24)])
+@pytest.mark.parametrize(("pipeline_ranks", "micro"), [(2, 4), (4, 4), (4, 16), (8, 24)])
 @pytest.mark.parametrize("interleave", [2, 3])
-def test_interleaving_divides_the_bubble(positions: int, micro: int, interleave: int) -> None:
+def test_interleaving_divides_the_bubble(pipeline_ranks: int, micro: int, interleave: int) -> None:
     """Narayanan et al. 2021, section 2.2: (p − 1)·(t_f + t_b) / v of idle time."""
-    times = [StageTimes(1 / interleave, 2 / interleave)] * (positions * interleave)
+    times = [StageTimes(1 / interleave, 2 / interleave)] * (pipeline_ranks * interleave)
     found = time_schedule(SCHEDULES["interleaved"], times, micro, interleave=interleave)
-    assert found.step_seconds == pytest.approx(3 * micro + 3 * (positions - 1) / interleave)
+    assert found.step_seconds == pytest.approx(3 * micro + 3 * (pipeline_ranks - 1) / interleave)
 
 
-@pytest.mark.parametrize(("positions", "micro"), [(2, 6), (4, 12), (8, 24)])
+@pytest.mark.parametrize(("pipeline_ranks", "micro"), [(2, 6), (4, 12), (8, 24)])
 @pytest.mark.parametrize(("forward", "backward", "weight"), [(1, 1, 1), (1.0, 1.1, 0.6)])
 def test_idle_time_of_zero_bubble_schedules(
-    positions: int, micro: int, forward: float, backward: float, weight: float
+    pipeline_ranks: int, micro: int, forward: float, backward: float, weight: float
 ) -> None:
     """Qi et al. 2024, table 2: (p − 1)·(T_F + T_B − T_W) for H1 and (p − 1)·(T_F + T_B − 2·T_W) for H2."""
     times, work = (
-        [StageTimes(forward, backward, weight)] * positions,
+        [StageTimes(forward, backward, weight)] * pipeline_ranks,
         micro * (forward + backward + weight),
     )
     idle = {
         s: time_schedule(SCHEDULES[s], times, micro).span_seconds - work
         for s in ("1f1b", "zb-h1", "zb-h2")
     }
-    assert idle["1f1b"] == pytest.approx((positions - 1) * (forward + backward + weight))
-    assert idle["zb-h1"] == pytest.approx((positions - 1) * (forward + backward - weight))
+    assert idle["1f1b"] == pytest.approx((pipeline_ranks - 1) * (forward + backward + weight))
+    assert idle["zb-h1"] == pytest.approx((pipeline_ranks - 1) * (forward + backward - weight))
     assert idle["zb-h2"] == pytest.approx(
-        (positions - 1) * (forward + backward - 2 * weight), abs=1e-9
+        (pipeline_ranks - 1) * (forward + backward - 2 * weight), abs=1e-9
     )
 
 
@@ -73,13 +73,13 @@ def test_a_message_that_blocks_holds_both_ranks() -> None:
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[Schedule, int, int, int, list[StageTimes]]:
     schedule = draw(st.sampled_from(list(SCHEDULES.values())))
-    positions, micro = draw(st.integers(1, 6)), draw(st.integers(1, 14))
+    pipeline_ranks, micro = draw(st.integers(1, 6)), draw(st.integers(1, 14))
     interleave = draw(st.sampled_from([each for each in (1, 2, 3) if schedule.allows(each)]))
-    count = positions * interleave
+    count = pipeline_ranks * interleave
     times = st.builds(StageTimes, TIME, TIME, TIME, st.just(draw(st.floats(0.01, 3))))
     return (
         schedule,
-        positions,
+        pipeline_ranks,
         interleave,
         micro,
         draw(st.lists(times, min_size=count, max_size=count)),
@@ -92,7 +92,7 @@ def test_it_agrees_with_the_event_simulator(
     shape: tuple[Schedule, int, int, int, list[StageTimes]],
 ) -> None:
     """Where nothing is shared: messages wait for the latency alone."""
-    schedule, positions, interleave, micro, times = shape
+    schedule, pipeline_ranks, interleave, micro, times = shape
     blocks = [
         block(
             forward=t.forward,
@@ -105,7 +105,7 @@ def test_it_agrees_with_the_event_simulator(
     ]
     result = simulate(
         profile(blocks),
-        cluster(positions, link=Link(bytes_per_second=1e30, latency_seconds=times[0].send)),
+        cluster(pipeline_ranks, link=Link(bytes_per_second=1e30, latency_seconds=times[0].send)),
         stages(range(len(times) + 1)),
         schedule=schedule,
         rows=micro,
@@ -118,11 +118,13 @@ def test_it_agrees_with_the_event_simulator(
     compute = [
         span for span in result.spans if span.kind in ("forward", "backward", "backward_weight")
     ]
-    for position in range(positions):
-        mine = [span for span in compute if span.rank == position]
-        assert found.begin[position] == pytest.approx(min(span.start for span in mine), abs=1e-9)
-        assert found.end[position] == pytest.approx(max(span.end for span in mine), rel=1e-9)
-        assert found.busy[position] == pytest.approx(
+    for pipeline_rank in range(pipeline_ranks):
+        mine = [span for span in compute if span.rank == pipeline_rank]
+        assert found.begin[pipeline_rank] == pytest.approx(
+            min(span.start for span in mine), abs=1e-9
+        )
+        assert found.end[pipeline_rank] == pytest.approx(max(span.end for span in mine), rel=1e-9)
+        assert found.busy[pipeline_rank] == pytest.approx(
             sum(span.end - span.start for span in mine), rel=1e-9
         )
 
@@ -130,7 +132,7 @@ def test_it_agrees_with_the_event_simulator(
 @settings(max_examples=50, deadline=None)
 @given(shapes())
 def test_the_step_bounds(shape: tuple[Schedule, int, int, int, list[StageTimes]]) -> None:
-    """Never less than the work of a position, or than one micro-batch through all stages and back."""
+    """Never less than the work of a pipeline rank, or than one micro-batch through all stages and back."""
     schedule, _, interleave, micro, times = shape
     found = time_schedule(schedule, times, micro, interleave=interleave)
     assert found.step_seconds >= found.busy.max() * (1 - 1e-12)
@@ -156,25 +158,25 @@ def test_orders_of_ones_own() -> None:
 def test_lists_that_wait_for_each_other_are_refused(first: str, second: str, waiting: str) -> None:
     kinds = {"F": Kind.FORWARD, "B": Kind.BACKWARD, "W": Kind.BACKWARD_WEIGHT}
     orders = [
-        Order.of([Action(kinds[letter], position, 0) for letter in letters])
-        for position, letters in enumerate((first, second))
+        Order.of([Action(kinds[letter], pipeline_rank, 0) for letter in letters])
+        for pipeline_rank, letters in enumerate((first, second))
     ]
     with pytest.raises(
         DeadlockError,
-        match=f"2 stages with 1 micro-batches: positions {waiting} wait for each other",
+        match=f"2 stages with 1 micro-batches: pipeline ranks {waiting} wait for each other",
     ):
         time_orders(orders, [StageTimes(1, 1)] * 2, 1)
 
 
 @pytest.mark.parametrize(("count", "interleave"), [(0, 1), (3, 2), (2, 0)])
 def test_stages_that_cannot_be_dealt_out(count: int, interleave: int) -> None:
-    with pytest.raises(PlanError, match="cannot be dealt out"):
+    with pytest.raises(PlanError, match="cannot be split into"):
         time_schedule(
             SCHEDULES["interleaved"], [StageTimes(1, 1)] * count, 4, interleave=interleave
         )
 
 
-def test_many_positions_and_micro_batches() -> None:
-    times = [StageTimes(1 + position / 1000, 1, 1, 0.01) for position in range(64)]
+def test_many_pipeline_ranks_and_micro_batches() -> None:
+    times = [StageTimes(1 + pipeline_rank / 1000, 1, 1, 0.01) for pipeline_rank in range(64)]
     found = time_schedule(SCHEDULES["zb-h1"], times, 4096)
     assert found.step_seconds == pytest.approx(4096 * 3.063, rel=0.02)
