@@ -30,7 +30,7 @@ from parallax.model.describe import describe
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.plan.config import PlanConfig
 from parallax.plan.plan import Plan
-from parallax.plan.simulation.predict import Pipeline, predict
+from parallax.plan.simulation.predict import predict
 from parallax.run.planning import plan_model
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
@@ -60,7 +60,7 @@ def plans(model: GPTConfig, rows: int) -> dict[str, Plan]:
         microbatch=rows,
     )
     (device,) = found.cluster.devices
-    pipeline = Pipeline.of(found.plan)
+    pipeline = found.plan
 
     def promised(**changes: Any) -> Plan:
         cluster = found.cluster.with_devices([replace(device, **changes)])

@@ -33,7 +33,6 @@ from parallax.plan.config import PlanConfig
 from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.search.search import describe, search
-from parallax.plan.simulation.predict import Pipeline
 from parallax.run.job import profile_run
 from parallax.run.planning import stepped_by
 
@@ -294,7 +293,7 @@ def answer(name: str, with_grid: bool) -> Answer:
         gap=round(chosen.gap, 4),
         regret=round(max(0.0, step / least - 1), 5),
         cells=len(found),
-        chosen=describe(Pipeline.of(chosen)),
+        chosen=describe(chosen),
         better=str(best) if least < step else "",
     )
 

@@ -33,7 +33,6 @@ from parallax.model.precision import PrecisionConfig
 from parallax.plan.config import PlanConfig
 from parallax.plan.plan import Plan
 from parallax.plan.search.search import describe as in_words
-from parallax.plan.simulation.predict import Pipeline
 from parallax.run.planning import measure_model, plan_model, settle
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
@@ -144,7 +143,7 @@ def plans(
                 ).plan
             except (ConfigError, InfeasiblePlan) as error:
                 return Answer(reason=str(error))
-            return Answer(plan=found, words=in_words(Pipeline.of(found)))
+            return Answer(plan=found, words=in_words(found))
 
         yield (
             [

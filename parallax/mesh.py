@@ -16,17 +16,18 @@ from parallax.nodes.joining import TIMEOUT as TIMEOUT
 from parallax.nodes.objects import all_objects
 from parallax.nodes.places import ALONE, Nodes
 from parallax.nodes.together import from_all
-from parallax.plan.plan import Plan
+from parallax.plan.edge import Edge
+from parallax.plan.plan import Coordinate, Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
-    """One way between two ranks: messages from ``sender`` to ``receiver`` across the cut after the stage ``boundary``;
+class Route:
+    """One direction between two ranks of an edge's stages: messages from rank ``sender`` to rank ``receiver``;
     ``backward`` ones are gradients."""
 
     sender: int
     receiver: int
-    boundary: int
+    edge: Edge
     backward: bool
 
 
@@ -41,18 +42,17 @@ class Mesh:
     they are complete. ``shared`` maps the name of a parameter that several stages hold to the group of all their ranks.
     ``world`` is None in a plan of one rank.
 
-    Neighbour stages talk through ``forth`` and ``back``, two gloo groups of all ranks, where messages are told apart by
-    tags. Between ranks that have a GPU each, ``edges`` holds an NCCL group for each edge instead: NCCL
+    Stages talk through ``forth`` and ``back``, two gloo groups of all ranks, where messages are told apart by
+    tags. Between ranks that have a GPU each, ``routes`` holds an NCCL group for each route instead: NCCL
     matches by order alone, and a send may block what comes after it in its group. Gradients travel apart from
-    activations in both: neighbours in 1F1B send to each other at the same time, and over one gloo connection each send
-    holds the lock that gloo's thread spins on to deliver the other's message.
+    activations in both: both ends of an edge send to each other at the same time in 1F1B, and over one gloo connection
+    each send holds the lock that gloo's thread spins on to deliver the other's message.
     ``nodes``: where all ranks are.
     """
 
     plan: Plan
     rank: int
-    stage: int
-    replica: int
+    coordinate: Coordinate
     device: torch.device
     world: dist.ProcessGroup | None
     replicas: dist.ProcessGroup | None
@@ -60,7 +60,7 @@ class Mesh:
     shared: dict[str, dist.ProcessGroup]
     forth: dist.ProcessGroup | None
     back: dist.ProcessGroup | None
-    edges: dict[Edge, dist.ProcessGroup]
+    routes: dict[Route, dist.ProcessGroup]
     statistics: dist.ProcessGroup | None = None
     streamed: dist.ProcessGroup | None = None
     nodes: Nodes = ALONE
@@ -77,28 +77,28 @@ class Mesh:
             )
         device = computing_on(device)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        stage, replica = plan.locate(rank)
+        coordinate = plan.coordinate(rank)
+        pipeline_rank = coordinate.pipeline_rank
         devices = RankDevices.gather(device, size)
-        own, updates, statistics, streamed = _replica_groups(plan, stage, devices)
+        own, updates, statistics, streamed = _replica_groups(plan, pipeline_rank, devices)
         ties: dict[str, dist.ProcessGroup] = {}
-        for name, stages in shared.items():
-            ranks = [r for s in stages for r in plan.ranks(s)]
+        for name, holders in shared.items():
+            ranks = [rank for holder in holders for rank in plan.ranks(holder)]
             group = _group(ranks, devices.reducing(ranks))
-            if stage in stages:
+            if pipeline_rank in holders:
                 ties[name] = group
         world = dist.group.WORLD if dist.is_initialized() else None
         back = _group(list(range(size)), "gloo") if dist.is_initialized() else None
-        edges = {
-            edge: _group([edge.sender, edge.receiver], backend)
-            for edge in edges_of(plan)
-            if (backend := devices.direct([edge.sender, edge.receiver]))
+        routes = {
+            route: _group([route.sender, route.receiver], backend)
+            for route in routes_of(plan)
+            if (backend := devices.direct([route.sender, route.receiver]))
         }
-        _connect(edges, rank, device)
+        _connect(plan, routes, rank, device)
         return cls(
             plan,
             rank,
-            stage,
-            replica,
+            coordinate,
             device,
             world,
             own,
@@ -106,29 +106,30 @@ class Mesh:
             ties,
             world,
             back,
-            edges,
+            routes,
             statistics,
             streamed,
             nodes=Nodes.gather(),
         )
 
-    def direct(self, edge: Edge) -> bool:
-        """Whether device tensors travel along ``edge`` without the host."""
-        return edge in self.edges
+    def direct(self, route: Route) -> bool:
+        """Whether device tensors travel along ``route`` without the host."""
+        return route in self.routes
 
-    def channel(self, edge: Edge) -> tuple[dist.ProcessGroup | None, int, int]:
-        """The group in which messages travel along ``edge``, the other rank's place in it, and their tag."""
-        if self.direct(edge):
-            group = self.edges[edge]
-            return group, dist.get_group_rank(group, self._other(edge)), edge.boundary
-        return self.host_channel(edge)
+    def channel(self, route: Route) -> tuple[dist.ProcessGroup | None, int, int]:
+        """The group in which messages travel along ``route``, the other rank's place in it, and their tag."""
+        if self.direct(route):
+            group = self.routes[route]
+            return group, dist.get_group_rank(group, self._other(route)), _tag(self.plan, route)
+        return self.host_channel(route)
 
-    def host_channel(self, edge: Edge) -> tuple[dist.ProcessGroup | None, int, int]:
+    def host_channel(self, route: Route) -> tuple[dist.ProcessGroup | None, int, int]:
         """The same for buffers of the host."""
-        return self.back if edge.backward else self.forth, self._other(edge), edge.boundary
+        group = self.back if route.backward else self.forth
+        return group, self._other(route), _tag(self.plan, route)
 
-    def _other(self, edge: Edge) -> int:
-        return edge.receiver if self.rank == edge.sender else edge.sender
+    def _other(self, route: Route) -> int:
+        return route.receiver if self.rank == route.sender else route.sender
 
     def close(self) -> None:
         """Leave the groups that were made for the plan; the world stays."""
@@ -139,26 +140,34 @@ class Mesh:
             self.streamed,
             self.back,
             *self.shared.values(),
-            *self.edges.values(),
+            *self.routes.values(),
         ]
         for group in made:
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
 
     @property
+    def pipeline_rank(self) -> int:
+        return self.coordinate.pipeline_rank
+
+    @property
+    def replica(self) -> int:
+        return self.coordinate.replica
+
+    @property
     def stages(self) -> tuple[int, ...]:
         """The stages of this rank: one, or its virtual stages."""
-        return self.plan.stages_of(self.stage)
+        return self.plan.stages_of(self.pipeline_rank)
 
     @property
     def is_last(self) -> bool:
         """Whether this rank holds the last stage."""
-        return self.stage == self.plan.pipeline_rank(len(self.plan.stages) - 1)
+        return self.pipeline_rank == self.plan.pipeline_rank(len(self.plan.stages) - 1)
 
     @property
     def replica_count(self) -> int:
         """Replicas of this rank's stage."""
-        return self.plan.stages[self.stage].replicas
+        return self.plan.stages[self.pipeline_rank].replicas
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks of a small host tensor."""
@@ -242,18 +251,25 @@ class RankDevices:
         return backend
 
 
-def _connect(edges: Mapping[Edge, dist.ProcessGroup], rank: int, device: torch.device) -> None:
-    """Let both ends of each edge meet, every rank in the same order of edges. NCCL connects two ranks when they first
+def _connect(
+    plan: Plan, routes: Mapping[Route, dist.ProcessGroup], rank: int, device: torch.device
+) -> None:
+    """Let both ends of each route meet, every rank in the same order of routes. NCCL connects two ranks when they first
     send and receive in a group, and blocks their hosts until both have come: left to the first step, in which every
-    rank begins with a message of another edge, all would wait for each other."""
-    for edge, group in edges.items():
-        if rank in (edge.sender, edge.receiver):
-            one = torch.zeros(1, dtype=torch.uint8, device=device)
-            if rank == edge.sender:
-                work = group.send([one], dist.get_group_rank(group, edge.receiver), edge.boundary)
+    rank begins with a message of another route, all would wait for each other."""
+    for route, group in routes.items():
+        if rank in (route.sender, route.receiver):
+            one, tag = torch.zeros(1, dtype=torch.uint8, device=device), _tag(plan, route)
+            if rank == route.sender:
+                work = group.send([one], dist.get_group_rank(group, route.receiver), tag)
             else:
-                work = group.recv([one], dist.get_group_rank(group, edge.sender), edge.boundary)
+                work = group.recv([one], dist.get_group_rank(group, route.sender), tag)
             work.wait()
+
+
+def _tag(plan: Plan, route: Route) -> int:
+    """Tells messages of one edge from those of another between the same two ranks."""
+    return plan.edges().index(route.edge)
 
 
 def _group(ranks: list[int], backend: str) -> dist.ProcessGroup:
@@ -261,11 +277,11 @@ def _group(ranks: list[int], backend: str) -> dist.ProcessGroup:
     return dist.new_group(ranks, backend=backend, timeout=TIMEOUT)
 
 
-def edges_of(plan: Plan) -> Iterator[Edge]:
-    """Every way between ranks of neighbour stages that may share rows; none within a pipeline rank."""
-    for boundary in range(len(plan.stages) - 1):
-        if plan.hands_over(boundary):
+def routes_of(plan: Plan) -> Iterator[Route]:
+    """Every route between ranks that may share rows; none along local edges."""
+    for edge in plan.edges():
+        if plan.is_local(edge):
             continue
-        for low, high in itertools.product(plan.ranks(boundary), plan.ranks(boundary + 1)):
-            yield Edge(low, high, boundary, backward=False)
-            yield Edge(high, low, boundary, backward=True)
+        for low, high in itertools.product(plan.ranks(edge.sender), plan.ranks(edge.receiver)):
+            yield Route(low, high, edge, backward=False)
+            yield Route(high, low, edge, backward=True)

@@ -44,10 +44,10 @@ from parallax.plan.analytic.transformer import TransformerConfig
 from parallax.plan.cluster import Cluster
 from parallax.plan.cost.stage import load_stage
 from parallax.plan.cost.states import OffloadFractions
-from parallax.plan.plan import Directive, StagePlan
+from parallax.plan.plan import Directive, Pipeline, StagePlan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.schedule import SCHEDULES
-from parallax.plan.simulation.predict import Pipeline, predict
+from parallax.plan.simulation.predict import predict
 from parallax.plan.work import ModelWork
 
 COLUMNS = frozenset(
@@ -217,7 +217,7 @@ class Case:
             stages=self.stages(profile),
             global_batch=self.global_batch,
             microbatch=self.microbatch,
-            order=tuple(range(self.devices)),
+            placement=tuple(range(self.devices)),
         )
         return predict(profile, self.cluster, pipeline).step_seconds
 

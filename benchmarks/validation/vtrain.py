@@ -50,10 +50,9 @@ from parallax.plan.analytic.recipe import recipe
 from parallax.plan.analytic.transformer import TransformerConfig
 from parallax.plan.cluster import Cluster
 from parallax.plan.cost.collective import all_reduce_seconds, link_among
-from parallax.plan.plan import Directive, StagePlan
+from parallax.plan.plan import Directive, Pipeline, StagePlan
 from parallax.plan.profile import BlockCost, ModelProfile
 from parallax.plan.schedule import SCHEDULES
-from parallax.plan.simulation.predict import Pipeline
 from parallax.plan.simulation.predict import predict as planned
 from parallax.plan.work import ModelWork
 
@@ -250,7 +249,7 @@ def simulate(run: Run, efficiency: Efficiency | None) -> float:
         stages=stages,
         global_batch=run.global_batch,
         microbatch=run.rows * run.data,
-        order=tuple(range(run.devices)),
+        placement=tuple(range(run.devices)),
     )
     profile = price(chain, DEVICE, efficiency)
     return planned(profile, cluster, pipeline).step_seconds + efficiency.step_seconds

@@ -22,6 +22,7 @@ import numpy as np
 from benchmarks.validation.table import Row, Table, read_rows
 from parallax.plan.analytic.efficiency import default_efficiency
 from parallax.plan.analytic.hardware import device_kind
+from parallax.plan.edge import chain
 from parallax.plan.schedule import SCHEDULES
 from parallax.plan.schedule.order import Order
 from parallax.plan.schedule.zero_bubble import zero_bubble
@@ -146,11 +147,14 @@ class Case:
             blocking=overhead.message_seconds,
         )
         stages = [times] * (self.pipeline_ranks * interleave)
+        edges = chain(range(1, len(stages) + 1))
         if schedule == "zb-2p":
-            return time_orders(self._two_p(), stages, self.micro_batches)
+            return time_orders(self._two_p(), stages, edges, self.micro_batches)
         # With the memory of 1F1B the paper's search finds nothing better than the schedule made by hand.
         name = {"zb-1p": "zb-h1"}.get(schedule, schedule)
-        return time_schedule(SCHEDULES[name], stages, self.micro_batches, interleave=interleave)
+        return time_schedule(
+            SCHEDULES[name], stages, edges, self.micro_batches, interleave=interleave
+        )
 
     def _two_p(self) -> list[Order]:
         """ZB-2p: ZB-H2 with weight halves put off by as many as fill the wait, not by two for each stage before, within

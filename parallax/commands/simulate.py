@@ -22,7 +22,7 @@ from parallax.common.events import Span
 from parallax.common.units import format_seconds
 from parallax.errors import PlanError
 from parallax.plan.plan import Plan
-from parallax.plan.simulation.predict import Forecast, Pipeline, predict
+from parallax.plan.simulation.predict import Forecast, predict
 from parallax.report import chrome_trace, timeline_png
 from parallax.report.simulation import simulation_table
 from parallax.run.feedback import check_spans, measured_spans, typical_step
@@ -52,7 +52,7 @@ def run(parsed: argparse.Namespace) -> int:
     console = console_of(parsed)
     plan, inputs = read_plan(parsed.plan, words_of(parsed))
     with console.status(f"simulating {plan.world_size} rank(s)"):
-        forecast = predict(inputs.profile, inputs.cluster, Pipeline.of(plan))
+        forecast = predict(inputs.profile, inputs.cluster, plan)
     if parsed.trace is not None:
         with writing("--trace", parsed.trace) as path:
             path.write_text(json.dumps(chrome_trace(_spans(forecast, plan))), encoding="utf-8")

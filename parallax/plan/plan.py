@@ -7,8 +7,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -17,6 +18,7 @@ from parallax.common.typed import fitting
 from parallax.common.units import format_bytes
 from parallax.errors import PlanError, printable
 from parallax.plan.cluster import LEAST_BUCKET_BYTES
+from parallax.plan.edge import Edge, chain
 from parallax.plan.rows import micro_batch_count, micro_batch_rows, replica_rows
 from parallax.plan.schedule import Schedule, named
 
@@ -166,34 +168,127 @@ class Alternative:
         _check_numbers(self, float, "step_seconds")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Stages in order of data. A pipeline has ``len(stages) / interleave`` pipeline ranks, each with ``interleave``
-    stages of equal replica counts; the ``schedule``, which may be given by its name, says which.
+class Coordinate(NamedTuple):
+    """The place of one rank: its pipeline rank, which replica of that it is, and its number among the ranks that hold
+    parts of the same tensors, which is 0 as long as no stage is split by tensors."""
 
-    With ``gather_loss`` the outputs of all micro-batches and replicas meet on the last stage, and the loss is computed
-    once, of the whole batch; otherwise each micro-batch of each replica has a loss of its own.
+    pipeline_rank: int
+    replica: int
+    tensor_rank: int = 0
 
-    ``placement`` lists the ranks by pipeline rank, replica by replica; empty means in order. ``tier`` is
-    where offloaded data goes, by its name (:mod:`parallax.plan.tier`). ``candidates`` says how many plans the search
-    compared, ``exact`` whether it can say that none was better by its cost model; otherwise none can take less than
-    ``bound_seconds``. ``alternatives`` are the runners-up. ``spare_devices`` of the cluster are left unused, because
-    with them the step would be no shorter.
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """Stages in order of data, and how micro-batches run through them: what is simulated, and what a plan decides.
+
+    There are ``len(stages) / interleave`` pipeline ranks, each with ``interleave`` virtual stages of equal replica
+    counts; the ``schedule`` says which. ``placement`` lists the ranks by pipeline rank, replica by replica; empty means
+    in order.
     """
 
-    model: str
-    fingerprint: str
     schedule: Schedule
     global_batch: int
     microbatch: int
     stages: tuple[StagePlan, ...]
+    interleave: int = 1
+    placement: tuple[int, ...] = ()
+
+    @property
+    def pipeline_ranks(self) -> int:
+        return len(self.stages) // self.interleave
+
+    @property
+    def world_size(self) -> int:
+        return sum(stage.replicas for stage in self.stages[: self.pipeline_ranks])
+
+    def micro_batches(self, rows: int) -> int:
+        """Micro-batches that a batch of ``rows`` rows is cut into: never more than it has rows."""
+        return min(rows, micro_batch_count(rows, self.microbatch))
+
+    def pipeline_rank(self, stage: int) -> int:
+        """The pipeline rank that holds a stage."""
+        return self.schedule.pipeline_rank_of(stage, self.pipeline_ranks)
+
+    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
+        """The stages that a pipeline rank holds, in the order of the data."""
+        return self.schedule.stages_of(pipeline_rank, self.pipeline_ranks, self.interleave)
+
+    def ranks(self, stage: int) -> tuple[int, ...]:
+        """The ranks of a stage, replica by replica."""
+        return self._ranks[self.pipeline_rank(stage)]
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """The place of a rank."""
+        if rank not in self._coordinates:
+            raise PlanError(f"rank {rank}: the plan has ranks 0 to {self.world_size - 1}")
+        return self._coordinates[rank]
+
+    def edges(self) -> tuple[Edge, ...]:
+        """What stages send to each other; every stage but the last sends to the one after it."""
+        return self._edges
+
+    def entering(self, stage: int) -> Edge | None:
+        """The edge to ``stage``; None for the stage that takes the model's inputs."""
+        return self._entering.get(stage)
+
+    def leaving(self, stage: int) -> Edge | None:
+        """The edge from ``stage``; None for the stage that computes the loss."""
+        return self._leaving.get(stage)
+
+    def is_local(self, edge: Edge) -> bool:
+        """Whether both ends of ``edge`` are on one pipeline rank, so that nothing is sent."""
+        return self.pipeline_rank(edge.sender) == self.pipeline_rank(edge.receiver)
+
+    @cached_property
+    def _ranks(self) -> tuple[tuple[int, ...], ...]:
+        """By pipeline rank, replica by replica."""
+        order, found, first = self.placement or range(self.world_size), [], 0
+        for stage in self.stages[: self.pipeline_ranks]:
+            found.append(tuple(order[first : first + stage.replicas]))
+            first += stage.replicas
+        return tuple(found)
+
+    @cached_property
+    def _coordinates(self) -> dict[int, Coordinate]:
+        return {
+            rank: Coordinate(pipeline_rank, replica)
+            for pipeline_rank, ranks in enumerate(self._ranks)
+            for replica, rank in enumerate(ranks)
+        }
+
+    @cached_property
+    def _edges(self) -> tuple[Edge, ...]:
+        return chain([stage.stop for stage in self.stages])
+
+    @cached_property
+    def _entering(self) -> dict[int, Edge]:
+        return {edge.receiver: edge for edge in self._edges}
+
+    @cached_property
+    def _leaving(self) -> dict[int, Edge]:
+        return {edge.sender: edge for edge in self._edges}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Pipeline):
+    """A pipeline with what was decided beside it, and what was predicted. The ``schedule`` may be given by its name.
+
+    With ``gather_loss`` the outputs of all micro-batches and replicas meet on the last stage, and the loss is computed
+    once, of the whole batch; otherwise each micro-batch of each replica has a loss of its own.
+
+    ``tier`` is where offloaded data goes, by its name (:mod:`parallax.plan.tier`). ``candidates`` says how many plans
+    the search compared, ``exact`` whether it can say that none was better by its cost model; otherwise none can take
+    less than ``bound_seconds``. ``alternatives`` are the runners-up. ``spare_devices`` of the cluster are left unused,
+    because with them the step would be no shorter.
+    """
+
+    model: str
+    fingerprint: str
     tier: str
     prediction: Prediction
     candidates: int = 0
     exact: bool = True
     bound_seconds: float = 0.0
-    interleave: int = 1
-    placement: tuple[int, ...] = ()
     gather_loss: bool = False
     alternatives: tuple[Alternative, ...] = ()
     spare_devices: int = 0
@@ -269,26 +364,13 @@ class Plan:
                 )
 
     @property
-    def pipeline_ranks(self) -> int:
-        """Places in the pipeline: the stages, unless several share a place."""
-        return len(self.stages) // self.interleave
-
-    @property
-    def world_size(self) -> int:
-        return sum(stage.replicas for stage in self.stages[: self.pipeline_ranks])
-
-    @property
     def blocks(self) -> int:
         return self.stages[-1].stop
-
-    def micro_batches(self, rows: int) -> int:
-        """Micro-batches that a batch of ``rows`` rows is cut into: never more than it has rows."""
-        return min(rows, micro_batch_count(rows, self.microbatch))
 
     def rows_of(self, rank: int) -> int:
         """Rows of a global batch that a rank computes; 0 for one that is idle, as replicas are that outnumber the rows
         of every micro-batch."""
-        pipeline_rank, replica = self.locate(rank)
+        pipeline_rank, replica, _ = self.coordinate(rank)
         replicas, count = self.stages[pipeline_rank].replicas, self.micro_batches(self.global_batch)
         rows = 0
         for micro in range(count):
@@ -297,40 +379,10 @@ class Plan:
             rows += high - low
         return rows
 
-    def pipeline_rank(self, stage: int) -> int:
-        """The place in the pipeline that holds a stage."""
-        return self.schedule.pipeline_rank_of(stage, self.pipeline_ranks)
-
-    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
-        """The stages that a place in the pipeline holds, in the order of the data."""
-        return self.schedule.stages_of(pipeline_rank, self.pipeline_ranks, self.interleave)
-
-    def hands_over(self, stage: int) -> bool:
-        """Whether the stage after this one is on the same pipeline rank, so that nothing is sent between them."""
-        return self.schedule.hands_over(stage, self.pipeline_ranks)
-
-    def ranks(self, stage: int) -> tuple[int, ...]:
-        """The ranks of a stage, replica by replica."""
-        pipeline_rank = self.pipeline_rank(stage)
-        first = sum(s.replicas for s in self.stages[:pipeline_rank])
-        numbers = range(first, first + self.stages[pipeline_rank].replicas)
-        return tuple(self.placement[n] for n in numbers) if self.placement else tuple(numbers)
-
-    def locate(self, rank: int) -> tuple[int, int]:
-        """``(pipeline_rank, replica)`` of a rank; the pipeline rank is the stage unless several stages share it."""
-        if not 0 <= rank < self.world_size:
-            raise PlanError(f"rank {rank}: the plan has ranks 0 to {self.world_size - 1}")
-        number = self.placement.index(rank) if self.placement else rank
-        for pipeline_rank in range(self.pipeline_ranks):
-            replicas = self.stages[pipeline_rank].replicas
-            if number < replicas:
-                return pipeline_rank, number
-            number -= replicas
-        raise AssertionError("placement covers every rank")
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for YAML and JSON."""
-        plain = {**asdict(self), "schedule": self.schedule.name}
+        named_first = {"model": self.model, "fingerprint": self.fingerprint}
+        plain = {**named_first, **asdict(self), "schedule": self.schedule.name}
         data: dict[str, Any] = json.loads(json.dumps(plain))
         if not self.spare_devices:  # plans without them stay as they were
             del data["spare_devices"]
@@ -383,7 +435,7 @@ class Plan:
 
     def _beside_allocator(self, rank: int) -> int:
         prediction = self.prediction.stages
-        memory = prediction[self.locate(rank)[0]].memory if prediction else {}
+        memory = prediction[self.coordinate(rank).pipeline_rank].memory if prediction else {}
         return sum(memory.get(term, 0) for term in BESIDE_ALLOCATOR)
 
     def hash(self) -> str:

@@ -31,7 +31,7 @@ def simulation_table(
     for heading in ("rank", "stage", "replica", "peak", f"in {plan.tier}", "offloaded", *shown):
         table.add_column(heading, justify="right")
     for rank, found in enumerate(ranks[:MOST_RANKS]):
-        pipeline_rank, replica = plan.locate(rank)
+        pipeline_rank, replica, _ = plan.coordinate(rank)
         table.add_row(
             *map(str, (rank, pipeline_rank, replica)),
             *map(format_bytes, (found.peak_bytes, found.tier_peak_bytes, found.offloaded_bytes)),

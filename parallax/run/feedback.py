@@ -23,7 +23,7 @@ from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.schedule import Kind
 from parallax.plan.simulation.calibrate import calibrate, evident_factors, step_seconds
-from parallax.plan.simulation.predict import Pipeline, predict
+from parallax.plan.simulation.predict import predict
 from parallax.run.job import remember_run_profile
 from parallax.train.nodes import events_path
 from parallax.train.record import MEASURED_EVENTS, WARM_UP
@@ -80,13 +80,13 @@ def correct(
         )
     check_spans(measured, directory, plan)
     progress("correcting the profile")
-    before, cluster = predict(inputs.profile, inputs.cluster, Pipeline.of(plan)), inputs.cluster
+    before, cluster = predict(inputs.profile, inputs.cluster, plan), inputs.cluster
     if shown := evident_factors(slow or {}, before.spans, measured):
         cluster = cluster.slowed(shown)
-        before = predict(inputs.profile, cluster, Pipeline.of(plan))
+        before = predict(inputs.profile, cluster, plan)
     profile = calibrate(inputs.profile, before.spans, measured, plan, cluster)
     profile = replace(profile, disturbance=1.0)  # its seconds are now those of the run
-    after = predict(profile, cluster, Pipeline.of(plan))
+    after = predict(profile, cluster, plan)
     replace_text(directory / CALIBRATED, profile.to_json() + "\n")
     return CorrectedProfile(
         profile=profile,

@@ -106,7 +106,7 @@ def host_needs(run: PreparedRun, ranks: Sequence[int]) -> HostNeeds:
 
 def below_bytes(plan: Plan, rank: int) -> int:
     """Return the bytes that a rank is predicted to hold in the offload tier."""
-    stages = [plan.stages[index] for index in plan.stages_of(plan.locate(rank)[0])]
+    stages = [plan.stages[index] for index in plan.stages_of(plan.coordinate(rank).pipeline_rank)]
     given = sum(each.tier_bytes + each.state_bytes + each.streamed_bytes for each in stages)
     return min(given, plan.prediction.ranks[rank].tier_peak_bytes)
 
@@ -131,7 +131,7 @@ def _checkpoints(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
     be deleted. On several hosts: the part of ``ranks``. Empty where the size of a checkpoint is not known."""
     folder = run.config.checkpoint.folder(run.directory, run.config.name)
     profile, there = _profile(run.directory), list_checkpoints(folder)
-    pipeline_ranks = {run.plan.locate(rank)[0] for rank in ranks}
+    pipeline_ranks = {run.plan.coordinate(rank).pipeline_rank for rank in ranks}
     whole = checkpoint_bytes(profile) if profile is not None else 0
     one = whole * len(pipeline_ranks) // run.plan.pipeline_ranks
     kept = run.config.trainer.keep_checkpoints or len(there) + 1

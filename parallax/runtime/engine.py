@@ -28,8 +28,8 @@ from parallax.model.layers.norms import Norms
 from parallax.model.losses import check_loss
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
+from parallax.plan.lists import actions, evaluation_actions
 from parallax.plan.plan import Plan, StagePlan
-from parallax.plan.schedule.lists import actions, evaluation_actions
 from parallax.runtime.batch import Rows, as_tensors, row_count
 from parallax.runtime.channels.transport import Channels
 from parallax.runtime.checkpoint import ALL_STAY, Retention
@@ -96,7 +96,9 @@ class Engine:
         )
         self._channels = Channels(mesh, copies)
         self._later = {
-            n for n, pipeline_ranks in self._shared.items() if mesh.stage in pipeline_ranks[1:]
+            n
+            for n, pipeline_ranks in self._shared.items()
+            if mesh.pipeline_rank in pipeline_ranks[1:]
         }
         self._scale = LossScale(configs.precision, configs.nonfinite_skips)
         kept = self._stage, self._optimizer, self._scale
@@ -407,7 +409,9 @@ class Engine:
             with self._precision.products():
                 return self._executor.run(step)
         except Exception as error:
-            error.add_note(f"stage {self.mesh.stage} of {len(self.plan.stages)}, step {self._step}")
+            error.add_note(
+                f"stage {self.mesh.pipeline_rank} of {len(self.plan.stages)}, step {self._step}"
+            )
             explained = self._executor.row_check.explained(error)
             if explained is error:
                 raise
@@ -416,16 +420,13 @@ class Engine:
             self._executor.abandon()
 
     def _program(self, rows: int, *, training: bool) -> RankProgram:
-        plan, pipeline_rank = self.plan, self.mesh.stage
+        plan, pipeline_rank = self.plan, self.mesh.pipeline_rank
         micro_batches = plan.micro_batches(rows)
         if (training, micro_batches) not in self._programs:
-            arguments = (plan.schedule, plan.pipeline_ranks, pipeline_rank, micro_batches)
             if training:
                 check_gathering(plan, rows)
-                offload = any(plan.stages[stage].offloads for stage in self.mesh.stages)
-                listed = actions(*arguments, interleave=plan.interleave, offload=offload)
-            else:
-                listed = evaluation_actions(*arguments, interleave=plan.interleave)
+            listing = actions if training else evaluation_actions
+            listed = listing(plan, pipeline_rank, micro_batches)
             self._programs[training, micro_batches] = RankProgram(listed)
         return self._programs[training, micro_batches]
 

@@ -2,8 +2,8 @@
 
 Between stages only gradients of tensors that can have one travel back. A stage's output does not stay alive for
 its backward: the graph's edge does. Nor does the graph keep an input for the sake of its gradient: a received
-activation lives only as long as a block has saved it. Where two stages in a row are on one rank, the first gives the
-second what it has left, and gets the gradients from it: no action of the list is about that.
+activation lives only as long as a block has saved it. Along a local edge the sending stage
+gives the receiving one what it has left, and gets the gradients from it: no action of the list is about that.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.model.split_backward import WeightGradStore
+from parallax.plan.edge import Edge
 from parallax.plan.schedule import Action, Kind
 from parallax.plan.schedule.action import COMPUTE
 from parallax.runtime.batch import Rows
@@ -68,13 +69,13 @@ class RankProgram:
         self.first: list[Action] = []
         self.following: list[list[Action]] = [[] for _ in actions]
         latest: dict[tuple[int, Kind], int] = {}
-        for position, action in enumerate(actions):
+        for index, action in enumerate(actions):
             if action.kind in (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT):
                 channel = action.stage, action.kind
                 (self.following[latest[channel]] if channel in latest else self.first).append(
                     action
                 )
-                latest[channel] = position
+                latest[channel] = index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +120,7 @@ class Executor:
         self._crossings = StageIO(chain, mesh, channels)
         self._last_stage = len(mesh.plan.stages) - 1
         self._turn = {stage: turn for turn, stage in enumerate(mesh.stages)}
-        self._handed = {stage for stage in mesh.stages[:-1] if mesh.plan.hands_over(stage)}
+        self._plan = mesh.plan
         self._anchor = torch.empty(0, device=mesh.device, requires_grad=True)
         self._received: dict[Key, tuple[Tensors, GraphEntry | None]] = {}
         self._outgoing: dict[Key, Tensors] = {}
@@ -223,12 +224,13 @@ class Executor:
     def _run_forward(self, action: Action, step: StepContext, first: int, rows: int) -> None:
         stage, micro = action.stage, action.micro
         flight = _Flight(halves=WeightGradStore(self._device) if step.program.splits else None)
-        if stage == 0:
+        entering, leaving = self._plan.entering(stage), self._plan.leaving(stage)
+        if entering is None:
             inputs = self._chain.arguments(apart(self._inputs.take((first, rows))))
         else:
             inputs, flight.entry = self._received.pop((stage, micro))
             if flight.entry is not None:
-                inputs = flight.entry.enter(inputs, self._crossings.floating(stage - 1, inputs))
+                inputs = flight.entry.enter(inputs, self._crossings.floating(entering, inputs))
         outputs = self._stage.run(
             stage,
             inputs,
@@ -238,8 +240,8 @@ class Executor:
             halves=flight.halves,
         )
         del inputs
-        if stage < self._last_stage:
-            self._leave(action, outputs, flight, training=step.training)
+        if leaving is not None:
+            self._leave(leaving, micro, outputs, flight, training=step.training)
         elif step.keep is not None:
             step.keep(first, self._chain.results(outputs))
         else:
@@ -281,9 +283,9 @@ class Executor:
         if announced:
             self._sync.ended(action.stage)
         if flight.entry is not None:
-            left, below = flight.entry.take_gradients(), action.stage - 1
-            if below in self._handed:
-                self._gradients[below, action.micro] = left
+            left, entering = flight.entry.take_gradients(), self._plan.entering(action.stage)
+            if entering is not None and self._plan.is_local(entering):
+                self._gradients[entering.sender, action.micro] = left
             else:
                 self._outgoing_gradients[key] = left
         return self._stall_seconds() - before
@@ -327,7 +329,9 @@ class Executor:
         """What the swap manager calls a micro-batch on one of the stages here."""
         return action.micro + step.micro_batches * self._turn[action.stage]
 
-    def _leave(self, action: Action, outputs: Tensors, flight: _Flight, *, training: bool) -> None:
+    def _leave(
+        self, edge: Edge, micro: int, outputs: Tensors, flight: _Flight, *, training: bool
+    ) -> None:
         """Make outputs ready to be sent, and their places in the graph to be found again."""
         if self._boundary is not None:
             # Not what has no gradient: the lowest number of fp32, as masks have it, is -inf in fewer bytes. And complex
@@ -339,19 +343,19 @@ class Executor:
                 for tensor in outputs
             )
         left = tuple(tensor.detach() for tensor in outputs)
-        if action.stage in self._handed:
-            self._hand_over(action.stage + 1, action.micro, left, training=training)
+        if self._plan.is_local(edge):
+            self._hand_over(edge.receiver, micro, left, training=training)
         else:
-            self._outgoing[action.stage, action.micro] = left
+            self._outgoing[edge.sender, micro] = left
         if training:
-            floating = self._crossings.floating(action.stage, outputs)
+            floating = self._crossings.floating(edge, outputs)
             flight.roots = [
                 get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in floating
             ]
 
     def _hand_over(self, stage: int, micro: int, left: Tensors, *, training: bool) -> None:
-        """Give a stage on this rank what the one before it has left, as a channel would: a copy of its own, for the
-        graph of the one before may have saved these, and a block may change its input in place."""
+        """Give a stage on this rank what another one here has left, as a channel would: a copy of its own, for the
+        graph of the sender may have saved these, and a block may change its input in place."""
         entry = GraphEntry(self._anchor) if training else None
         inputs = left if entry is None else tuple(map(entry.copy, left))
         self._received[stage, micro] = inputs, entry

@@ -287,10 +287,11 @@ class Saving:
                 )
 
         # What lies below must come up to be written.
-        small = self._plan.stages[self._mesh.stage].optimizer_offload > 0
+        small = self._plan.stages[self._mesh.pipeline_rank].optimizer_offload > 0
         return PartWriter(
             folder,
-            f"stage-{self._mesh.stage:02d}" + (f"-replica-{replica:02d}" if replica else ""),
+            f"stage-{self._mesh.pipeline_rank:02d}"
+            + (f"-replica-{replica:02d}" if replica else ""),
             self._memory,
             thread,
             check=check,

@@ -126,6 +126,6 @@ def open_optimizer(
         copies=copies,
         open_store=below.open_states,
         share=dealt(mesh.updates),
-        shard=dealt(mesh.replicas if plans[mesh.stage].shard_optimizer else None),
+        shard=dealt(mesh.replicas if plans[mesh.pipeline_rank].shard_optimizer else None),
         streamed=stage.streamed,
     )

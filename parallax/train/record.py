@@ -82,13 +82,13 @@ class RunRecord:
         ranks = []
         for rank, found in enumerate(self._mesh.gather_objects((self._peak, self._swap.summary()))):
             peak, swap = found
-            stage, replica = plan.locate(rank)
+            place = plan.coordinate(rank)
             predicted = plan.prediction.ranks[rank]
             ranks.append(
                 {
                     "rank": rank,
-                    "stage": stage,
-                    "replica": replica,
+                    "stage": place.pipeline_rank,
+                    "replica": place.replica,
                     # Without memory that the allocator does not see, such as an accelerator's context.
                     "budget_bytes": plan.allocator_bytes(rank),
                     "predicted_peak_bytes": plan.allocator_peak_bytes(rank),
@@ -99,7 +99,7 @@ class RunRecord:
                     "predicted_stall_seconds_per_step": predicted.stall_seconds,
                     "seconds": spent.get(rank, {}),
                     "predicted_seconds": planned.get(rank, {}),
-                    "predicted_memory": _terms(plan, stage),
+                    "predicted_memory": _terms(plan, place.pipeline_rank),
                     "swap": swap,
                 }
             )
@@ -146,7 +146,7 @@ class RunRecord:
             return
         occupancy = Occupancy(
             rank=self._mesh.rank,
-            stage=self._mesh.stage,
+            stage=self._mesh.pipeline_rank,
             replica=self._mesh.replica,
             step=step,
             limit_bytes=last.swap.limit_bytes,

@@ -206,7 +206,7 @@ def unwritable(case: Case, folder: Path, part: str) -> str:
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     engine = case.engine(folder / "elsewhere")
     engine.step(case.batches()[0])
-    if f"{engine.mesh.stage}" == part:
+    if f"{engine.mesh.pipeline_rank}" == part:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     try:
         engine.save(folder, STATE)

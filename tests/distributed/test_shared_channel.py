@@ -18,10 +18,11 @@ import torch
 
 from parallax import mesh
 from parallax.errors import TransportError
-from parallax.mesh import Edge
+from parallax.mesh import Route
+from parallax.plan.edge import Edge, chain
 from parallax.runtime.channels.shared_channel import Contact, Listener, SharedReceiver, SharedSender
 
-EDGE = Edge(3, 4, 1, backward=False)
+ROUTE = Route(3, 4, Edge(1, 2, 3), backward=False)
 MESSAGE = [torch.ones(2, 3)]
 Job = Callable[[Contact, Connection], Any]
 
@@ -53,14 +54,14 @@ def peer(job: Job) -> Iterator[tuple[Listener, Connection, int]]:
 
 
 def send_two(contact: Contact, connection: Connection) -> None:
-    sender = SharedSender(EDGE, contact, 4)
+    sender = SharedSender(ROUTE, contact, 4)
     sender.send(MESSAGE, 2)
     sender.send(MESSAGE, 2)
 
 
 def test_what_a_dead_sender_had_sent_arrives_and_then_its_end() -> None:
     with peer(send_two) as (listener, _, child):
-        receiver = SharedReceiver(EDGE, listener, Contact(None, "", child))
+        receiver = SharedReceiver(ROUTE, listener, Contact(None, "", child))
         for _ in range(2):
             assert torch.equal(receiver.receive(2)[0], MESSAGE[0])
         with pytest.raises(TransportError, match="rank 3 has ended"):
@@ -79,7 +80,7 @@ def send_and_leave_a_child(contact: Contact, connection: Connection) -> None:
 def test_a_child_of_the_dead_does_not_hide_its_end() -> None:
     with peer(send_and_leave_a_child) as (listener, connection, child):
         grandchild = connection.recv()
-        receiver = SharedReceiver(EDGE, listener, Contact(None, "", child))
+        receiver = SharedReceiver(ROUTE, listener, Contact(None, "", child))
         receiver.receive(2)
         receiver.receive(2)
         try:
@@ -91,23 +92,23 @@ def test_a_child_of_the_dead_does_not_hide_its_end() -> None:
 
 def test_a_peer_that_dies_before_it_has_connected() -> None:
     with peer(lambda contact, connection: time.sleep(0.3)) as (listener, _, child):
-        receiver = SharedReceiver(EDGE, listener, Contact(None, "", child))
+        receiver = SharedReceiver(ROUTE, listener, Contact(None, "", child))
         with pytest.raises(TransportError, match="rank 3 has ended"):
             receiver.receive(2)
         with pytest.raises(TransportError, match="rank 4 has ended"):
-            SharedSender(EDGE, Contact(None, "\0nobody-is-there", child), 2)
+            SharedSender(ROUTE, Contact(None, "\0nobody-is-there", child), 2)
 
 
 def receive_one(contact: Contact, connection: Connection) -> None:
     listener = Listener()
     connection.send(listener.contact)
-    SharedReceiver(EDGE, listener, Contact(None, "", os.getppid())).receive(2)
+    SharedReceiver(ROUTE, listener, Contact(None, "", os.getppid())).receive(2)
     time.sleep(0.3)
 
 
 def test_a_dead_receiver() -> None:
     with peer(receive_one) as (_, connection, _):
-        sender = SharedSender(EDGE, connection.recv(), 2)
+        sender = SharedSender(ROUTE, connection.recv(), 2)
         with pytest.raises(TransportError, match="rank 4 has ended"):  # noqa: PT012
             for _ in range(4):  # it takes one, two may wait
                 sender.send(MESSAGE, 2)
@@ -115,7 +116,7 @@ def test_a_dead_receiver() -> None:
 
 
 def stay_silent(contact: Contact, connection: Connection) -> None:
-    sender = SharedSender(EDGE, contact, 4)
+    sender = SharedSender(ROUTE, contact, 4)
     listener = Listener()
     connection.send(listener.contact)
     connection.poll(10)
@@ -125,10 +126,10 @@ def stay_silent(contact: Contact, connection: Connection) -> None:
 def test_a_silent_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh, "TIMEOUT", timedelta(seconds=0.3))
     with peer(stay_silent) as (listener, connection, child):
-        receiver = SharedReceiver(EDGE, listener, Contact(None, "", child))
+        receiver = SharedReceiver(ROUTE, listener, Contact(None, "", child))
         with pytest.raises(TransportError, match="rank 3 did not answer within"):
             receiver.receive(2)
-        sender = SharedSender(EDGE, connection.recv(), 1)
+        sender = SharedSender(ROUTE, connection.recv(), 1)
         sender.send(MESSAGE, 2)
         with pytest.raises(TransportError, match="rank 4 did not answer within"):
             sender.send(MESSAGE, 2)
@@ -140,22 +141,24 @@ def test_a_peer_that_never_connects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mesh, "TIMEOUT", timedelta(seconds=0.3))
     listener = Listener()
     with pytest.raises(TransportError, match="rank 3 did not answer"):
-        SharedReceiver(EDGE, listener, listener.contact).receive(2)
+        SharedReceiver(ROUTE, listener, listener.contact).receive(2)
     listener.close()
 
 
 def test_channels_that_connect_in_another_order() -> None:
     listener = Listener()
-    edges = [Edge(3, 4, boundary, backward) for boundary in range(3) for backward in (False, True)]
-    senders = {edge: SharedSender(edge, listener.contact, 2) for edge in edges}
+    routes = [
+        Route(3, 4, edge, backward) for edge in chain(range(1, 5)) for backward in (False, True)
+    ]
+    senders = {route: SharedSender(route, listener.contact, 2) for route in routes}
     for number, sender in enumerate(senders.values()):
         sender.send([torch.full((2,), float(number))], 2)
-    for number, edge in reversed(list(enumerate(edges))):
+    for number, route in reversed(list(enumerate(routes))):
         assert (
-            SharedReceiver(edge, listener, listener.contact).receive(2)[0].tolist()
+            SharedReceiver(route, listener, listener.contact).receive(2)[0].tolist()
             == [float(number)] * 2
         )
-        senders[edge].close()
+        senders[route].close()
     listener.close()
 
 
@@ -172,11 +175,11 @@ def test_other_users_are_turned_away() -> None:
 
     with peer(intrude) as (listener, connection, _):
         time.sleep(0.2)
-        sender = SharedSender(EDGE, listener.contact, 1)
+        sender = SharedSender(ROUTE, listener.contact, 1)
         sender.send(MESSAGE, 2)
-        assert SharedReceiver(EDGE, listener, listener.contact).receive(2)[0].shape == (2, 3)
+        assert SharedReceiver(ROUTE, listener, listener.contact).receive(2)[0].shape == (2, 3)
         assert connection.recv() == b""
         with pytest.raises(TransportError, match="another user"):
-            SharedSender(EDGE, connection.recv(), 1)
+            SharedSender(ROUTE, connection.recv(), 1)
         connection.send("enough")
         sender.close()

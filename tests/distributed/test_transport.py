@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from parallax.errors import TransportError
 from parallax.machine.device import CpuCopies
-from parallax.mesh import Edge, Mesh
+from parallax.mesh import Mesh, Route
 from parallax.model.describe import describe
+from parallax.plan.edge import Edge
 from parallax.plan.plan import Plan
 from parallax.runtime.channels.group_channel import (
     Address,
@@ -37,7 +38,8 @@ F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float1
 I64, I32, I8, U8, BOOL = torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool
 COMPLEX = torch.complex64, torch.complex128
 KINDS = ("shared", "group", "staged")
-FORTH, BACK = Edge(0, 1, 0, backward=False), Edge(1, 0, 0, backward=True)
+EDGE = Edge(0, 1, 0)
+FORTH, BACK = Route(0, 1, EDGE, backward=False), Route(1, 0, EDGE, backward=True)
 
 
 def make(specs: Sequence[Spec], seed: int) -> list[Tensor]:

@@ -21,7 +21,7 @@ from parallax.commands.options import read_plan
 from parallax.common.lock import LOCK, locked
 from parallax.errors import ConfigError
 from parallax.nodes.places import Nodes
-from parallax.plan.simulation.predict import Pipeline, predict
+from parallax.plan.simulation.predict import predict
 from parallax.run.job import open_source
 from parallax.run.planning import Planned
 from parallax.run.prepare import write_run
@@ -287,7 +287,7 @@ def test_a_disk_that_is_full_leaves_all_as_it_was(here: Path) -> None:
     """A limit on the size of files ends writes as a full disk does."""
     assert cli.main(["plan", *DGX, "plan.stages=2"]) == 0
     plan, inputs = read_plan(Path("plan.yaml"), {})
-    forecast = predict(inputs.profile, inputs.cluster, Pipeline.of(plan))
+    forecast = predict(inputs.profile, inputs.cluster, plan)
     planned = Planned(plan, forecast, inputs.profile, inputs.cluster)
     run = prepared(*TINY)
     before = {path.name: path.read_bytes() for path in run.iterdir()}

@@ -133,7 +133,7 @@ def train(
                 scratch=Path(folder),
                 precision=precision,
             )
-            assert bool(engine.mesh.edges) == (direct and len(replicas) > 1)
+            assert bool(engine.mesh.routes) == (direct and len(replicas) > 1)
             _steps(engine, found, steps, Path(folder), resumed=resumed, fails=fails)
             engine.close()
             found.contexts.update(C.contexts())
@@ -176,7 +176,7 @@ def _steps(
     if engine.mesh.device == SIM:
         note_waits()
         engine.predict(batch())
-        assert host_waits() or engine.mesh.stage, "rows may still be read"
+        assert host_waits() or engine.mesh.pipeline_rank, "rows may still be read"
     found.left.append(engine.gradients(batch()))
     found.left.extend(float(p.detach().abs().sum()) for p in engine.parameters.values())
 

@@ -51,7 +51,7 @@ def streaming(direct: bool, microbatch: int) -> tuple[Any, list[float], int, int
     from parallax.model.describe import describe
     from parallax.model.precision import PrecisionConfig
     from parallax.model.profiling.measure import measure
-    from parallax.plan.simulation.predict import Pipeline, predict
+    from parallax.plan.simulation.predict import predict
     from parallax.runtime.batch import TensorRows
     from parallax.runtime.engine import Engine
     from tests.plans import make_plan
@@ -82,7 +82,7 @@ def streaming(direct: bool, microbatch: int) -> tuple[Any, list[float], int, int
                 precision=PrecisionConfig(),
                 minimum_bytes=1024,
             )
-            peaks[0] = predict(profile, cluster_of(2), Pipeline.of(plan)).ranks[0].peak_bytes
+            peaks[0] = predict(profile, cluster_of(2), plan).ranks[0].peak_bytes
             keep_to(SIM, peaks[0])
             engine = Engine.build(chain, plan, loss=loss, device=SIM, scratch=Path(folder))
             for _ in range(4):

@@ -27,7 +27,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.measure import measure
 from parallax.plan.cluster import Cluster, Device, Link, Node
 from parallax.plan.profile import ModelProfile
-from parallax.plan.simulation.predict import Pipeline, predict
+from parallax.plan.simulation.predict import predict
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
@@ -138,7 +138,7 @@ def train(
         global_batch=ROWS,
         microbatch=4,
     )
-    forecast = predict(profile, cluster_of(1, bytes_per_second=link), Pipeline.of(plan))
+    forecast = predict(profile, cluster_of(1, bytes_per_second=link), plan)
     planned = forecast.ranks[0].peak_bytes
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as held:
         held.callback(keep_to, SIM, TOTAL_BYTES)

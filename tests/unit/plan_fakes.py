@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from parallax.plan.cluster import Cluster, Device, Link, Node
-from parallax.plan.plan import Directive, Plan, Prediction, RankPrediction, StagePlan
+from parallax.plan.plan import Directive, Pipeline, Plan, Prediction, RankPrediction, StagePlan
 from parallax.plan.profile import Affine, BlockCost, ModelProfile
+from parallax.plan.schedule import Schedule, named
 
 FREE = Link(bytes_per_second=1e30)
 HUGE = 10**15
@@ -95,6 +96,26 @@ def stages(
         )
         for low, high, r in zip(cuts, cuts[1:], counts)
     ]
+
+
+def pipeline(
+    parts: Sequence[StagePlan],
+    *,
+    schedule: Schedule | str = "1f1b",
+    rows: int = 4,
+    micro: int = 4,
+    interleave: int = 1,
+    placement: tuple[int, ...] = (),
+) -> Pipeline:
+    """``rows`` rows in ``micro`` micro-batches, or fewer of equal size, through stages ``parts``."""
+    return Pipeline(
+        schedule=named(schedule) if isinstance(schedule, str) else schedule,
+        stages=tuple(parts),
+        global_batch=rows,
+        microbatch=-(-rows // max(1, micro)),
+        interleave=interleave,
+        placement=placement,
+    )
 
 
 def plan(**changes: Any) -> Plan:

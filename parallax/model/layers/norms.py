@@ -135,7 +135,7 @@ class Norms:
             return _Participants(mesh.statistics, place, len(present))
         if len(present) == 1:
             return _Participants(None, 0, 1)
-        ranks = tuple(mesh.plan.ranks(mesh.stage)[k] for k in present)
+        ranks = tuple(mesh.plan.ranks(mesh.pipeline_rank)[k] for k in present)
         if ranks not in self._meetings:
             backend = dist.get_backend(mesh.replicas)
             group = dist.new_group(

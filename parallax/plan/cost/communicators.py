@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parallax.plan.cluster import Device
-from parallax.plan.plan import StagePlan
+from parallax.plan.plan import Pipeline
 from parallax.plan.profile import ModelProfile
 
 Beside = tuple[int, int]
-"""How many ranks have the stage before a stage, and the one after it."""
+"""How many ranks have the stage that sends to a stage, and the one that it sends to."""
 
 
 def way_bytes(
@@ -34,7 +34,10 @@ def way_bytes(
     return (shared + gathers) * device.collective_bytes + 2 * ranks * device.edge_bytes
 
 
-def beside(stages: Sequence[StagePlan], index: int) -> Beside:
-    """Those of one of the ``stages`` of a plan."""
-    before = stages[index - 1].replicas if index else 0
-    return before, stages[index + 1].replicas if index + 1 < len(stages) else 0
+def beside(pipeline: Pipeline, stage: int) -> Beside:
+    """Those of one stage of a pipeline."""
+    entering, leaving = pipeline.entering(stage), pipeline.leaving(stage)
+    return (
+        pipeline.stages[entering.sender].replicas if entering is not None else 0,
+        pipeline.stages[leaving.receiver].replicas if leaving is not None else 0,
+    )

@@ -1,4 +1,4 @@
-"""Schedules: for each pipeline rank, the flat list of actions that every one of its ranks executes.
+"""Schedules: for each pipeline rank, in which order it computes.
 
 action.py, order.py    entries of a list; the forwards and backwards of a pipeline rank as columns
 placement.py           which stage sits on which pipeline rank
@@ -6,7 +6,6 @@ schedule.py            a schedule as one object, and how one is found by its nam
 gpipe.py, one_forward.py, zero_bubble.py, zero_bubble_v.py    the families, each with its timelines drawn
 built_in.py            which of them there are: a new one is registered here
 own.py                 schedules of the user's own
-lists.py               an order with sends, receives and fetches around it
 """
 
 from parallax.plan.schedule.action import Action, Kind

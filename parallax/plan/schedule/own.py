@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from parallax.common.targets import check_call, load_target
 from parallax.errors import PlanError, printable
+from parallax.plan.edge import Edge, chain
 from parallax.plan.schedule.action import COMPUTE, Action, Kind, is_split
 from parallax.plan.schedule.order import Order
 from parallax.plan.schedule.schedule import SCHEDULES, Schedule
@@ -124,14 +125,15 @@ def _check_ends(name: str, lists: Sequence[Sequence[Action]], micro_batches: int
                 f"schedule {printable(name)}, {len(lists)} stages, {micro_batches} micro-batches: {kind}s come in "
                 "another order on one stage than on another, but messages between stages keep theirs: list them alike"
             )
+    edges = chain(range(1, len(lists) + 1))  # of one block each
     done: set[Action] = set()
     nexts = [0] * len(lists)
     moved = True
     while moved:
         moved = False
         for pipeline_rank, listed in enumerate(lists):
-            while nexts[pipeline_rank] < len(listed) and _ready(
-                listed[nexts[pipeline_rank]], done, len(lists)
+            while nexts[pipeline_rank] < len(listed) and done.issuperset(
+                _needed(listed[nexts[pipeline_rank]], edges)
             ):
                 done.add(listed[nexts[pipeline_rank]])
                 nexts[pipeline_rank] += 1
@@ -144,13 +146,12 @@ def _check_ends(name: str, lists: Sequence[Sequence[Action]], micro_batches: int
         )
 
 
-def _ready(action: Action, done: set[Action], pipeline_ranks: int) -> bool:
-    """Whether what an action needs of the neighbour stages is done."""
+def _needed(action: Action, edges: Sequence[Edge]) -> list[Action]:
+    """The actions of other stages that ``action`` waits for."""
     if action.kind is Kind.FORWARD:
-        return action.stage == 0 or Action(action.kind, action.stage - 1, action.micro) in done
-    if action.kind is Kind.BACKWARD:
-        return (
-            action.stage == pipeline_ranks - 1
-            or Action(action.kind, action.stage + 1, action.micro) in done
-        )
-    return True
+        peers = [edge.sender for edge in edges if edge.receiver == action.stage]
+    elif action.kind is Kind.BACKWARD:
+        peers = [edge.receiver for edge in edges if edge.sender == action.stage]
+    else:
+        peers = []
+    return [Action(action.kind, peer, action.micro) for peer in peers]

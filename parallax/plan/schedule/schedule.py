@@ -98,12 +98,6 @@ class Schedule:
         """The stages of a pipeline rank, in the order of the data."""
         return self.placement.stages_of(pipeline_rank, pipeline_ranks, interleave)
 
-    def hands_over(self, stage: int, pipeline_ranks: int) -> bool:
-        """Whether ``stage`` and the one after it sit on one pipeline rank: then nothing is sent between them."""
-        return self.pipeline_rank_of(stage, pipeline_ranks) == self.pipeline_rank_of(
-            stage + 1, pipeline_ranks
-        )
-
     def order(
         self, pipeline_ranks: int, pipeline_rank: int, micro_batches: int, *, interleave: int = 1
     ) -> Order:

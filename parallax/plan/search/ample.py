@@ -15,9 +15,9 @@ from dataclasses import replace
 from parallax.errors import BudgetExceeded, InfeasiblePlan
 from parallax.plan.cluster import Cluster
 from parallax.plan.cost.peak import bytes_above_budget
-from parallax.plan.plan import StagePlan
+from parallax.plan.plan import Pipeline, StagePlan
 from parallax.plan.profile import ModelProfile
-from parallax.plan.simulation.predict import Forecast, Pipeline, predict
+from parallax.plan.simulation.predict import Forecast, predict
 
 
 def with_ample_memory(

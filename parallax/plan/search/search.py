@@ -16,7 +16,7 @@ from parallax.errors import InfeasiblePlan
 from parallax.plan.cluster import Cluster
 from parallax.plan.config import AUTO, PlanConfig
 from parallax.plan.cost.below import with_room_below
-from parallax.plan.plan import Alternative, Directive, Plan, Prediction
+from parallax.plan.plan import Alternative, Directive, Pipeline, Plan, Prediction
 from parallax.plan.profile import ModelProfile
 from parallax.plan.search.exact import EFFORT as EXACT_EFFORT
 from parallax.plan.search.exact import ExactSearch, worst
@@ -25,7 +25,7 @@ from parallax.plan.search.refusal import refusal
 from parallax.plan.search.request import Candidate, Request
 from parallax.plan.search.survey import EFFORT as SURVEY_EFFORT
 from parallax.plan.search.survey import Forecasts, Progress, Survey, Timed, timed_placements
-from parallax.plan.simulation.predict import Forecast, Pipeline, predict
+from parallax.plan.simulation.predict import Forecast, predict
 
 PREDICTED = 8  # pipelines that are predicted in full, whether or not they can win
 EFFORT = 300_000  # passes of blocks that the event simulator runs through while one may win
@@ -231,7 +231,7 @@ def _with_inputs_ahead(
     accelerators the inputs of a second micro-batch are on the device, where they fit."""
     ahead = replace(pipeline.stages[0], inputs_ahead=True)
     accelerated = all(device.kind not in CPUS for device in cluster.devices)
-    if accelerated and pipeline.micro_batches > 1:
+    if accelerated and pipeline.micro_batches(pipeline.global_batch) > 1:
         changed = replace(pipeline, stages=(ahead, *pipeline.stages[1:]))
         with contextlib.suppress(InfeasiblePlan):
             return changed, predict(profile, cluster, changed)
@@ -269,7 +269,7 @@ def describe(pipeline: Pipeline) -> str:
         pipeline.schedule.name
         + (f" ({pipeline.interleave} stages each)" if pipeline.interleave > 1 else ""),
         f"{pipeline.pipeline_ranks} stage(s) × {shown} replica(s)",
-        f"{pipeline.micro_batches} micro-batches of {pipeline.microbatch}",
+        f"{pipeline.micro_batches(pipeline.global_batch)} micro-batches of {pipeline.microbatch}",
         counts,
     ]
     sharded = any(stage.shard_optimizer for stage in pipeline.stages)
@@ -316,7 +316,7 @@ def _plan(
     others: Sequence[Alternative],
 ) -> Plan:
     profile, devices = request.profile, request.cluster.devices
-    in_order = pipeline.order == tuple(range(len(devices)))
+    in_order = pipeline.placement in ((), tuple(range(len(devices))))
     return Plan(
         model=profile.model,
         fingerprint=profile.fingerprint,
@@ -335,7 +335,7 @@ def _plan(
         exact=found.exact,
         bound_seconds=round(min(found.bound_seconds, forecast.step_seconds), 6),
         interleave=pipeline.interleave,
-        placement=() if in_order else pipeline.order,
+        placement=() if in_order else pipeline.placement,
         gather_loss=request.gather_loss,
         alternatives=tuple(others),
     )

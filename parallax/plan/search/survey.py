@@ -15,12 +15,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from parallax.errors import BudgetExceeded, InfeasiblePlan
-from parallax.plan.plan import Directive
+from parallax.plan.plan import Directive, Pipeline
 from parallax.plan.search.ample import with_ample_memory
 from parallax.plan.search.bounds import StepBound
 from parallax.plan.search.greedy import GreedySearch, Solved
 from parallax.plan.search.request import Candidate, Request, Shape
-from parallax.plan.simulation.predict import Forecast, Pipeline, placements, predict, quick_seconds
+from parallax.plan.simulation.predict import (
+    Forecast,
+    block_passes,
+    placements,
+    predict,
+    quick_seconds,
+)
 
 # Pipeline ranks filled after which no more shapes are looked at, once one has been found.
 EFFORT = 40_000
@@ -75,7 +81,7 @@ class Forecasts:
                 self.refused[pipeline] = str(error)
                 self._seconds[pipeline] = math.inf
                 return math.inf
-            self.effort += pipeline.passes if forecast.spans else 0
+            self.effort += block_passes(pipeline) if forecast.spans else 0
             best, forecast = with_ample_memory(self._profile, self._cluster, pipeline, forecast)
             self.known[best] = replace(forecast, spans=())
             self._seconds[pipeline] = forecast.step_seconds
@@ -330,5 +336,5 @@ def as_pipeline(request: Request, candidate: Candidate) -> Pipeline:
         global_batch=request.global_batch,
         microbatch=candidate.shape.microbatch,
         interleave=candidate.shape.interleave,
-        order=candidate.order,
+        placement=candidate.order,
     )

@@ -58,7 +58,7 @@ def calibrate(
     goal = step_seconds(after)
     best, smallest = profile, float("inf")
     for _ in range(ROUNDS):
-        before = _predict(profile, cluster, plan)
+        before = list(simulate(profile, cluster, plan).spans)
         off = abs(step_seconds(before) / goal - 1)
         if off < smallest:
             best, smallest = profile, off
@@ -140,7 +140,7 @@ def _stretched(profile: ModelProfile, cluster: Cluster, plan: Plan, goal: float)
     out as it was measured."""
     best, smallest = profile, float("inf")
     for _ in range(ROUNDS):
-        ratio = goal / step_seconds(_predict(profile, cluster, plan))
+        ratio = goal / step_seconds(simulate(profile, cluster, plan).spans)
         if abs(1 / ratio - 1) < smallest:
             best, smallest = profile, abs(1 / ratio - 1)
         if smallest < ENOUGH:
@@ -169,20 +169,6 @@ def times(profile: ModelProfile, ratio: float) -> ModelProfile:
 def scaled(line: Affine, ratio: float) -> Affine:
     """All parts of a cost, times ``ratio``."""
     return line.scaled(ratio)
-
-
-def _predict(profile: ModelProfile, cluster: Cluster, plan: Plan) -> list[Span]:
-    simulation = simulate(
-        profile,
-        cluster,
-        plan.stages,
-        schedule=plan.schedule,
-        rows=plan.global_batch,
-        micro_batches=plan.micro_batches(plan.global_batch),
-        interleave=plan.interleave,
-        placement=plan.placement,
-    )
-    return list(simulation.spans)
 
 
 def _busy(spans: Sequence[Span], plan: Plan) -> Busy:

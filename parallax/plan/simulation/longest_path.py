@@ -18,11 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parallax.errors import DeadlockError, PlanError
+from parallax.plan.edge import Edge
 from parallax.plan.schedule.action import BACKWARD, BACKWARD_WEIGHT, COMPUTE, FORWARD
 from parallax.plan.schedule.order import Order
 from parallax.plan.schedule.schedule import Schedule
 
 Seconds = NDArray[np.float64]
+Links = tuple[tuple[int, int], ...]  # sending and receiving stages
 
 # Waves of larger shapes are not kept: so all that are kept stay below 100 megabytes.
 _KEPT_ACTIONS = 1 << 16
@@ -33,8 +35,8 @@ class StageTimes:
     """Seconds of one stage per micro-batch.
 
     ``backward`` is the half that computes the gradient of the input, ``weight`` the half for the parameters; schedules
-    that do not split the backward run both at once. ``send`` is what activations take to the next stage, and their
-    gradient back from it: the rank is free meanwhile. ``blocking`` is what each of these messages takes of both ranks
+    that do not split the backward run both at once. ``send`` is what activations take along the edge that leaves it,
+    and their gradient back: the rank is free meanwhile. ``blocking`` is what each of these messages takes of both ranks
     besides, before anything else can run on them.
     """
 
@@ -82,7 +84,8 @@ class _Waves:
     ``pipeline_rank``  of each action
     ``cell``      kind · stages + stage of each action: where its seconds stand in a table
     ``awaited``   which action it needs besides the one before it; where it needs none, one past the last action
-    ``sent``      by stage, 1 where messages pass between it and the one after it, and 0 where none do
+    ``links``     the sending and the receiving stages
+    ``sent``      by link, 1 where messages pass along it, and 0 where both ends are on one pipeline rank
     """
 
     pipeline_ranks: int
@@ -90,13 +93,20 @@ class _Waves:
     pipeline_rank: NDArray[np.int32]
     cell: NDArray[np.int32]
     awaited: NDArray[np.int32]
+    links: NDArray[np.int64]
     sent: Seconds
 
 
 def time_schedule(
-    schedule: Schedule, times: Sequence[StageTimes], micro_batches: int, *, interleave: int = 1
+    schedule: Schedule,
+    times: Sequence[StageTimes],
+    edges: Sequence[Edge],
+    micro_batches: int,
+    *,
+    interleave: int = 1,
 ) -> Timeline:
-    """One step of ``micro_batches`` through stages of ``times``, ``interleave`` of them on each pipeline rank.
+    """One step of ``micro_batches`` through stages of ``times``, which send along ``edges``, ``interleave`` of them on
+    each pipeline rank.
 
     Exact for these seconds. Raises :class:`PlanError` where the stages do not divide, and
     :class:`DeadlockError` where the schedule's lists wait for each other.
@@ -107,20 +117,26 @@ def time_schedule(
             f"{stages} stages cannot be split into {interleave} virtual stages per pipeline rank"
         )
     build = _kept_waves if 3 * stages * micro_batches <= _KEPT_ACTIONS else _last_waves
-    return _time(build(schedule, stages, micro_batches, interleave), times)
+    # Without blocks, which differ between cuts of one shape.
+    links = tuple((edge.sender, edge.receiver) for edge in edges)
+    return _time(build(schedule, stages, links, micro_batches, interleave), times)
 
 
 def time_orders(
-    orders: Sequence[Order], times: Sequence[StageTimes], micro_batches: int
+    orders: Sequence[Order],
+    times: Sequence[StageTimes],
+    edges: Sequence[Edge],
+    micro_batches: int,
 ) -> Timeline:
     """As :func:`time_schedule`, for orders that no schedule has: one per pipeline rank, all equally long."""
-    sent = [True] * (len(times) - 1)
-    return _time(_waves(orders, sent, len(orders), micro_batches), times)
+    links = [(edge.sender, edge.receiver) for edge in edges]
+    sent = [True] * len(links)
+    return _time(_waves(orders, len(times), links, sent, len(orders), micro_batches), times)
 
 
 def _time(waves: _Waves, times: Sequence[StageTimes]) -> Timeline:
     split = bool(waves.cell.max() >= BACKWARD_WEIGHT * len(times))
-    busy, held, latency = _tables(times, waves.sent, split=split)
+    busy, held, latency = _tables(times, waves, split=split)
     begin, end = _evaluate(waves, held[waves.cell], latency[waves.cell])
     computed = np.bincount(
         waves.pipeline_rank, weights=busy[waves.cell], minlength=waves.pipeline_ranks
@@ -129,15 +145,17 @@ def _time(waves: _Waves, times: Sequence[StageTimes]) -> Timeline:
 
 
 def _tables(
-    times: Sequence[StageTimes], sent: Seconds, *, split: bool
+    times: Sequence[StageTimes], waves: _Waves, *, split: bool
 ) -> tuple[Seconds, Seconds, Seconds]:
     """By kind and stage: seconds of compute, seconds that the rank is held, latency of the message waited for."""
     forward, backward, weight, send, blocking = np.array(
         [(t.forward, t.backward, t.weight, t.send, t.blocking) for t in times], dtype=np.float64
     ).T
-    above, blocks_above = send * sent, blocking * sent
-    below, blocks_below = np.r_[0.0, above[:-1]], np.r_[0.0, blocks_above[:-1]]
     nothing = np.zeros(len(times))
+    above, blocks_above, below, blocks_below = (nothing.copy() for _ in range(4))
+    senders, receivers = waves.links
+    above[senders] = below[receivers] = send[senders] * waves.sent
+    blocks_above[senders] = blocks_below[receivers] = blocking[senders] * waves.sent
     busy = np.concatenate([forward, backward if split else backward + weight, weight])
     messages = blocks_above + blocks_below
     return (
@@ -166,14 +184,17 @@ def _evaluate(waves: _Waves, lasting: Seconds, late: Seconds) -> tuple[Seconds, 
     return ends[first] - lasting[first], free
 
 
-def _schedule_waves(schedule: Schedule, stages: int, micro_batches: int, interleave: int) -> _Waves:
+def _schedule_waves(
+    schedule: Schedule, stages: int, links: Links, micro_batches: int, interleave: int
+) -> _Waves:
     pipeline_ranks = stages // interleave
     orders = (
         schedule.order(pipeline_ranks, p, micro_batches, interleave=interleave)
         for p in range(pipeline_ranks)
     )
-    sent = [not schedule.hands_over(stage, pipeline_ranks) for stage in range(stages - 1)]
-    return _waves(orders, sent, pipeline_ranks, micro_batches)
+    ends = ([schedule.pipeline_rank_of(stage, pipeline_ranks) for stage in link] for link in links)
+    sent = [sender != receiver for sender, receiver in ends]
+    return _waves(orders, stages, links, sent, pipeline_ranks, micro_batches)
 
 
 _kept_waves = lru_cache(maxsize=128)(_schedule_waves)
@@ -182,11 +203,16 @@ _last_waves = lru_cache(maxsize=2)(_schedule_waves)
 
 
 def _waves(
-    orders: Iterable[Order], sent: Sequence[bool], pipeline_ranks: int, micro_batches: int
+    orders: Iterable[Order],
+    stages: int,
+    links: Sequence[tuple[int, int]],
+    sent: Sequence[bool],
+    pipeline_ranks: int,
+    micro_batches: int,
 ) -> _Waves:
-    """``sent`` says of each stage but the last whether messages pass between it and the next."""
-    stages = len(sent) + 1
-    cells, own, needs = _listed(orders, stages, micro_batches)
+    """``sent`` says of each of the ``links`` whether messages pass along it."""
+    ends = np.array(links, dtype=np.int64).reshape(-1, 2).T
+    cells, own, needs = _listed(orders, stages, ends, micro_batches)
     total = cells.size
     place = np.full((len(COMPUTE) * stages + 1) * micro_batches, -1, dtype=np.int32)
     place[-micro_batches:] = total  # what needs nothing
@@ -211,25 +237,30 @@ def _waves(
         left = following[active] < stop[active]
         if not left.all():
             active = active[left]
-    linked = np.array([*sent, False], dtype=np.float64)  # the last stage has nobody above
-    return _Waves(pipeline_ranks, tuple(starts), moved, cells[taken], place[needs[taken]], linked)
+    passed = np.array(sent, dtype=np.float64)
+    awaited = place[needs[taken]]
+    return _Waves(pipeline_ranks, tuple(starts), moved, cells[taken], awaited, ends, passed)
 
 
 def _listed(
-    orders: Iterable[Order], stages: int, micro_batches: int
+    orders: Iterable[Order], stages: int, links: NDArray[np.int64], micro_batches: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
     """Pipeline rank by pipeline rank and in order: the cell of each action, its number, and the number of what it
     needs.
 
-    A forward needs that of the stage below, a backward that of the stage above or, above the last, its forward, and a
-    weight half its backward. A number is cell · micro-batches + micro-batch; one more cell stands for no need."""
+    A forward needs that of the stage that sends to it, a backward that of the stage that it sends to or, where there is
+    none, its forward, and a weight half its backward. A number is cell · micro-batches + micro-batch; one more cell
+    stands for no need."""
     nothing = len(COMPUTE) * stages
     forward, backward, weight = (
         kind * stages + np.arange(stages) for kind in (FORWARD, BACKWARD, BACKWARD_WEIGHT)
     )
     needed = np.empty(nothing, dtype=np.int32)
-    needed[forward] = [nothing, *forward[:-1]]
-    needed[backward] = [*backward[1:], forward[-1]]
+    senders, receivers = links
+    needed[forward] = nothing
+    needed[forward[receivers]] = forward[senders]
+    needed[backward] = forward
+    needed[backward[senders]] = backward[receivers]
     needed[weight] = backward
     room = nothing * micro_batches  # enough for split backwards
     cells, own, needs = (np.empty(room, dtype=np.int32) for _ in range(3))

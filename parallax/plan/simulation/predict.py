@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -25,84 +23,15 @@ from parallax.plan.cost.passes import Passes
 from parallax.plan.cost.peak import with_kept
 from parallax.plan.cost.stage import ONCE, StageLoad, load_planned
 from parallax.plan.cost.traffic import buffer_bytes, copying_seconds, leaving_bytes
-from parallax.plan.plan import Plan, RankPrediction, StagePlan, StagePrediction
+from parallax.plan.edge import Edge
+from parallax.plan.plan import Pipeline, RankPrediction, StagePrediction
 from parallax.plan.profile import ModelProfile
-from parallax.plan.rows import micro_batch_count
-from parallax.plan.schedule import Schedule
 from parallax.plan.simulation.longest_path import StageTimes, Timeline, time_schedule
 from parallax.plan.simulation.simulate import simulate
 
 MANY_MICRO_BATCHES = 512  # up to which all are timed
 SETTLED_ROUNDS = 8  # rounds through all stages after which a round is like the one before
 SIMULATED_BLOCKS = 20_000  # forwards and backwards of blocks, over all ranks, that the event simulator runs through
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pipeline:
-    """What is predicted: stages, how they run, and which device is which; as in :class:`~parallax.plan.plan.Plan`."""
-
-    schedule: Schedule
-    stages: tuple[StagePlan, ...]
-    global_batch: int
-    microbatch: int
-    interleave: int = 1
-    order: tuple[int, ...]
-
-    @classmethod
-    def of(cls, plan: Plan) -> Pipeline:
-        """The pipeline of a plan."""
-        return cls(
-            schedule=plan.schedule,
-            stages=plan.stages,
-            global_batch=plan.global_batch,
-            microbatch=plan.microbatch,
-            interleave=plan.interleave,
-            order=plan.placement or tuple(range(plan.world_size)),
-        )
-
-    @property
-    def pipeline_ranks(self) -> int:
-        return len(self.stages) // self.interleave
-
-    def pipeline_rank(self, stage: int) -> int:
-        """The place that holds a stage."""
-        return self.schedule.pipeline_rank_of(stage, self.pipeline_ranks)
-
-    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
-        """The stages of a place."""
-        return self.schedule.stages_of(pipeline_rank, self.pipeline_ranks, self.interleave)
-
-    def in_flight(self, stage: int) -> int:
-        """Micro-batches of a stage between forward and backward, at most."""
-        count = len(self.stages)
-        return self.schedule.in_flight(count, stage, self.micro_batches, self.interleave)
-
-    @property
-    def micro_batches(self) -> int:
-        return micro_batch_count(self.global_batch, self.microbatch)
-
-    @property
-    def passes(self) -> int:
-        """Forwards and backwards of blocks in a step, over all ranks."""
-        return (
-            2
-            * self.micro_batches
-            * sum(stage.replicas * (stage.stop - stage.start) for stage in self.stages)
-        )
-
-    @cached_property
-    def _firsts(self) -> list[int]:
-        return list(
-            accumulate((stage.replicas for stage in self.stages[: self.pipeline_ranks]), initial=0)
-        )
-
-    def ranks(self, pipeline_rank: int) -> tuple[int, ...]:
-        """The devices of a pipeline rank."""
-        return self.order[self._firsts[pipeline_rank] : self._firsts[pipeline_rank + 1]]
-
-    def rows(self, pipeline_rank: int) -> int:
-        """Rows of a micro-batch on the fullest rank of a pipeline rank."""
-        return -(-self.microbatch // self.stages[pipeline_rank].replicas)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +48,8 @@ class Forecast:
 def predict(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
     """Time and memory of ``pipeline``. Raises :class:`InfeasiblePlan` where a rank would exceed its device, and
     ``BudgetExceeded`` where a swap limit cannot hold one block."""
-    found = (_simulated if pipeline.passes <= SIMULATED_BLOCKS else _timed)(
-        profile, cluster, pipeline
-    )
+    few = block_passes(pipeline) <= SIMULATED_BLOCKS
+    found = (_simulated if few else _timed)(profile, cluster, pipeline)
     for rank, prediction in enumerate(found.ranks):
         if prediction.peak_bytes > prediction.budget_bytes:
             raise InfeasiblePlan(
@@ -143,12 +71,11 @@ def placements(cluster: Cluster, pipeline: Pipeline) -> list[Pipeline]:
         or len(set(cluster.devices)) > 1
     ):
         return [pipeline]
-    order = tuple(
-        pipeline.order[k * pipeline_ranks + p]
-        for p in range(pipeline_ranks)
-        for k in range(replicas)
+    order = pipeline.placement or range(pipeline.world_size)
+    placement = tuple(
+        order[k * pipeline_ranks + p] for p in range(pipeline_ranks) for k in range(replicas)
     )
-    return [pipeline, replace(pipeline, order=order)]
+    return [pipeline, replace(pipeline, placement=placement)]
 
 
 class QuickSeconds(NamedTuple):
@@ -174,20 +101,28 @@ def quick_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -
         for pipeline_rank in range(pipeline.pipeline_ranks)
     )
     least = _finish(profile, cluster, pipeline, loads, ties, [0.0] * len(loads))[1]
-    return QuickSeconds(likely, min(likely, max(least, pipeline.micro_batches * slowest)))
+    return QuickSeconds(likely, min(likely, max(least, _count(pipeline) * slowest)))
+
+
+def _count(pipeline: Pipeline) -> int:
+    """Micro-batches of a step."""
+    return pipeline.micro_batches(pipeline.global_batch)
+
+
+def block_passes(pipeline: Pipeline) -> int:
+    """Forwards and backwards of blocks in a step, over all ranks."""
+    blocks = sum(stage.replicas * (stage.stop - stage.start) for stage in pipeline.stages)
+    return 2 * _count(pipeline) * blocks
+
+
+def _in_flight(pipeline: Pipeline, stage: int) -> int:
+    """Micro-batches of a stage between forward and backward, at most."""
+    count = len(pipeline.stages)
+    return pipeline.schedule.in_flight(count, stage, _count(pipeline), pipeline.interleave)
 
 
 def _simulated(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
-    simulation = simulate(
-        profile,
-        cluster,
-        pipeline.stages,
-        schedule=pipeline.schedule,
-        rows=pipeline.global_batch,
-        micro_batches=pipeline.micro_batches,
-        interleave=pipeline.interleave,
-        placement=pipeline.order,
-    )
+    simulation = simulate(profile, cluster, pipeline)
     ranks = tuple(
         RankPrediction(
             peak_bytes=trace.peak_bytes,
@@ -248,7 +183,7 @@ def _finish(
 
 
 def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
-    pipeline_ranks, micro_batches = range(pipeline.pipeline_ranks), pipeline.micro_batches
+    pipeline_ranks, micro_batches = range(pipeline.pipeline_ranks), _count(pipeline)
     loads, ties = _loads(profile, cluster, pipeline), _tie_seconds(profile, cluster, pipeline)
     stalls = [_stall(cluster, pipeline, {stage: load}) for stage, load in enumerate(loads)]
     timeline, step, exposed, updates = _finish(profile, cluster, pipeline, loads, ties, stalls)
@@ -267,7 +202,7 @@ def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forec
             (terms for terms, _ in memories.values()), key=lambda terms: sum(terms.values())
         )
         stages.append(StagePrediction(memory=fullest, seconds=_rounded(terms)))
-        flights = [pipeline.in_flight(stage) for stage in mine[pipeline_rank]]
+        flights = [_in_flight(pipeline, stage) for stage in mine[pipeline_rank]]
         moved = [load.moved_bytes for load in own]
         for rank in pipeline.ranks(pipeline_rank):
             ranks[rank] = RankPrediction(
@@ -298,10 +233,14 @@ def _timeline(pipeline: Pipeline, times: Sequence[StageTimes]) -> Timeline:
 
     def timed(micro_batches: int) -> Timeline:
         return time_schedule(
-            pipeline.schedule, times, micro_batches, interleave=pipeline.interleave
+            pipeline.schedule,
+            times,
+            pipeline.edges(),
+            micro_batches,
+            interleave=pipeline.interleave,
         )
 
-    count, stages = pipeline.micro_batches, len(pipeline.stages)
+    count, stages = _count(pipeline), len(pipeline.stages)
     settled = SETTLED_ROUNDS * stages + count % stages
     if count <= max(MANY_MICRO_BATCHES, settled + stages):
         return timed(count)
@@ -328,10 +267,10 @@ def _loads(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> list[
             load_planned(
                 profile,
                 stage,
-                pipeline.rows(pipeline_rank),
+                -(-pipeline.microbatch // stage.replicas),
                 device=device,
                 split=split,
-                beside=beside(pipeline.stages, index),
+                beside=beside(pipeline, index),
             )
         )
     return loads
@@ -341,19 +280,18 @@ def _stage_times(
     cluster: Cluster, pipeline: Pipeline, index: int, load: StageLoad, stall: float
 ) -> StageTimes:
     weight = Passes(load, pipeline.stages[index].directives, True).weight_seconds
-    after = min(index + 1, len(pipeline.stages) - 1)  # the last stage sends nothing
-    link = _link(cluster, pipeline, pipeline.pipeline_rank(index), pipeline.pipeline_rank(after))
+    edge = pipeline.leaving(index)
     return StageTimes(
         forward=sum(block.forward_seconds for block in load.blocks),
         backward=sum(block.backward_seconds for block in load.blocks) - weight + stall,
         weight=weight,
-        send=link.seconds(load.output_bytes),
+        send=_link(cluster, pipeline, edge).seconds(load.output_bytes) if edge is not None else 0.0,
     )
 
 
-def _link(cluster: Cluster, pipeline: Pipeline, pipeline_rank: int, other: int) -> Link:
-    """The slowest link that two pipeline ranks talk over: replicas pair up in order."""
-    ours, theirs = pipeline.ranks(pipeline_rank), pipeline.ranks(other)
+def _link(cluster: Cluster, pipeline: Pipeline, edge: Edge) -> Link:
+    """The slowest link that messages of ``edge`` take: replicas pair up in order."""
+    ours, theirs = pipeline.ranks(edge.sender), pipeline.ranks(edge.receiver)
     shared = max(len(ours), len(theirs))
     pairs = {
         (ours[k * len(ours) // shared], theirs[k * len(theirs) // shared]) for k in range(shared)
@@ -371,7 +309,7 @@ def _stall(cluster: Cluster, pipeline: Pipeline, loads: Mapping[int, StageLoad])
     for stage, load in loads.items():
         limit, flight, moved = (
             pipeline.stages[stage].swap_limit_bytes,
-            pipeline.in_flight(stage),
+            _in_flight(pipeline, stage),
             load.moved_bytes,
         )
         leaves = float(leaving_bytes(moved, flight, limit))
@@ -435,7 +373,7 @@ def _memory(pipeline: Pipeline, loads: Mapping[int, StageLoad]) -> dict[str, int
     total: dict[str, int] = {}
     for stage, load in loads.items():
         limit = pipeline.stages[stage].swap_limit_bytes if pipeline.stages[stage].offloads else 0
-        for term, size in load.memory(pipeline.in_flight(stage), limit).items():
+        for term, size in load.memory(_in_flight(pipeline, stage), limit).items():
             total[term] = (
                 max(total.get(term, 0), size) if term in ONCE else total.get(term, 0) + size
             )

@@ -14,10 +14,10 @@ from parallax.plan.cost.communicators import beside
 from parallax.plan.cost.passes import Passes
 from parallax.plan.cost.peak import peak_memory, with_kept
 from parallax.plan.cost.stage import load_planned
-from parallax.plan.plan import StagePlan
+from parallax.plan.plan import Pipeline
 from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import micro_batch_rows, peers, replica_rows
-from parallax.plan.schedule import Action, Kind, Schedule
+from parallax.plan.schedule import Action, Kind
 from parallax.plan.simulation.fluid import Routine, Signal
 from parallax.plan.simulation.network import Network
 from parallax.plan.simulation.swapping import PIECES, SimulatedSwap
@@ -44,56 +44,20 @@ class RankTrace:
 class World:
     """The pipeline that the ranks walk through, and the messages between them."""
 
-    def __init__(
-        self,
-        profile: ModelProfile,
-        cluster: Cluster,
-        stages: Sequence[StagePlan],
-        *,
-        schedule: Schedule,
-        rows: int,
-        micro_batches: int,
-        pipeline_ranks: int,
-        placement: Sequence[int],
-    ) -> None:
-        self.profile, self.cluster, self.stages = profile, cluster, stages
-        self.micro_batches, self.pipeline_ranks, self._schedule = (
-            micro_batches,
-            pipeline_ranks,
-            schedule,
-        )
+    def __init__(self, profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> None:
+        self.profile, self.cluster, self.pipeline = profile, cluster, pipeline
         self.network = Network(cluster)
         self.messages: defaultdict[tuple[Kind, int, int, int, int], Signal] = defaultdict(Signal)
         self.fifo: defaultdict[tuple[Kind, int, int], deque[tuple[int, int]]] = defaultdict(deque)
-        intervals = (micro_batch_rows(rows, micro_batches, micro) for micro in range(micro_batches))
-        self.rows = [high - low for low, high in intervals]
-        self._ranks: list[tuple[int, ...]] = []
-        first = 0
-        for stage in stages[:pipeline_ranks]:
-            numbers = range(first, first + stage.replicas)
-            self._ranks.append(
-                tuple(placement[number] for number in numbers) if placement else tuple(numbers)
-            )
-            first += stage.replicas
-        self.size = first
-
-    def ranks(self, stage: int) -> tuple[int, ...]:
-        """The ranks of a stage, replica by replica; none beside the pipeline."""
-        return self._ranks[self._pipeline_rank_of(stage)] if 0 <= stage < len(self.stages) else ()
-
-    def _pipeline_rank_of(self, stage: int) -> int:
-        return self._schedule.pipeline_rank_of(stage, self.pipeline_ranks)
-
-    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
-        """The stages that a pipeline rank holds."""
-        interleave = len(self.stages) // self.pipeline_ranks
-        return self._schedule.stages_of(pipeline_rank, self.pipeline_ranks, interleave)
+        count = pipeline.micro_batches(pipeline.global_batch)
+        bounds = (micro_batch_rows(pipeline.global_batch, count, micro) for micro in range(count))
+        self.rows = [high - low for low, high in bounds]
 
     def holders(self, users: Sequence[int]) -> list[int]:
         """The pipeline ranks that hold one of the blocks ``users``."""
         holding = (
-            self._pipeline_rank_of(index)
-            for index, stage in enumerate(self.stages)
+            self.pipeline.pipeline_rank(index)
+            for index, stage in enumerate(self.pipeline.stages)
             if any(stage.start <= user < stage.stop for user in users)
         )
         return sorted(set(holding))
@@ -105,15 +69,11 @@ class Rank:
     def __init__(
         self, world: World, pipeline_rank: int, replica: int, listed: Sequence[Action]
     ) -> None:
-        self._world, self._pipeline_rank, self._replica, self._listed = (
-            world,
-            pipeline_rank,
-            replica,
-            listed,
-        )
-        self.rank = world.ranks(pipeline_rank)[replica]
+        self._world, self._pipeline, self._listed = world, world.pipeline, listed
+        self._pipeline_rank, self._replica = pipeline_rank, replica
+        self.rank = self._pipeline.ranks(pipeline_rank)[replica]
         self.spans: list[Span] = []
-        self._stages = world.stages_of(pipeline_rank)
+        self._stages = self._pipeline.stages_of(pipeline_rank)
         self._device = world.cluster.devices[self.rank]
         self._core = world.network.cores[self.rank]
         self._doing = listed[0]
@@ -128,14 +88,14 @@ class Rank:
         }
         forwards = [n for n, action in enumerate(listed) if action.kind is Kind.FORWARD]
         self._last_forward = forwards[-1]
-        replicas = world.stages[pipeline_rank].replicas
+        replicas = self._pipeline.stages[pipeline_rank].replicas
         self._rows = [
             stop - start
             for start, stop in (replica_rows(rows, replicas, replica) for rows in world.rows)
         ]
         self._passes = lru_cache(maxsize=None)(self._priced)
         self._neighbours = lru_cache(maxsize=None)(self._sharing)
-        plans = [world.stages[stage] for stage in self._stages]
+        plans = [self._pipeline.stages[stage] for stage in self._stages]
         self._swapping = SimulatedSwap(
             world.network.simulator,
             world.network.tier(self.rank),
@@ -154,7 +114,7 @@ class Rank:
         most = max(self._rows)
         stages = []
         for stage in self._stages:
-            plan = self._world.stages[stage]
+            plan = self._pipeline.stages[stage]
             stages.append(
                 (self._passes(stage, most).load, plan.swap_limit_bytes if plan.offloads else 0)
             )
@@ -233,14 +193,14 @@ class Rank:
         return self._passes(action.stage, self._rows[action.micro])
 
     def _priced(self, stage: int, rows: int) -> Passes:
-        plan = self._world.stages[stage]
+        plan = self._pipeline.stages[stage]
         load = load_planned(
             self._world.profile,
             plan,
             rows,
             device=self._device,
             split=self._split,
-            beside=beside(self._world.stages, stage),
+            beside=beside(self._pipeline, stage),
         )
         return Passes(load, plan.directives, self._split)
 
@@ -262,7 +222,7 @@ class Rank:
         load = self._passes_of(action).load
         if not load.gathered_bytes:
             return 0.0
-        network, ranks = self._world.network, self._world.ranks(action.stage)
+        network, ranks = self._world.network, self._pipeline.ranks(action.stage)
         start = network.simulator.now
         if len(ranks) > 1:
             gather = partial(network.all_reduce, ranks, load.gathered_bytes)
@@ -286,21 +246,31 @@ class Rank:
         yield from self._swapping.streamed(streaming)
 
     def _sharing(self, stage: int, rows: int) -> list[tuple[int, float]]:
-        """The ranks of a neighbour stage that share rows with this one in a micro-batch of ``rows`` rows, and the share
-        of this rank's bytes that goes over each channel."""
-        ranks = self._world.ranks(stage)
-        replicas = self._world.stages[self._pipeline_rank].replicas
+        """The ranks of a stage at the other end of an edge that share rows with this one in a micro-batch of ``rows``
+        rows, and the share of this rank's bytes that goes over each channel."""
+        ranks = self._pipeline.ranks(stage)
+        replicas = self._pipeline.stages[self._pipeline_rank].replicas
         start, stop = replica_rows(rows, replicas, self._replica)
         found = peers(rows, replicas, self._replica, len(ranks))
         return [(ranks[other], (b - a) / (stop - start)) for other, (a, b) in found]
 
+    def _peer(self, action: Action) -> int:
+        """The stage that a message goes to, or comes from."""
+        if action.kind in (Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT):
+            edge = self._pipeline.leaving(action.stage)
+            assert edge is not None
+            return edge.receiver
+        edge = self._pipeline.entering(action.stage)
+        assert edge is not None
+        return edge.sender
+
     def _send(self, action: Action) -> None:
         world, load = self._world, self._passes_of(action).load
-        above = action.kind is Kind.SEND_ACTIVATION
-        size, stage = (
-            (load.output_bytes, action.stage + 1) if above else (load.input_bytes, action.stage - 1)
-        )
-        kind = Kind.RECEIVE_ACTIVATION if above else Kind.RECEIVE_GRADIENT
+        if action.kind is Kind.SEND_ACTIVATION:
+            kind, size = Kind.RECEIVE_ACTIVATION, load.output_bytes
+        else:
+            kind, size = Kind.RECEIVE_GRADIENT, load.input_bytes
+        stage = self._peer(action)
         for other, share in self._neighbours(stage, world.rows[action.micro]):
             world.fifo[kind, self.rank, other].append((stage, action.micro))
             arrived = world.messages[kind, self.rank, other, stage, action.micro]
@@ -308,8 +278,7 @@ class Rank:
 
     def _receive(self, action: Action) -> Routine:
         world = self._world
-        stage = action.stage + (-1 if action.kind is Kind.RECEIVE_ACTIVATION else 1)
-        for other, _ in self._neighbours(stage, world.rows[action.micro]):
+        for other, _ in self._neighbours(self._peer(action), world.rows[action.micro]):
             yield world.messages[action.kind, other, self.rank, action.stage, action.micro]
             sent, first = world.fifo[action.kind, other, self.rank].popleft()
             if (sent, first) != (action.stage, action.micro):
@@ -320,7 +289,7 @@ class Rank:
 
     def _begin_reduce(self, stage: int) -> None:
         """Replicas reduce a stage while its last backward runs."""
-        ranks = self._world.ranks(stage)
+        ranks = self._pipeline.ranks(stage)
         if len(ranks) > 1:
             size = (
                 self._passes(stage, self._rows[0]).load.trained_bytes
@@ -339,20 +308,20 @@ class Rank:
                 ranks = [
                     rank
                     for pipeline_rank in pipeline_ranks
-                    for rank in self._world.ranks(pipeline_rank)
+                    for rank in self._pipeline.ranks(pipeline_rank)
                 ]
                 reduction = partial(network.all_reduce, ranks, size * profile.gradient_bytes)
                 yield network.meet(f"tie {index}", len(ranks), reduction)
 
     def _update(self) -> Routine:
         network = self._world.network
-        yield network.meet("update", self._world.size)
+        yield network.meet("update", self._pipeline.world_size)
         start = network.simulator.now
         loads = {stage: self._passes(stage, self._rows[0]).load for stage in self._stages}
         yield self._core.compute(sum(load.update_seconds for load in loads.values()))
         for stage, load in loads.items():
-            ranks = self._world.ranks(stage)
-            if self._world.stages[stage].shard_optimizer and len(ranks) > 1:
+            ranks = self._pipeline.ranks(stage)
+            if self._pipeline.stages[stage].shard_optimizer and len(ranks) > 1:
                 spreading = partial(network.broadcast, ranks, load.trained_bytes)
                 yield network.meet(f"spread {stage}", len(ranks), spreading)
         self._seconds["update"] += network.simulator.now - start

@@ -138,7 +138,7 @@ def _blocks_of(plan: Plan, rank: int) -> str:
     """What of the model a rank holds."""
     if rank >= plan.world_size:
         return "nothing"
-    stage = plan.stages[plan.locate(rank)[0]]
+    stage = plan.stages[plan.coordinate(rank).pipeline_rank]
     among = f" with {stage.replicas - 1} other(s)" if stage.replicas > 1 else ""
     return f"blocks {stage.start}..{stage.stop - 1}{among}"
 

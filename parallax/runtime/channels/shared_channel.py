@@ -37,13 +37,14 @@ from torch import Tensor
 
 from parallax import mesh
 from parallax.errors import TransportError
-from parallax.mesh import Edge
+from parallax.mesh import Route
+from parallax.plan.edge import Edge
 from parallax.runtime.channels.message import Copy, Layout, Spec, lay_out, read_numbers, spec_of
 
 _MOST = 128  # messages under way: as many as the buffer of any socket takes
 _LAYOUT, _RING = 254, 255  # no slot's number: a layout or a ring follows
 _BYTES = [bytes([number]) for number in range(256)]
-_HELLO = struct.Struct("qqq?")
+_HELLO = struct.Struct("qqqqq?")
 _TAKEN = _BYTES[0]
 _SIZES = struct.Struct("qq")  # of a ring: slots, and the bytes of one
 _COUNT = struct.Struct("q")
@@ -79,7 +80,7 @@ class Listener:
 
     def __init__(self) -> None:
         self._socket = _new_socket()
-        self._connections: dict[Edge, socket.socket] = {}
+        self._connections: dict[Route, socket.socket] = {}
         self.close = weakref.finalize(self, _close, self._socket, self._connections)
         # \0: no file.
         self.contact = Contact(_place(), f"\0parallax-{secrets.token_hex(16)}", os.getpid())
@@ -87,18 +88,18 @@ class Listener:
             self._socket.bind(self.contact.listener)
             self._socket.listen(socket.SOMAXCONN)
 
-    def accept(self, edge: Edge, process: int) -> socket.socket:
-        """The connection of ``edge``, whose sender is ``process``."""
-        while edge not in self._connections:
+    def accept(self, route: Route, process: int) -> socket.socket:
+        """The connection of ``route``, whose sender is ``process``."""
+        while route not in self._connections:
             self._wait(process)
             found, _ = self._socket.accept()
             if not _is_own(found):
                 found.close()
                 continue
             _limit_waits(found)
-            sender, receiver, boundary, backward = _HELLO.unpack(_read(found, _HELLO.size))
-            self._connections[Edge(sender, receiver, boundary, backward)] = found
-        return self._connections[edge]
+            sender, receiver, *edge, backward = _HELLO.unpack(_read(found, _HELLO.size))
+            self._connections[Route(sender, receiver, Edge(*edge), backward)] = found
+        return self._connections[route]
 
     def _wait(self, process: int) -> None:
         """Wait for any connection, but no longer than ``process`` lives."""
@@ -115,8 +116,8 @@ class Listener:
 class SharedSender:
     """The sending end of one channel; at most ``ahead`` messages wait for the peer to take them."""
 
-    def __init__(self, edge: Edge, contact: Contact, ahead: int) -> None:
-        self._peer, self._slots = edge.receiver, min(ahead, _MOST)
+    def __init__(self, route: Route, contact: Contact, ahead: int) -> None:
+        self._peer, self._slots = route.receiver, min(ahead, _MOST)
         self._ring: _Ring | None = None
         self._targets: _Views | None = None
         self._last: Spec | None = None
@@ -132,7 +133,7 @@ class SharedSender:
                     f"a process of another user answers for rank {self._peer}: channels stay closed"
                 )
             self._socket.sendall(
-                _HELLO.pack(edge.sender, edge.receiver, edge.boundary, edge.backward)
+                _HELLO.pack(route.sender, route.receiver, *route.edge, route.backward)
             )
         except OSError as error:
             raise _failure(self._peer, error) from error
@@ -206,8 +207,8 @@ class SharedReceiver:
 
     posts = False  # messages wait in the ring
 
-    def __init__(self, edge: Edge, listener: Listener, contact: Contact) -> None:
-        self._edge, self._listener, self._process = edge, listener, contact.process
+    def __init__(self, route: Route, listener: Listener, contact: Contact) -> None:
+        self._route, self._listener, self._process = route, listener, contact.process
         self._connection: socket.socket | None = None  # the listener closes it
         self._ring: _Ring | None = None
         self._sources: _Views | None = None
@@ -222,7 +223,7 @@ class SharedReceiver:
         try:
             connection = self._connection
             if connection is None:
-                connection = self._connection = self._listener.accept(self._edge, self._process)
+                connection = self._connection = self._listener.accept(self._route, self._process)
             slot = self._next_byte(connection)
             while slot >= _LAYOUT:
                 self._learn(connection, slot)
@@ -230,7 +231,7 @@ class SharedReceiver:
             assert self._sources is not None
             tensors = tuple([copy(source) for source in self._sources[slot]])
         except (OSError, EOFError) as error:
-            raise _failure(self._edge.sender, error) from error
+            raise _failure(self._route.sender, error) from error
         # The sender may have ended after this message; if not, the next one says so.
         with contextlib.suppress(OSError):
             connection.send(_TAKEN)
@@ -354,7 +355,7 @@ def _is_own(connection: socket.socket) -> bool:
     return bool(_CREDENTIALS.unpack(found)[1] == os.geteuid())
 
 
-def _close(listener: socket.socket, connections: dict[Edge, socket.socket]) -> None:
+def _close(listener: socket.socket, connections: dict[Route, socket.socket]) -> None:
     for each in (listener, *connections.values()):
         each.close()
 

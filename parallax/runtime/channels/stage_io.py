@@ -1,9 +1,9 @@
-"""What crosses the cuts around one rank's stages: which rows go to and come from whom, and in what form.
+"""What crosses the edges of one rank's stages: which rows go to and come from whom, and in what form.
 
-Replicas of neighbour stages share a micro-batch's rows in different ways, so a channel carries the overlap of two row
-intervals (:mod:`parallax.plan.rows`). What has no rows, such as a table of positions, is sent whole to every peer; the
-first peer's copy is used, and gradients are added up instead of laid one after the other. A gradient that
-there is not, because the loss ignores a tensor, travels as none: a parameter without a gradient is not updated at all.
+Replicas at both ends of an edge share a micro-batch's rows in different ways, so a channel carries the overlap of two
+row intervals (:mod:`parallax.plan.rows`). What has no rows, such as a table of positions, is sent whole to every peer;
+the first peer's copy is used, and gradients are added up instead of laid one after the other. A gradient that there is
+not, because the loss ignores a tensor, travels as none: a parameter without a gradient is not updated at all.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from parallax.errors import TransportError
-from parallax.mesh import Edge, Mesh
+from parallax.mesh import Mesh, Route
 from parallax.model.block import has_gradient
 from parallax.model.describe import Chain
+from parallax.plan.edge import Edge
 from parallax.plan.rows import Interval, micro_batch_rows, peers, replica_rows
 from parallax.plan.schedule import Action, Kind
 from parallax.runtime.channels.message import Copy, Gradients, Tensors, packed, unpacked
@@ -25,18 +26,17 @@ from parallax.runtime.channels.transport import Channels, Receiver, Sender
 
 Shares = list[tuple[int, Interval]]
 _GRADIENTS = (Kind.RECEIVE_GRADIENT, Kind.SEND_GRADIENT)
-_ABOVE = (Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT)  # between a stage and the one after it
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     """This rank's part of the micro-batches of one size: its first row, counted from theirs, how many it has, and by
-    stage the rows that it shares with each replica below, and above, counted from this rank's first."""
+    the stage at the other end of an edge the rows that it shares with each replica there, counted from this rank's
+    first."""
 
     start: int
     rows: int
-    below: dict[int, Shares]
-    above: dict[int, Shares]
+    shares: dict[int, Shares]
 
 
 class StageIO:
@@ -44,52 +44,46 @@ class StageIO:
 
     def __init__(self, chain: Chain, mesh: Mesh, channels: Channels) -> None:
         self._mesh, self._channels = mesh, channels
-        self._last_stage = len(mesh.plan.stages) - 1
         self._receivers: dict[tuple[Kind, int], list[Receiver]] = {}
         self._senders: dict[tuple[Kind, int], list[Sender]] = {}
-        # Of what leaves a stage.
-        self._rowless = [chain.blocks[stage.stop - 1].unbatched for stage in mesh.plan.stages]
-        self._summed: dict[
-            int, frozenset[int]
-        ] = {}  # stage before a cut → which of its gradients have no rows
+        self._edges: dict[tuple[Kind, int], Edge] = {}
+        self._rowless = {edge: chain.blocks[edge.block].unbatched for edge in mesh.plan.edges()}
+        self._summed: dict[Edge, frozenset[int]] = {}  # which of its gradients have no rows
         self._sizes: list[int] = []
         self._parts: list[tuple[int, _Part]] = []
         self._parts_by_size: dict[int, _Part] = {}
-        for stage in mesh.stages:
-            self._open(stage)
+        for edge in mesh.plan.edges():
+            if mesh.plan.is_local(edge):
+                continue
+            if edge.receiver in mesh.stages:
+                self._open(edge, edge.receiver, Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT)
+            if edge.sender in mesh.stages:
+                self._open(edge, edge.sender, Kind.RECEIVE_GRADIENT, Kind.SEND_ACTIVATION)
 
-    def _open(self, stage: int) -> None:
-        plan, mine = self._mesh.plan, self._mesh.rank
-        if stage > 0 and not plan.hands_over(stage - 1):
-            below = plan.ranks(stage - 1)
-            self._receivers[Kind.RECEIVE_ACTIVATION, stage] = [
-                self._channels.receiver(Edge(rank, mine, stage - 1, backward=False))
-                for rank in below
-            ]
-            self._senders[Kind.SEND_GRADIENT, stage] = [
-                self._channels.sender(
-                    Edge(mine, rank, stage - 1, backward=True), self._ahead(stage - 1)
-                )
-                for rank in below
-            ]
-        if stage < self._last_stage and not plan.hands_over(stage):
-            above = plan.ranks(stage + 1)
-            self._receivers[Kind.RECEIVE_GRADIENT, stage] = [
-                self._channels.receiver(Edge(rank, mine, stage, backward=True)) for rank in above
-            ]
-            self._senders[Kind.SEND_ACTIVATION, stage] = [
-                self._channels.sender(Edge(mine, rank, stage, backward=False), self._ahead(stage))
-                for rank in above
-            ]
+    def _open(self, edge: Edge, stage: int, receives: Kind, sends: Kind) -> None:
+        """Open the channels of ``edge`` at one of its ends, ``stage``."""
+        mine, backward = self._mesh.rank, sends is Kind.SEND_GRADIENT
+        others = self._mesh.plan.ranks(_other_end(edge, stage))
+        self._edges[receives, stage] = self._edges[sends, stage] = edge
+        self._receivers[receives, stage] = [
+            self._channels.receiver(Route(other, mine, edge, backward=not backward))
+            for other in others
+        ]
+        self._senders[sends, stage] = [
+            self._channels.sender(
+                Route(mine, other, edge, backward=backward), self._ahead(edge.sender)
+            )
+            for other in others
+        ]
 
-    def _ahead(self, cut: int) -> int:
-        """Messages that may be under way across a cut: no more than micro-batches are in flight before it, so that a
-        send does not wait. Where all are in flight, as many as there are stages."""
+    def _ahead(self, sender: int) -> int:
+        """Messages that may be under way along an edge: no more than micro-batches are in flight on the stage that
+        sends, so that a send does not wait. Where all are in flight, as many as there are stages."""
         plan = self._mesh.plan
         count, most = len(plan.stages), plan.micro_batches(plan.global_batch)
         if plan.schedule.holds_all:
             return count
-        return 1 + plan.schedule.in_flight(count, cut, most, plan.interleave)
+        return 1 + plan.schedule.in_flight(count, sender, most, plan.interleave)
 
     def begin(self, rows: int, micro_batches: int) -> None:
         """A step over ``rows`` rows begins."""
@@ -191,12 +185,12 @@ class StageIO:
                     pieces.append(None if gradient is None else gradient[low:high])
             ends[other].send(packed(tuple(pieces)), high - low)
 
-    def floating(self, cut: int, tensors: Tensors) -> list[Tensor]:
-        """Those of the ``tensors`` that cross the cut after a stage whose gradients come back."""
+    def floating(self, edge: Edge, tensors: Tensors) -> list[Tensor]:
+        """Those of the ``tensors`` that cross ``edge`` whose gradients come back."""
         places = [index for index, tensor in enumerate(tensors) if has_gradient(tensor)]
-        if cut not in self._summed:
-            self._summed[cut] = frozenset(
-                n for n, index in enumerate(places) if index in self._rowless[cut]
+        if edge not in self._summed:
+            self._summed[edge] = frozenset(
+                n for n, index in enumerate(places) if index in self._rowless[edge]
             )
         return [tensors[index] for index in places]
 
@@ -208,31 +202,31 @@ class StageIO:
                 sender.flush()
 
     def _shares(self, action: Action) -> Shares:
-        part = self._parts[action.micro][1]
-        return (part.above if action.kind in _ABOVE else part.below)[action.stage]
+        edge = self._edges[action.kind, action.stage]
+        return self._parts[action.micro][1].shares[_other_end(edge, action.stage)]
 
     def _without_rows(self, action: Action) -> frozenset[int]:
         """Which of the tensors that a send or receive is about have no rows."""
-        cut = action.stage if action.kind in _ABOVE else action.stage - 1
+        edge = self._edges[action.kind, action.stage]
         if action.kind in _GRADIENTS:  # none are known, nor come back, where no forward has run
-            return self._summed.get(cut, frozenset())
-        return self._rowless[cut]
+            return self._summed.get(edge, frozenset())
+        return self._rowless[edge]
 
     def _part(self, size: int) -> _Part:
         """This rank's part of a micro-batch of ``size`` rows; a step has micro-batches of two sizes at most."""
         if size not in self._parts_by_size:
             count, replica, plan = self._mesh.replica_count, self._mesh.replica, self._mesh.plan
             start, stop = replica_rows(size, count, replica)
-
-            def cut(stage: int) -> Shares:
-                return peers(size, count, replica, plan.stages[stage].replicas)
-
-            below = {stage: cut(stage - 1) for stage in self._mesh.stages if stage > 0}
-            above = {
-                stage: cut(stage + 1) for stage in self._mesh.stages if stage < self._last_stage
+            others = {_other_end(edge, stage) for (_, stage), edge in self._edges.items()}
+            shares = {
+                other: peers(size, count, replica, plan.stages[other].replicas) for other in others
             }
-            self._parts_by_size[size] = _Part(start, stop - start, below, above)
+            self._parts_by_size[size] = _Part(start, stop - start, shares)
         return self._parts_by_size[size]
+
+
+def _other_end(edge: Edge, stage: int) -> int:
+    return edge.sender if stage == edge.receiver else edge.receiver
 
 
 def _laid_together(action: Action, parts: Sequence[Tensor]) -> Tensor:

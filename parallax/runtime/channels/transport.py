@@ -1,4 +1,4 @@
-"""Channels between stages: messages in order, along each edge of the mesh.
+"""Channels between stages: messages in order, along each route of the mesh.
 
 A message is a flat tuple of tensors of any shapes. How it travels depends on where the two ranks are: through shared
 memory within a host, over gloo between hosts, by NCCL between GPUs; whoever sends and receives need not know.
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallax.machine.device import CopyEngine
-from parallax.mesh import Edge, Mesh, edges_of
+from parallax.mesh import Mesh, Route, routes_of
 from parallax.runtime.channels.direct_channel import DirectReceiver, DirectSender
 from parallax.runtime.channels.group_channel import Address, GroupReceiver, GroupSender
 from parallax.runtime.channels.message import Copy
@@ -59,32 +59,32 @@ class Channels:
             self._listener = Listener()
             self._contacts = mesh.gather_objects(self._listener.contact)
 
-    def sender(self, edge: Edge, ahead: int) -> Sender:
-        """The end at ``edge.sender``, this rank; at most ``ahead`` messages wait for the peer to take them."""
-        if self._mesh.direct(edge):
-            return DirectSender(*self._addresses(edge), self._mesh.device, ahead)
-        if not self._shares_memory(edge.receiver):
-            return GroupSender(Address(*self._mesh.channel(edge)), self._staging, ahead)
-        self._senders.append(SharedSender(edge, self._contacts[edge.receiver], ahead))
+    def sender(self, route: Route, ahead: int) -> Sender:
+        """The end at ``route.sender``, this rank; at most ``ahead`` messages wait for the peer to take them."""
+        if self._mesh.direct(route):
+            return DirectSender(*self._addresses(route), self._mesh.device, ahead)
+        if not self._shares_memory(route.receiver):
+            return GroupSender(Address(*self._mesh.channel(route)), self._staging, ahead)
+        self._senders.append(SharedSender(route, self._contacts[route.receiver], ahead))
         return self._senders[-1]
 
-    def receiver(self, edge: Edge) -> Receiver:
-        """The end at ``edge.receiver``, this rank."""
-        if self._mesh.direct(edge):
-            return DirectReceiver(*self._addresses(edge), self._mesh.device)
-        if self._listener is None or not self._shares_memory(edge.sender):
-            return GroupReceiver(Address(*self._mesh.channel(edge)), self._staging)
-        return SharedReceiver(edge, self._listener, self._contacts[edge.sender])
+    def receiver(self, route: Route) -> Receiver:
+        """The end at ``route.receiver``, this rank."""
+        if self._mesh.direct(route):
+            return DirectReceiver(*self._addresses(route), self._mesh.device)
+        if self._listener is None or not self._shares_memory(route.sender):
+            return GroupReceiver(Address(*self._mesh.channel(route)), self._staging)
+        return SharedReceiver(route, self._listener, self._contacts[route.sender])
 
     def ways(self) -> dict[str, str]:
-        """How messages travel along each edge that this rank sends on."""
-        edges = (edge for edge in edges_of(self._mesh.plan) if edge.sender == self._mesh.rank)
-        return {f"{edge.sender} -> {edge.receiver}": self._way(edge) for edge in edges}
+        """How messages travel along each route that this rank sends on."""
+        routes = (each for each in routes_of(self._mesh.plan) if each.sender == self._mesh.rank)
+        return {f"{each.sender} -> {each.receiver}": self._way(each) for each in routes}
 
-    def _way(self, edge: Edge) -> str:
-        if self._mesh.direct(edge):
-            return dist.get_backend(self._mesh.edges[edge])
-        if self._shares_memory(edge.receiver):
+    def _way(self, route: Route) -> str:
+        if self._mesh.direct(route):
+            return dist.get_backend(self._mesh.routes[route])
+        if self._shares_memory(route.receiver):
             return "shared memory"
         return "gloo" if self._mesh.device.type == "cpu" else "gloo, staged through the host"
 
@@ -100,9 +100,9 @@ class Channels:
             self._listener.close()
         self._staging.close()
 
-    def _addresses(self, edge: Edge) -> tuple[Address, Address]:
+    def _addresses(self, route: Route) -> tuple[Address, Address]:
         """The ways of device buffers, and of what tells about them."""
-        return Address(*self._mesh.channel(edge)), Address(*self._mesh.host_channel(edge))
+        return Address(*self._mesh.channel(route)), Address(*self._mesh.host_channel(route))
 
     def _shares_memory(self, rank: int) -> bool:
         if self._listener is None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from parallax.plan.plan import Plan
+from parallax.plan.plan import Coordinate, Plan
 from parallax.plan.schedule import Action
 from parallax.runtime.failure.life import Life, ThreadLife, waits_for_others
 from parallax.runtime.failure.report import RankStatus
@@ -75,9 +75,9 @@ class OwnStatus:
         """The action that is executed."""
         return self._attended[0].current if self._attended else None
 
-    def place(self, rank: int) -> tuple[int, int] | None:
-        """Stage and replica of ``rank``, once there is a plan."""
-        return self._attended[1].locate(rank) if self._attended else None
+    def coordinate(self, rank: int) -> Coordinate | None:
+        """The place of ``rank``, once there is a plan."""
+        return self._attended[1].coordinate(rank) if self._attended else None
 
     def look(self, before: RankStatus, now: float, gap: float) -> RankStatus:
         """The status ``gap`` seconds after it was ``before``."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from parallax.common.signals import exit_code, stopped_by
 from parallax.errors import printable
+from parallax.plan.plan import Coordinate
 from parallax.plan.schedule import Action, Kind
 
 ALONE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.FETCH})
@@ -119,16 +120,14 @@ class FailureReport:
         return cls(**{**plain, "how": FailureKind(plain["how"])})
 
 
-def name(
-    rank: int, place: tuple[int, int] | None, action: Action | None = None, node: str = ""
-) -> str:
-    """A rank in words. ``place``: its stage and replica, once there is a plan; an action names the stage it is of.
+def name(rank: int, place: Coordinate | None, action: Action | None = None, node: str = "") -> str:
+    """A rank in words. ``place``: its coordinate, once there is a plan; an action names the stage it is of.
     ``node``: where there are several."""
     on = f" on {printable(node)}" if node else ""
     if place is None:
         return f"rank {rank}{on}"
-    stage = place[0] if action is None else action.stage
-    return f"rank {rank} (stage {stage}, replica {place[1]}){on}"
+    stage = place.pipeline_rank if action is None else action.stage
+    return f"rank {rank} (stage {stage}, replica {place.replica}){on}"
 
 
 def speaker(report: FailureReport, hosts: Sequence[str], present: Sequence[int]) -> int:

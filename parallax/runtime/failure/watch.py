@@ -373,7 +373,7 @@ class Watch:
 
     def _name(self, rank: int, action: Action | None) -> str:
         node = self._met.names[rank] if len(set(self._met.hosts)) > 1 else ""
-        return name(rank, self._own.place(rank), action, node)
+        return name(rank, self._own.coordinate(rank), action, node)
 
     def _forget(self) -> None:
         """A forked child is no rank: it holds no connection that should end with its parent, and minds its signals."""

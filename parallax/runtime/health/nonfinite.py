@@ -87,7 +87,7 @@ def find(mesh: Mesh, batch: Rows, losses: Losses, tensors: Iterable[NamedValue])
     if not found:
         return f"the sum over all losses or gradients overflows; {_TRAINING}"
     (order, _), rank, text = min(found)
-    who = name_of(rank, mesh.plan.locate(rank))
+    who = name_of(rank, mesh.plan.coordinate(rank))
     remedy = _DATA if order == 0 else _TRAINING
     return f"{text}, seen first by {who}; {remedy}"
 
@@ -97,15 +97,17 @@ def _look(
 ) -> list[tuple[tuple[int, int], str]]:
     """What this rank finds, each with its place in the order of causes."""
     found = []
-    if mesh.stage == 0 and (text := _rows(mesh, "inputs", batch, batch.inputs)):
+    if mesh.pipeline_rank == 0 and (text := _rows(mesh, "inputs", batch, batch.inputs)):
         found.append(((0, 0), text))
     if mesh.is_last and (text := _rows(mesh, "targets", batch, batch.targets)):
         found.append(((0, 1), text))
     for name, value, gradient, is_parameter in tensors:
         if is_parameter and (what := not_finite(value)):
-            found.append(((1, mesh.stage), f"parameter {printable(name)} holds {what}"))
+            found.append(((1, mesh.pipeline_rank), f"parameter {printable(name)} holds {what}"))
         if gradient is not None and (what := not_finite(gradient)):
-            found.append(((3, -mesh.stage), f"the gradient of {printable(name)} holds {what}"))
+            found.append(
+                ((3, -mesh.pipeline_rank), f"the gradient of {printable(name)} holds {what}")
+            )
     bad = next(
         ((low, high, value) for low, high, value in losses() if not math.isfinite(value)), None
     )

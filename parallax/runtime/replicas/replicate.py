@@ -369,7 +369,7 @@ def _streamed_sum(
             mesh.streamed,
             mesh.replicas,
             SHORT.get(config.compress),
-            mesh.plan.stages[mesh.stage].bucket_bytes,
+            mesh.plan.stages[mesh.pipeline_rank].bucket_bytes,
             beside=alone or dist.get_backend(mesh.streamed) != "nccl",
         )
 

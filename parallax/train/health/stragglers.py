@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallax.errors import printable
-from parallax.plan.plan import Directive, Plan
+from parallax.plan.plan import Coordinate, Directive, Plan
 from parallax.plan.rows import micro_batch_rows, replica_rows
 
 WARM_UP = 2  # steps: first touches of memory, first connections
@@ -79,7 +79,7 @@ class StragglerJudge:
     """Finds slow ranks of ``plan`` from the seconds that each rank computed in a step."""
 
     def __init__(self, plan: Plan) -> None:
-        self._places = [plan.locate(rank) for rank in range(plan.world_size)]
+        self._places = [plan.coordinate(rank) for rank in range(plan.world_size)]
         seconds = [
             _predicted_seconds(plan, pipeline_rank) for pipeline_rank in range(plan.pipeline_ranks)
         ]
@@ -90,7 +90,7 @@ class StragglerJudge:
                 _unpredicted_work(plan, pipeline_rank)
                 for pipeline_rank in range(plan.pipeline_ranks)
             ]
-        self._work = [_work(plan, *place, seconds[place[0]]) for place in self._places]
+        self._work = [_work(plan, place, seconds[place.pipeline_rank]) for place in self._places]
         least = LEAST_WORK * max(work.most for work in self._work)
         self._comparable = [
             rank for rank, work in enumerate(self._work) if work.rows and work.most >= least > 0
@@ -98,10 +98,12 @@ class StragglerJudge:
         self._peers = [
             [
                 other
-                for other, (stage, _) in enumerate(self._places)
-                if stage == mine and other != rank and self._work[other].rows
+                for other, its in enumerate(self._places)
+                if its.pipeline_rank == mine.pipeline_rank
+                and other != rank
+                and self._work[other].rows
             ]
-            for rank, (mine, _) in enumerate(self._places)
+            for rank, mine in enumerate(self._places)
         ]
         self._steps = 0
         self._seen: deque[tuple[float, Sequence[float], Sequence[float]]] = deque(maxlen=WINDOW)
@@ -124,7 +126,7 @@ class StragglerJudge:
         return [(rank, self._factor(rank)) for rank in slow]
 
     def straggler(self, rank: int, factor: float, host: str) -> Straggler:
-        stage, replica = self._places[rank]
+        stage, replica, _ = self._places[rank]
         than = (
             "those of the other replicas of its stage"
             if self._peers[rank]
@@ -207,16 +209,17 @@ def _most_rows(plan: Plan, pipeline_rank: int) -> int:
     return -(-plan.microbatch // plan.stages[pipeline_rank].replicas)
 
 
-def _work(plan: Plan, pipeline_rank: int, replica: int, seconds: float) -> _RankWork:
+def _work(plan: Plan, place: Coordinate, seconds: float) -> _RankWork:
     """The work of a replica; ``seconds`` are those of one that has the most rows in every micro-batch."""
-    count, replicas = plan.micro_batches(plan.global_batch), plan.stages[pipeline_rank].replicas
+    replicas = plan.stages[place.pipeline_rank].replicas
+    count = plan.micro_batches(plan.global_batch)
     parts = [micro_batch_rows(plan.global_batch, count, micro) for micro in range(count)]
-    dealt = [replica_rows(high - low, replicas, replica) for low, high in parts]
+    dealt = [replica_rows(high - low, replicas, place.replica) for low, high in parts]
     rows = [high - low for low, high in dealt if high > low]
     return _RankWork(
         micro_batches=len(rows),
         rows=sum(rows),
-        least=seconds * sum(rows) / (count * _most_rows(plan, pipeline_rank)),
+        least=seconds * sum(rows) / (count * _most_rows(plan, place.pipeline_rank)),
         most=seconds * len(rows) / count,
-        dispatch=ACTION_SECONDS * 2 * count * len(plan.stages_of(pipeline_rank)),
+        dispatch=ACTION_SECONDS * 2 * count * len(plan.stages_of(place.pipeline_rank)),
     )

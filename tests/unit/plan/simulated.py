@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from parallax.plan.cluster import Cluster, Link, Node
-from parallax.plan.schedule import SCHEDULES
+from parallax.plan.edge import chain
+from parallax.plan.schedule import SCHEDULES, Schedule
+from parallax.plan.simulation.longest_path import StageTimes, Timeline, time_schedule
 from parallax.plan.simulation.simulate import Simulation, simulate
-from tests.unit.plan_fakes import FREE, cluster, profile
+from tests.unit.plan_fakes import FREE, cluster, pipeline, profile
 
 ONE_EACH = [name for name in SCHEDULES if SCHEDULES[name].allows(1)]  # stage to a pipeline rank
 
@@ -33,13 +36,23 @@ def run(
     return simulate(
         profile(blocks, **fields),
         machines or cluster(sum(part.replicas for part in parts) // interleave, **where),
-        parts,
-        schedule=SCHEDULES[schedule],
-        rows=rows,
-        micro_batches=micro,
-        interleave=interleave,
-        placement=placement,
+        pipeline(
+            parts,
+            schedule=schedule,
+            rows=rows,
+            micro=micro,
+            interleave=interleave,
+            placement=placement,
+        ),
     )
+
+
+def timed(
+    schedule: Schedule, times: Sequence[StageTimes], micro: int, *, interleave: int = 1
+) -> Timeline:
+    """A chain of stages, timed by the longest path."""
+    edges = chain(range(1, len(times) + 1))
+    return time_schedule(schedule, times, edges, micro, interleave=interleave)
 
 
 def nodes(

@@ -51,7 +51,7 @@ def plan_of(
 
 
 def spans_of(profile: ModelProfile, cluster: Cluster, plan: Plan) -> list[Span]:
-    found = simulate(profile, cluster, plan.stages, schedule=plan.schedule, rows=8, micro_batches=4)
+    found = simulate(profile, cluster, plan)
     return list(found.spans)
 
 

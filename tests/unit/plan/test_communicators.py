@@ -11,7 +11,7 @@ from parallax.plan.analytic.hardware import collective_bytes, edge_bytes, usual_
 from parallax.plan.cluster import Cluster, with_buckets
 from parallax.plan.config import PlanConfig
 from parallax.plan.search.search import search
-from parallax.plan.simulation.predict import Forecast, Pipeline, predict
+from parallax.plan.simulation.predict import Forecast, predict
 from parallax.report import memory_table
 from tests.unit.plan_fakes import FREE, block, cluster, plan, profile, stages
 from tests.unit.test_report import text
@@ -29,7 +29,7 @@ def forecast(replicas: list[int], machines: Cluster, **changes: object) -> Forec
     cuts = [0, 2, 3] if len(replicas) == 2 else [0, 1, 2, 3]
     parts = [replace(stage, **changes) for stage in stages(cuts, replicas)]  # type: ignore[arg-type]
     prediction = replace(plan().prediction, ranks=plan().prediction.ranks[:1] * sum(replicas))
-    return predict(MODEL, machines, Pipeline.of(plan(stages=tuple(parts), prediction=prediction)))
+    return predict(MODEL, machines, plan(stages=tuple(parts), prediction=prediction))
 
 
 def test_a_rank_has_its_own_groups() -> None:
@@ -51,7 +51,7 @@ def test_replicas_that_gather_their_outputs_have_a_group_for_it() -> None:
     for replicas, more in (([1, 2], [0, GROUP]), ([2, 1], [0, 0])):
         parts = tuple(stages([0, 2, 3], replicas))
         prediction = replace(plan().prediction, ranks=plan().prediction.ranks[:1] * 3)
-        asked = Pipeline.of(plan(stages=parts, prediction=prediction))
+        asked = plan(stages=parts, prediction=prediction)
         found, usual = (predict(model, machines(3), asked).stages for model in (gathering, MODEL))
         ways = [[stage.memory["ways"] for stage in each] for each in (found, usual)]
         assert [a - b for a, b in zip(*ways)] == more

@@ -12,13 +12,13 @@ from parallax.plan.cluster import Link
 from parallax.plan.config import PlanConfig
 from parallax.plan.cost.estimate import estimate
 from parallax.plan.inputs import Inputs
-from parallax.plan.plan import Plan
+from parallax.plan.plan import Pipeline, Plan
 from parallax.plan.profile import Affine, ModelProfile
 from parallax.plan.schedule import SCHEDULES
 from parallax.plan.search.contradiction import Question, check_question
 from parallax.plan.search.search import search
 from parallax.plan.simulation.calibrate import calibrate, times
-from parallax.plan.simulation.predict import Forecast, Pipeline, predict
+from parallax.plan.simulation.predict import Forecast, predict
 from parallax.plan.work import BlockWork, ModelWork, Work
 from tests.unit.plan_fakes import block, cluster, profile, stages
 
@@ -56,7 +56,7 @@ def test_the_loss_takes_its_time_once(replicas: tuple[int, ...]) -> None:
         stages=tuple(cut),
         global_batch=ROWS,
         microbatch=2,
-        order=tuple(range(sum(replicas))),
+        placement=tuple(range(sum(replicas))),
     )
     without = replace(
         gathered(), blocks=(*gathered().blocks[:-1], replace(gathered().blocks[0], name="3"))
@@ -77,7 +77,7 @@ def forecast_of(model: ModelProfile, microbatch: int) -> Forecast:
             stages=tuple(stages([0, 2, 4])),
             global_batch=ROWS,
             microbatch=microbatch,
-            order=(0, 1),
+            placement=(0, 1),
         ),
     )
 
@@ -201,9 +201,9 @@ def test_a_measured_loss_corrects_the_predicted_one() -> None:
     plan, where = found(gathered(), microbatch=2, schedule="gpipe", stages=2), cluster(2)
     slower = times(gathered(), 2.0)
     assert slower.blocks[-1].gathered_seconds == 2 * SECONDS
-    before, after = (predict(model, where, Pipeline.of(plan)) for model in (gathered(), slower))
+    before, after = (predict(model, where, plan) for model in (gathered(), slower))
     corrected = calibrate(gathered(), before.spans, after.spans, plan, where)
-    again = predict(corrected, where, Pipeline.of(plan))
+    again = predict(corrected, where, plan)
     assert again.step_seconds == pytest.approx(after.step_seconds, rel=0.01)
     assert corrected.blocks[-1].gathered_seconds == pytest.approx(2 * SECONDS, rel=0.01)
 

@@ -9,12 +9,12 @@ import pytest
 from parallax.plan.cluster import Link
 from parallax.plan.config import PlanConfig
 from parallax.plan.cost.peak import with_kept
-from parallax.plan.plan import Directive, Plan, StagePlan
+from parallax.plan.plan import Directive, Pipeline, Plan, StagePlan
 from parallax.plan.profile import Affine
 from parallax.plan.schedule import SCHEDULES
 from parallax.plan.search.ample import with_ample_memory
 from parallax.plan.search.search import search
-from parallax.plan.simulation.predict import Pipeline, predict
+from parallax.plan.simulation.predict import predict
 from tests.unit.plan_fakes import FREE, block, cluster, profile
 
 TERMS = {"parameters": 50, "activations": 60, "loss": 10, "swap": 20, "boundary": 5, "workspace": 5}
@@ -85,7 +85,7 @@ def test_an_offloading_stage_without_a_limit_is_left_as_it_is() -> None:
     machine = cluster(1, 300, kept_share=0.5)
     stage = StagePlan(start=0, stop=4, replicas=1, directives=(Directive.OFFLOAD,) * 4)
     pipeline = Pipeline(
-        schedule=SCHEDULES["1f1b"], stages=(stage,), global_batch=4, microbatch=1, order=(0,)
+        schedule=SCHEDULES["1f1b"], stages=(stage,), global_batch=4, microbatch=1, placement=(0,)
     )
     forecast = predict(model, machine, pipeline)
     assert forecast.ranks[0].returns_freed

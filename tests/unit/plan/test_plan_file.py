@@ -122,7 +122,7 @@ def test_pipeline_ranks_and_placement() -> None:
     )
     assert (dealt.pipeline_ranks, dealt.world_size, dealt.blocks) == (2, 3, 4)
     assert [dealt.ranks(s) for s in range(4)] == [(2, 0), (1,), (2, 0), (1,)]
-    assert [dealt.locate(rank) for rank in range(3)] == [(0, 1), (1, 0), (0, 0)]
+    assert [dealt.coordinate(rank) for rank in range(3)] == [(0, 1, 0), (1, 0, 0), (0, 0, 0)]
     assert Plan.from_dict(dealt.to_dict()) == dealt
     for changes, message in (
         ({"interleave": 3}, "4 stages cannot be split into 3"),
@@ -174,12 +174,12 @@ def test_a_plan_over_its_budget_is_no_plan() -> None:
         plan(prediction=replace(plan().prediction, ranks=(plan().prediction.ranks[0], rank, rank)))
 
 
-def test_locate() -> None:
-    assert [plan().locate(r) for r in range(3)] == [(0, 0), (1, 0), (1, 1)]
+def test_coordinate() -> None:
+    assert [plan().coordinate(r) for r in range(3)] == [(0, 0, 0), (1, 0, 0), (1, 1, 0)]
     assert [list(plan().ranks(s)) for s in range(2)] == [[0], [1, 2]]
     assert [plan(microbatch=3).micro_batches(n) for n in (8, 9, 2)] == [3, 3, 1]
     with pytest.raises(PlanError, match="rank 3: the plan has ranks 0 to 2"):
-        plan().locate(3)
+        plan().coordinate(3)
 
 
 HOSTILE = [

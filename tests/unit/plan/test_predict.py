@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from parallax.plan.cluster import Cluster, Link
+from parallax.plan.plan import Pipeline
 from parallax.plan.schedule import SCHEDULES
 from parallax.plan.simulation import predict as predicting
-from parallax.plan.simulation.predict import Pipeline, placements, predict
+from parallax.plan.simulation.predict import placements, predict
 from tests.unit.plan_fakes import block, cluster, profile, stages
 
 MODEL = [
@@ -31,7 +32,7 @@ def pipeline(
         global_batch=rows,
         microbatch=replicas,
         interleave=interleave,
-        order=tuple(range(pipeline_ranks * replicas)),
+        placement=tuple(range(pipeline_ranks * replicas)),
     )
 
 
@@ -95,13 +96,13 @@ def test_replicas_that_reduce_much_stand_on_one_node() -> None:
             placements(machines, asked),
             key=lambda placed: predict(costs, machines, placed).step_seconds,
         )
-        assert fastest.order == order
+        assert fastest.placement == order
 
 
 def test_random_orders_of_devices_predict_every_rank_once() -> None:
     order = list(range(8))
     random.Random(3).shuffle(order)
-    asked = replace(pipeline("1f1b", 4, 16, replicas=2), order=tuple(order))
+    asked = replace(pipeline("1f1b", 4, 16, replicas=2), placement=tuple(order))
     machines = cluster(8)
     found = predict(profile(MODEL), machines, asked)
     assert len(found.ranks) == 8

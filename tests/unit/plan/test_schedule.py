@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from parallax.errors import ConfigError, PlanError
 from parallax.plan.cluster import Link
 from parallax.plan.config import PlanConfig
-from parallax.plan.plan import Directive
+from parallax.plan.lists import actions, evaluation_actions
+from parallax.plan.plan import Directive, Pipeline
 from parallax.plan.schedule import (
     SCHEDULES,
     Action,
@@ -29,11 +30,10 @@ from parallax.plan.schedule import (
     register_schedule,
 )
 from parallax.plan.schedule.gpipe import gpipe
-from parallax.plan.schedule.lists import actions, evaluation_actions
 from parallax.plan.schedule.one_forward import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
 from parallax.plan.search.search import search
 from parallax.plan.simulation.simulate import simulate
-from tests.unit.plan_fakes import block, cluster, profile, stages
+from tests.unit.plan_fakes import block, cluster, pipeline, profile, stages
 
 SHAPES = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 2), (4, 2), (4, 4), (4, 9), (5, 3)]
 KINDS = [(s, each) for s in SCHEDULES.values() for each in (1, 2, 3) if s.allows(each)]
@@ -57,6 +57,14 @@ def test_every_micro_batch_goes_forward_before_it_goes_backward(
         ):
             places = [listed.index(Action(kind, stage, m)) for kind in kinds]
             assert places == sorted(places)
+
+
+def shape_of(
+    schedule: Schedule, pipeline_ranks: int, interleave: int = 1, directive: str = "keep"
+) -> Pipeline:
+    """Stages of one block each."""
+    cuts = range(pipeline_ranks * interleave + 1)
+    return pipeline(stages(cuts, None, directive), schedule=schedule, interleave=interleave)
 
 
 @pytest.mark.parametrize(("count", "micro"), SHAPES)
@@ -88,10 +96,8 @@ def test_sends_and_receives_of_neighbours_match_in_order(
     schedule: Schedule, interleave: int, count: int, micro: int
 ) -> None:
     """Per pair of pipeline ranks and direction, whatever stages the messages are for: channels are FIFO."""
-    lists = [
-        actions(schedule, count, pipeline_rank, micro, interleave=interleave)
-        for pipeline_rank in range(count)
-    ]
+    shape = shape_of(schedule, count, interleave)
+    lists = [actions(shape, pipeline_rank, micro) for pipeline_rank in range(count)]
     for (pipeline_rank, listed), (sent, (received, step)) in itertools.product(
         enumerate(lists), SENDS.items()
     ):
@@ -124,8 +130,9 @@ def test_sends_and_receives_of_neighbours_match_in_order(
 def test_what_surrounds_compute(
     schedule: Schedule, interleave: int, count: int, micro: int
 ) -> None:
+    offloading = shape_of(schedule, count, interleave, "offload")
     for pipeline_rank in range(count):
-        listed = actions(schedule, count, pipeline_rank, micro, interleave=interleave, offload=True)
+        listed = actions(offloading, pipeline_rank, micro)
         assert listed[-2:] == [
             Action(Kind.REDUCE, pipeline_rank),
             Action(Kind.UPDATE, pipeline_rank),
@@ -144,7 +151,7 @@ def test_what_surrounds_compute(
                 assert all(a.kind is Kind.RECEIVE_GRADIENT for a in between)
         assert len([a for a in listed if a.kind is Kind.FETCH]) == micro * interleave
         plain = [a for a in listed if a.kind is not Kind.FETCH]
-        assert plain == actions(schedule, count, pipeline_rank, micro, interleave=interleave)
+        assert plain == actions(shape_of(schedule, count, interleave), pipeline_rank, micro)
 
 
 def test_the_first_of_a_group_is_back_when_its_last_has_left() -> None:
@@ -171,10 +178,10 @@ def test_not_every_schedule_has_several_stages_to_a_pipeline_rank(schedule: Sche
 
 
 def test_evaluation_only_goes_forward() -> None:
-    listed = [str(a) for a in evaluation_actions(ONE_FORWARD_ONE_BACKWARD, 3, 1, 2)]
+    listed = [str(a) for a in evaluation_actions(shape_of(ONE_FORWARD_ONE_BACKWARD, 3), 1, 2)]
     one = ["receive_activation(1, {0})", "forward(1, {0})", "send_activation(1, {0})"]
     assert listed == [text.format(m) for m in range(2) for text in one]
-    assert [str(a) for a in evaluation_actions(ONE_FORWARD_ONE_BACKWARD, 1, 0, 2)] == [
+    assert [str(a) for a in evaluation_actions(shape_of(ONE_FORWARD_ONE_BACKWARD, 1), 0, 2)] == [
         "forward(0, 0)",
         "forward(0, 1)",
     ]
@@ -201,11 +208,13 @@ def test_the_picture_is_what_the_simulator_does(schedule: Schedule) -> None:
     result = simulate(
         profile([block(forward=1, backward=1 + weight, weight_seconds=weight)] * count),
         cluster(pipeline_ranks),
-        stages(range(count + 1)),
-        schedule=schedule,
-        rows=micro,
-        micro_batches=micro,
-        interleave=interleave,
+        pipeline(
+            stages(range(count + 1)),
+            schedule=schedule,
+            rows=micro,
+            micro=micro,
+            interleave=interleave,
+        ),
     )
     found = {}
     for span in result.spans:
@@ -220,7 +229,7 @@ def test_the_picture_is_what_the_simulator_does(schedule: Schedule) -> None:
 @pytest.mark.parametrize(("stage", "count", "micro"), [(2, 2, 1), (-1, 2, 1), (0, 1, 0)])
 def test_nothing_to_schedule(stage: int, count: int, micro: int) -> None:
     with pytest.raises(PlanError, match="nothing to schedule"):
-        actions(SCHEDULES["gpipe"], count, stage, micro)
+        actions(shape_of(SCHEDULES["gpipe"], count), stage, micro)
 
 
 def test_an_unknown_schedule_names_the_nearest() -> None:
@@ -288,14 +297,18 @@ def test_no_shape_deadlocks(
     ] * count
     counts = [replicas[schedule.pipeline_rank_of(s, len(replicas))] for s in range(count)]
     parts = stages([3 * s for s in range(count + 1)], counts, limit=limit)
-    result = simulate(
-        profile(blocks),
-        cluster(sum(replicas), concurrent=concurrent, write=Link(bytes_per_second=50.0)),
+    shape = pipeline(
         [replace(part, directives=tuple(directives)) for part in parts],
         schedule=schedule,
         rows=rows,
-        micro_batches=micro,
+        micro=micro,
         interleave=interleave,
+    )
+    micro = shape.micro_batches(rows)
+    result = simulate(
+        profile(blocks),
+        cluster(sum(replicas), concurrent=concurrent, write=Link(bytes_per_second=50.0)),
+        shape,
     )
     seen = Counter((span.kind, span.rank, span.stage, span.micro) for span in result.spans)
     wanted = {Kind.FORWARD, Kind.BACKWARD, *([Kind.BACKWARD_WEIGHT] if schedule.splits else [])}
@@ -421,15 +434,17 @@ def test_a_schedule_that_splits_only_larger_pipelines() -> None:
     register_schedule("two", split_from(2, 1))
     two = SCHEDULES["two"]
     assert two.splits
-    assert not any(action.kind is Kind.BACKWARD_WEIGHT for action in actions(two, 1, 0, 3))
+    assert not any(
+        action.kind is Kind.BACKWARD_WEIGHT for action in actions(shape_of(two, 1), 0, 3)
+    )
     register_schedule("seven", split_from(1, 7))
     seven = SCHEDULES["seven"]
     assert not seven.splits
-    assert actions(seven, 2, 0, 6)
+    assert actions(shape_of(seven, 2), 0, 6)
     with pytest.raises(
         PlanError, match=r"splits backwards on 2 ranks with 7 .*none of up to 4 with up to 6"
     ):
-        actions(seven, 2, 0, 7)
+        actions(shape_of(seven, 2), 0, 7)
 
 
 @pytest.mark.usefixtures("known")

@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 
 from parallax.errors import DeadlockError, PlanError
 from parallax.plan.cluster import Link
+from parallax.plan.edge import chain
 from parallax.plan.schedule import SCHEDULES, Action, Kind, Schedule
 from parallax.plan.schedule.order import Order
 from parallax.plan.schedule.zero_bubble import zero_bubble
-from parallax.plan.simulation.longest_path import StageTimes, time_orders, time_schedule
+from parallax.plan.simulation.longest_path import StageTimes, time_orders
 from parallax.plan.simulation.simulate import simulate
-from tests.unit.plan_fakes import block, cluster, profile, stages
+from tests.unit.plan.simulated import timed
+from tests.unit.plan_fakes import block, cluster, pipeline, profile, stages
 
 SHAPES = [(1, 1), (1, 4), (2, 1), (2, 4), (3, 5), (4, 4), (4, 16), (5, 2), (8, 24)]
 TIME = st.floats(0.01, 10.0)
@@ -23,7 +25,7 @@ TIME = st.floats(0.01, 10.0)
 @pytest.mark.parametrize(("pipeline_ranks", "micro"), SHAPES)
 def test_bubble_of_equal_stages(schedule: str, pipeline_ranks: int, micro: int) -> None:
     """GPipe, Huang et al. 2019, section 2.3: (S − 1) / (M + S − 1)."""
-    found = time_schedule(SCHEDULES[schedule], [StageTimes(1, 1.5, 0.5)] * pipeline_ranks, micro)
+    found = timed(SCHEDULES[schedule], [StageTimes(1, 1.5, 0.5)] * pipeline_ranks, micro)
     assert found.step_seconds == pytest.approx(3 * (micro + pipeline_ranks - 1))
     assert found.bubble == pytest.approx((pipeline_ranks - 1) / (micro + pipeline_ranks - 1))
 
@@ -33,7 +35,7 @@ def test_bubble_of_equal_stages(schedule: str, pipeline_ranks: int, micro: int) 
 def test_interleaving_divides_the_bubble(pipeline_ranks: int, micro: int, interleave: int) -> None:
     """Narayanan et al. 2021, section 2.2: (p − 1)·(t_f + t_b) / v of idle time."""
     times = [StageTimes(1 / interleave, 2 / interleave)] * (pipeline_ranks * interleave)
-    found = time_schedule(SCHEDULES["interleaved"], times, micro, interleave=interleave)
+    found = timed(SCHEDULES["interleaved"], times, micro, interleave=interleave)
     assert found.step_seconds == pytest.approx(3 * micro + 3 * (pipeline_ranks - 1) / interleave)
 
 
@@ -48,8 +50,7 @@ def test_idle_time_of_zero_bubble_schedules(
         micro * (forward + backward + weight),
     )
     idle = {
-        s: time_schedule(SCHEDULES[s], times, micro).span_seconds - work
-        for s in ("1f1b", "zb-h1", "zb-h2")
+        s: timed(SCHEDULES[s], times, micro).span_seconds - work for s in ("1f1b", "zb-h1", "zb-h2")
     }
     assert idle["1f1b"] == pytest.approx((pipeline_ranks - 1) * (forward + backward + weight))
     assert idle["zb-h1"] == pytest.approx((pipeline_ranks - 1) * (forward + backward - weight))
@@ -60,13 +61,13 @@ def test_idle_time_of_zero_bubble_schedules(
 
 def test_a_message_that_blocks_holds_both_ranks() -> None:
     """Two stages, one micro-batch: activations and gradient each hold sender and receiver for 1 s, and travel 2 s."""
-    found = time_schedule(
+    found = timed(
         SCHEDULES["1f1b"], [StageTimes(10, 20, 0, send=2, blocking=1), StageTimes(10, 20)], 1
     )
     assert found.step_seconds == pytest.approx(10 + 1 + 2 + 1 + 10 + 20 + 1 + 2 + 1 + 20)
     assert found.busy.tolist() == [30, 30]
     assert found.begin.tolist() == [0, 13]
-    alone = time_schedule(SCHEDULES["1f1b"], [StageTimes(10, 20, 0, send=2, blocking=1)], 3)
+    alone = timed(SCHEDULES["1f1b"], [StageTimes(10, 20, 0, send=2, blocking=1)], 3)
     assert alone.step_seconds == pytest.approx(90)
 
 
@@ -106,13 +107,15 @@ def test_it_agrees_with_the_event_simulator(
     result = simulate(
         profile(blocks),
         cluster(pipeline_ranks, link=Link(bytes_per_second=1e30, latency_seconds=times[0].send)),
-        stages(range(len(times) + 1)),
-        schedule=schedule,
-        rows=micro,
-        micro_batches=micro,
-        interleave=interleave,
+        pipeline(
+            stages(range(len(times) + 1)),
+            schedule=schedule,
+            rows=micro,
+            micro=micro,
+            interleave=interleave,
+        ),
     )
-    found = time_schedule(schedule, times, micro, interleave=interleave)
+    found = timed(schedule, times, micro, interleave=interleave)
     assert found.step_seconds == pytest.approx(result.step_seconds, rel=1e-9)
     assert found.bubble == pytest.approx(result.bubble, abs=1e-9)
     compute = [
@@ -134,7 +137,7 @@ def test_it_agrees_with_the_event_simulator(
 def test_the_step_bounds(shape: tuple[Schedule, int, int, int, list[StageTimes]]) -> None:
     """Never less than the work of a pipeline rank, or than one micro-batch through all stages and back."""
     schedule, _, interleave, micro, times = shape
-    found = time_schedule(schedule, times, micro, interleave=interleave)
+    found = timed(schedule, times, micro, interleave=interleave)
     assert found.step_seconds >= found.busy.max() * (1 - 1e-12)
     assert found.step_seconds >= sum(t.forward + t.backward for t in times) * (1 - 1e-12)
     assert 0 <= found.bubble < 1
@@ -144,11 +147,16 @@ def test_orders_of_ones_own() -> None:
     """Weight halves that are put off further than ZB-H2 does, because a weight half is short."""
     times = [StageTimes(1.0, 1.0, 0.5)] * 4
     orders = [zero_bubble(p, 24, warm_up=2 * (3 - p), delay=4 * p) for p in range(4)]
-    assert time_orders(orders, times, 24).span_seconds == pytest.approx(24 * 2.5)
-    assert time_schedule(SCHEDULES["zb-h2"], times, 24).span_seconds == pytest.approx(24 * 2.5 + 3)
+    assert time_orders(orders, times, chain([1, 2, 3, 4]), 24).span_seconds == pytest.approx(
+        24 * 2.5
+    )
+    assert timed(SCHEDULES["zb-h2"], times, 24).span_seconds == pytest.approx(24 * 2.5 + 3)
     plain = SCHEDULES["1f1b"]
     same = [plain.order(4, p, 24) for p in range(4)]
-    assert time_orders(same, times, 24).step_seconds == time_schedule(plain, times, 24).step_seconds
+    assert (
+        time_orders(same, times, chain([1, 2, 3, 4]), 24).step_seconds
+        == timed(plain, times, 24).step_seconds
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,18 +173,16 @@ def test_lists_that_wait_for_each_other_are_refused(first: str, second: str, wai
         DeadlockError,
         match=f"2 stages with 1 micro-batches: pipeline ranks {waiting} wait for each other",
     ):
-        time_orders(orders, [StageTimes(1, 1)] * 2, 1)
+        time_orders(orders, [StageTimes(1, 1)] * 2, chain([1, 2]), 1)
 
 
 @pytest.mark.parametrize(("count", "interleave"), [(0, 1), (3, 2), (2, 0)])
 def test_stages_that_cannot_be_dealt_out(count: int, interleave: int) -> None:
     with pytest.raises(PlanError, match="cannot be split into"):
-        time_schedule(
-            SCHEDULES["interleaved"], [StageTimes(1, 1)] * count, 4, interleave=interleave
-        )
+        timed(SCHEDULES["interleaved"], [StageTimes(1, 1)] * count, 4, interleave=interleave)
 
 
 def test_many_pipeline_ranks_and_micro_batches() -> None:
     times = [StageTimes(1 + pipeline_rank / 1000, 1, 1, 0.01) for pipeline_rank in range(64)]
-    found = time_schedule(SCHEDULES["zb-h1"], times, 4096)
+    found = timed(SCHEDULES["zb-h1"], times, 4096)
     assert found.step_seconds == pytest.approx(4096 * 3.063, rel=0.02)

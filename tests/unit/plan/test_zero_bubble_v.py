@@ -10,11 +10,12 @@ import pytest
 from parallax.errors import ConfigError, PlanError
 from parallax.plan.cluster import Link
 from parallax.plan.config import PlanConfig
+from parallax.plan.lists import actions
 from parallax.plan.schedule import SCHEDULES, Kind
-from parallax.plan.schedule.lists import actions
-from parallax.plan.simulation.longest_path import StageTimes, time_schedule
+from parallax.plan.simulation.longest_path import StageTimes
 from parallax.plan.simulation.simulate import Simulation, simulate
-from tests.unit.plan_fakes import block, cluster, profile, stages
+from tests.unit.plan.simulated import timed
+from tests.unit.plan_fakes import block, cluster, pipeline, profile, stages
 
 ZB_V, PLAIN = SCHEDULES["zb-v"], SCHEDULES["1f1b"]
 FULL = [(2, 3), (2, 8), (3, 5), (4, 7), (4, 16), (6, 11)]  # pipeline ranks, micro-batches enough
@@ -30,11 +31,13 @@ def simulated(pipeline_ranks: int, micro: int, *, schedule: Any = ZB_V, **link: 
     return simulate(
         profile(blocks),
         cluster(pipeline_ranks, **link),
-        stages(range(0, 2 * pipeline_ranks + 1, 2 // each)),
-        schedule=schedule,
-        rows=micro,
-        micro_batches=micro,
-        interleave=each,
+        pipeline(
+            stages(range(0, 2 * pipeline_ranks + 1, 2 // each)),
+            schedule=schedule,
+            rows=micro,
+            micro=micro,
+            interleave=each,
+        ),
     )
 
 
@@ -53,8 +56,8 @@ def test_no_pipeline_rank_waits_where_all_passes_take_equally_long(
             if s.rank == rank and s.kind in ("forward", "backward", "backward_weight")
         ]
         assert all(a.end == pytest.approx(b.start) for a, b in itertools.pairwise(spans))
-    timed = time_schedule(ZB_V, [StageTimes(1, 1, 1)] * (2 * pipeline_ranks), micro, interleave=2)
-    assert timed.span_seconds == pytest.approx(6 * micro)
+    found = timed(ZB_V, [StageTimes(1, 1, 1)] * (2 * pipeline_ranks), micro, interleave=2)
+    assert found.span_seconds == pytest.approx(6 * micro)
     plain = simulated(pipeline_ranks, micro, schedule=PLAIN)
     assert plain.bubble == pytest.approx((pipeline_ranks - 1) / (micro + pipeline_ranks - 1))
 
@@ -69,7 +72,7 @@ def test_what_is_left_of_the_ramp(
     """(p − 1)·(T_B − T_W) where a weight half is shorter; times are those of a pipeline rank, of which a stage has
     half."""
     halves = StageTimes(forward / 2, backward / 2, weight / 2)
-    found = time_schedule(ZB_V, [halves] * (2 * pipeline_ranks), micro, interleave=2)
+    found = timed(ZB_V, [halves] * (2 * pipeline_ranks), micro, interleave=2)
     idle = found.span_seconds - micro * (forward + backward + weight)
     assert idle == pytest.approx((pipeline_ranks - 1) * (backward - weight))
 
@@ -92,10 +95,11 @@ def test_every_pipeline_rank_holds_what_the_first_of_1f1b_does(
 
 @pytest.mark.parametrize("pipeline_ranks", [1, 2, 4])
 def test_nothing_is_sent_at_the_turn(pipeline_ranks: int) -> None:
+    shape = pipeline(stages(range(2 * pipeline_ranks + 1)), schedule=ZB_V, interleave=2)
     sent = {
         (a.kind, a.stage)
         for pipeline_rank in range(pipeline_ranks)
-        for a in actions(ZB_V, pipeline_ranks, pipeline_rank, 8, interleave=2)
+        for a in actions(shape, pipeline_rank, 8)
         if a.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
     }
     turn, last = pipeline_ranks - 1, 2 * pipeline_ranks - 1
@@ -117,7 +121,8 @@ def test_where_its_stages_sit() -> None:
         (1, 4),
         (2, 3),
     ]
-    assert [ZB_V.hands_over(stage, 3) for stage in range(5)] == [False, False, True, False, False]
+    shape = pipeline(stages(range(7)), schedule=ZB_V, interleave=2)
+    assert [edge.sender for edge in shape.edges() if shape.is_local(edge)] == [2]
     assert [PLAIN.pipeline_rank_of(stage, 3) for stage in range(3)] == [0, 1, 2]
 
 

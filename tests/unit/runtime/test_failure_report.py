@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from parallax.plan.plan import Coordinate
 from parallax.plan.schedule import Action, Kind
 from parallax.runtime.failure.report import (
     FailureKind,
@@ -128,8 +129,8 @@ def test_what_is_said() -> None:
         "is gone), last seen after step 3"
     )
     assert name(3, None) == "rank 3"
-    assert name(3, (1, 0)) == "rank 3 (stage 1, replica 0)"
-    assert name(3, (1, 0), Action(Kind.FORWARD, 5, 0)) == "rank 3 (stage 5, replica 0)", (
+    assert name(3, Coordinate(1, 0)) == "rank 3 (stage 1, replica 0)"
+    assert name(3, Coordinate(1, 0), Action(Kind.FORWARD, 5, 0)) == "rank 3 (stage 5, replica 0)", (
         "one of several of that rank"
     )
 
@@ -177,4 +178,4 @@ def test_each_host_speaks_where_none_reaches_all(
 
 def test_a_node_is_named_where_there_are_several() -> None:
     assert name(1, None, node="b") == "rank 1 on b"
-    assert name(1, (0, 2), node="b") == "rank 1 (stage 0, replica 2) on b"
+    assert name(1, Coordinate(0, 2), node="b") == "rank 1 (stage 0, replica 2) on b"

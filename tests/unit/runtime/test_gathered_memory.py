@@ -16,7 +16,7 @@ from parallax.model.profiling.allocations import allocations
 from parallax.model.profiling.measure import measure
 from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
-from parallax.plan.simulation.predict import Pipeline, predict
+from parallax.plan.simulation.predict import predict
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from tests.distributed.pool import Pool
@@ -85,7 +85,7 @@ def peak_of(plan: Plan) -> int:
 @pytest.mark.parametrize("microbatch", [16, 60])
 def test_the_peak_of_a_step_is_below_the_predicted_one(microbatch: int, directive: str) -> None:
     plan = planned(microbatch=microbatch, directive=directive)
-    memory = predict(measured(), cluster(1), Pipeline.of(plan)).stages[0].memory
+    memory = predict(measured(), cluster(1), plan).stages[0].memory
     peak = peak_of(plan)
     assert memory["loss"] == 0  # in no micro-batch
     assert peak <= coming(memory)
@@ -97,7 +97,7 @@ def test_the_peak_of_a_step_is_below_the_predicted_one(microbatch: int, directiv
 @pytest.mark.parametrize("replicas", [(2,), (1, 2), (2, 1)], ids=str)
 def test_each_replica_has_room_for_the_loss(pool: Pool, replicas: tuple[int, ...]) -> None:
     plan = planned(microbatch=30, replicas=replicas)
-    found = predict(measured(), cluster(sum(replicas)), Pipeline.of(plan))
+    found = predict(measured(), cluster(sum(replicas)), plan)
     stages = [stage for stage, count in enumerate(replicas) for _ in range(count)]
     for stage, peak in zip(stages, pool.run(peak_of, sum(replicas), plan)):
         assert peak <= coming(found.stages[stage].memory)

@@ -97,7 +97,7 @@ def run_of(seed: int) -> Run:
     plan = replace(plan, prediction=replace(plan.prediction, stages=tuple(predicted)))
     seconds, has_rows = [], []
     for number in range(plan.world_size):
-        place, replica = plan.locate(number)
+        place, replica, _ = plan.coordinate(number)
         parts = [micro_batch_rows(rows, count, micro) for micro in range(count)]
         held = [replica_rows(high - low, replicas[place], replica) for low, high in parts]
         forward = np.array([truth[place].seconds(high - low) for low, high in held])
@@ -137,7 +137,12 @@ def test_a_slow_rank_is_named_with_its_factor(factor: float) -> None:
         others = [s for rank, s in enumerate(sums) if s > 0.2 * max(sums)]
         rank = int(np.argmax(sums))
         step, busy = run.step({rank: factor})
-        predicted = sum(run.plan.prediction.stages[run.plan.locate(rank)[0]].seconds.values()) - 9.0
+        predicted = (
+            sum(
+                run.plan.prediction.stages[run.plan.coordinate(rank).pipeline_rank].seconds.values()
+            )
+            - 9.0
+        )
         certain = (
             len(others) > 1
             and sums[rank] > 0.05  # no microseconds
@@ -157,11 +162,11 @@ def test_a_slow_rank_is_named_with_its_factor(factor: float) -> None:
 
 def _equal_work(run: Run, rank: int) -> bool:
     """Whether all replicas of the rank's stage have the same rows, so that the expected seconds are exact."""
-    stage = run.plan.locate(rank)[0]
+    stage = run.plan.coordinate(rank).pipeline_rank
     sums = [
         float(s.sum())
         for r, s in enumerate(run.seconds)
-        if run.plan.locate(r)[0] == stage and s.any()
+        if run.plan.coordinate(r).pipeline_rank == stage and s.any()
     ]
     return max(sums) < 1.01 * min(sums)
 

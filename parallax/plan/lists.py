@@ -1,0 +1,69 @@
+"""The flat list of actions that every rank of a pipeline rank executes.
+
+A schedule only decides the order of forwards and backwards; sends, receives and fetches are put around them
+here, the same way for every schedule. The simulator runs the list on predicted costs, the executor on tensors.
+"""
+
+from __future__ import annotations
+
+from parallax.plan.plan import Pipeline
+from parallax.plan.schedule import Action, Kind
+
+
+def actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[Action]:
+    """The whole list of one training step for the ranks of ``pipeline_rank``; its reduce and update are those of all
+    its stages.
+
+    Where a stage offloads, each backward is preceded by a FETCH that stands right after the compute action before it,
+    so that reading overlaps with sending and with the wait for the gradient::
+
+        1f1b, last but one of several stages, offloading
+        F0 S0 | R1 F1 S1 L0 | R B0 S | F2 S2 L1 | R B1 S | ...
+    """
+    offload = any(pipeline.stages[stage].offloads for stage in pipeline.stages_of(pipeline_rank))
+    listed = _compute_order(pipeline, pipeline_rank, micro_batches)
+    following: list[Action | None] = [*listed[1:], None]
+    result: list[Action] = []
+    for action, after in zip(listed, following):
+        result += _with_messages(pipeline, action)
+        if offload and after is not None and after.kind is Kind.BACKWARD:
+            result.append(Action(Kind.FETCH, after.stage, after.micro))
+    return [*result, Action(Kind.REDUCE, pipeline_rank), Action(Kind.UPDATE, pipeline_rank)]
+
+
+def evaluation_actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[Action]:
+    """The whole list of one forward pass, for evaluation and inference, for the ranks of ``pipeline_rank``: the
+    schedule's forwards, in its order. Micro-batches stream through, nothing is saved.
+
+    ::
+
+        stage 0 | F0 F1 F2 ..
+        stage 1 | .. F0 F1 F2
+    """
+    listed = _compute_order(pipeline, pipeline_rank, micro_batches)
+    forwards = [action for action in listed if action.kind is Kind.FORWARD]
+    return [each for action in forwards for each in _with_messages(pipeline, action)]
+
+
+def _compute_order(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[Action]:
+    return pipeline.schedule.compute_order(
+        pipeline.pipeline_ranks, pipeline_rank, micro_batches, interleave=pipeline.interleave
+    )
+
+
+def _with_messages(pipeline: Pipeline, action: Action) -> list[Action]:
+    """An action between what it receives and what it sends; nothing is sent along a local edge."""
+    stage, micro = action.stage, action.micro
+    entering, leaving = (
+        edge is not None and not pipeline.is_local(edge)
+        for edge in (pipeline.entering(stage), pipeline.leaving(stage))
+    )
+    if action.kind is Kind.FORWARD:
+        before = [Action(Kind.RECEIVE_ACTIVATION, stage, micro)] if entering else []
+        after = [Action(Kind.SEND_ACTIVATION, stage, micro)] if leaving else []
+        return [*before, action, *after]
+    if action.kind is Kind.BACKWARD_WEIGHT:
+        return [action]
+    before = [Action(Kind.RECEIVE_GRADIENT, stage, micro)] if leaving else []
+    after = [Action(Kind.SEND_GRADIENT, stage, micro)] if entering else []
+    return [*before, action, *after]
