@@ -6,6 +6,8 @@ here, the same way for every schedule. The simulator runs the list on predicted 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from parallax.plan.plan import Pipeline
 from parallax.plan.schedule import Action, Kind
 
@@ -27,7 +29,7 @@ def actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[
     for action, after in zip(listed, following):
         result += _with_messages(pipeline, action)
         if offload and after is not None and after.kind is Kind.BACKWARD:
-            result.append(Action(Kind.FETCH, after.stage, after.micro))
+            result.append(replace(after, kind=Kind.FETCH))
     return [*result, Action(Kind.REDUCE, pipeline_rank), Action(Kind.UPDATE, pipeline_rank)]
 
 
@@ -53,17 +55,16 @@ def _compute_order(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -
 
 def _with_messages(pipeline: Pipeline, action: Action) -> list[Action]:
     """An action between what it receives and what it sends; nothing is sent along a local edge."""
-    stage, micro = action.stage, action.micro
     entering, leaving = (
         edge is not None and not pipeline.is_local(edge)
-        for edge in (pipeline.entering(stage), pipeline.leaving(stage))
+        for edge in (pipeline.entering(action.stage), pipeline.leaving(action.stage))
     )
     if action.kind is Kind.FORWARD:
-        before = [Action(Kind.RECEIVE_ACTIVATION, stage, micro)] if entering else []
-        after = [Action(Kind.SEND_ACTIVATION, stage, micro)] if leaving else []
+        before = [replace(action, kind=Kind.RECEIVE_ACTIVATION)] if entering else []
+        after = [replace(action, kind=Kind.SEND_ACTIVATION)] if leaving else []
         return [*before, action, *after]
     if action.kind is Kind.BACKWARD_WEIGHT:
         return [action]
-    before = [Action(Kind.RECEIVE_GRADIENT, stage, micro)] if leaving else []
-    after = [Action(Kind.SEND_GRADIENT, stage, micro)] if entering else []
+    before = [replace(action, kind=Kind.RECEIVE_GRADIENT)] if leaving else []
+    after = [replace(action, kind=Kind.SEND_GRADIENT)] if entering else []
     return [*before, action, *after]

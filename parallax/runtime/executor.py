@@ -42,7 +42,7 @@ from parallax.runtime.stage import MicroBatchContext, Stage
 from parallax.swap.activations.manager import SwapManager
 
 Keep = Callable[[int, Any], None]
-Key = tuple[int, int]  # stage, micro-batch
+Key = tuple[int, int, int]  # step, stage, micro-batch
 CurrentAction = tuple[Action, int, float]  # what is done, in which step, and since when
 
 
@@ -64,7 +64,7 @@ class RankProgram:
     def __init__(self, actions: Sequence[Action]) -> None:
         self.actions = list(actions)
         self.splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
-        ends = {(a.stage, a.kind): a for a in actions if a.kind in COMPUTE}
+        ends = {(a.step, a.stage, a.kind): a for a in actions if a.kind in COMPUTE}
         self.last = set(ends.values())
         self.first: list[Action] = []
         self.following: list[list[Action]] = [[] for _ in actions]
@@ -145,13 +145,13 @@ class Executor:
             for receive in step.program.first:
                 post(receive)
             for action, receives in zip(step.program.actions, step.program.following):
-                self.current = action, index, spans.begin()
+                self.current = action, index + action.step, spans.begin()
                 try:
                     waited = _DO[action.kind](self, action, step)
                 except Exception as error:
                     error.add_note(f"action {action}")
                     raise
-                spans.end(rank, index, action, waited)
+                spans.end(rank, index + action.step, action, waited)
                 if ahead:
                     for receive in receives:
                         post(receive)
@@ -185,7 +185,7 @@ class Executor:
 
     def _receive(self, action: Action, step: StepContext) -> float:
         start = time.perf_counter()
-        key = action.stage, action.micro
+        key = _key(action)
         if action.kind is Kind.RECEIVE_GRADIENT:
             if (gradients := self._crossings.receive_gradients(action)) is not None:
                 self._gradients[key] = gradients
@@ -198,7 +198,7 @@ class Executor:
 
     def _send(self, action: Action, step: StepContext) -> float:
         del step
-        key = action.stage, action.micro
+        key = _key(action)
         if action.kind is Kind.SEND_GRADIENT:
             self._crossings.send_gradients(action, self._outgoing_gradients.pop(key, ()))
         else:
@@ -228,7 +228,7 @@ class Executor:
         if entering is None:
             inputs = self._chain.arguments(apart(self._inputs.take((first, rows))))
         else:
-            inputs, flight.entry = self._received.pop((stage, micro))
+            inputs, flight.entry = self._received.pop(_key(action))
             if flight.entry is not None:
                 inputs = flight.entry.enter(inputs, self._crossings.floating(entering, inputs))
         outputs = self._stage.run(
@@ -241,16 +241,16 @@ class Executor:
         )
         del inputs
         if leaving is not None:
-            self._leave(leaving, micro, outputs, flight, training=step.training)
+            self._leave(action, leaving, outputs, flight, training=step.training)
         elif step.keep is not None:
             step.keep(first, self._chain.results(outputs))
         else:
             flight.roots = self._loss.add(step, micro, first, first + rows, outputs)
         if step.training:
-            self._flights[stage, micro] = flight
+            self._flights[_key(action)] = flight
 
     def _backward(self, action: Action, step: StepContext) -> float:
-        key = action.stage, action.micro
+        key = _key(action)
         flight = self._flights.get(key)
         if flight is None:  # no rows of this micro-batch are here
             if not step.program.splits and self._completes(action, step):
@@ -285,13 +285,13 @@ class Executor:
         if flight.entry is not None:
             left, entering = flight.entry.take_gradients(), self._plan.entering(action.stage)
             if entering is not None and self._plan.is_local(entering):
-                self._gradients[entering.sender, action.micro] = left
+                self._gradients[action.step, entering.sender, action.micro] = left
             else:
                 self._outgoing_gradients[key] = left
         return self._stall_seconds() - before
 
     def _backward_weight(self, action: Action, step: StepContext) -> float:
-        flight = self._flights.pop((action.stage, action.micro), None)
+        flight = self._flights.pop(_key(action), None)
         completes = self._completes(action, step)
         if flight is None:
             if completes:
@@ -327,10 +327,11 @@ class Executor:
 
     def _name(self, action: Action, step: StepContext) -> int:
         """What the swap manager calls a micro-batch on one of the stages here."""
-        return action.micro + step.micro_batches * self._turn[action.stage]
+        turn = self._turn[action.stage] + action.step * len(self._turn)
+        return action.micro + step.micro_batches * turn
 
     def _leave(
-        self, edge: Edge, micro: int, outputs: Tensors, flight: _Flight, *, training: bool
+        self, action: Action, edge: Edge, outputs: Tensors, flight: _Flight, *, training: bool
     ) -> None:
         """Make outputs ready to be sent, and their places in the graph to be found again."""
         if self._boundary is not None:
@@ -344,21 +345,25 @@ class Executor:
             )
         left = tuple(tensor.detach() for tensor in outputs)
         if self._plan.is_local(edge):
-            self._hand_over(edge.receiver, micro, left, training=training)
+            self._hand_over((action.step, edge.receiver, action.micro), left, training=training)
         else:
-            self._outgoing[edge.sender, micro] = left
+            self._outgoing[_key(action)] = left
         if training:
             floating = self._crossings.floating(edge, outputs)
             flight.roots = [
                 get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in floating
             ]
 
-    def _hand_over(self, stage: int, micro: int, left: Tensors, *, training: bool) -> None:
+    def _hand_over(self, key: Key, left: Tensors, *, training: bool) -> None:
         """Give a stage on this rank what another one here has left, as a channel would: a copy of its own, for the
         graph of the sender may have saved these, and a block may change its input in place."""
         entry = GraphEntry(self._anchor) if training else None
         inputs = left if entry is None else tuple(map(entry.copy, left))
-        self._received[stage, micro] = inputs, entry
+        self._received[key] = inputs, entry
+
+
+def _key(action: Action) -> Key:
+    return action.step, action.stage, action.micro
 
 
 _DO: dict[Kind, Callable[[Executor, Action, StepContext], float]] = {

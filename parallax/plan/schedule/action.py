@@ -34,14 +34,17 @@ FORWARD, BACKWARD, BACKWARD_WEIGHT = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One entry of a rank's list; ``micro`` is −1 where no micro-batch is meant."""
+    """One entry of a rank's list; ``micro`` is −1 where no micro-batch is meant. ``step`` counts the steps that a list
+    holds, from its first."""
 
     kind: Kind
     stage: int
     micro: int = -1
+    step: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind}({self.stage}{'' if self.micro < 0 else f', {self.micro}'})"
+        later = f" of step +{self.step}" if self.step else ""
+        return f"{self.kind}({self.stage}{'' if self.micro < 0 else f', {self.micro}'}){later}"
 
 
 def is_split(listed: Sequence[Action]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from parallax.common.targets import check_call, load_target
 from parallax.errors import PlanError, printable
@@ -154,4 +155,4 @@ def _needed(action: Action, edges: Sequence[Edge]) -> list[Action]:
         peers = [edge.receiver for edge in edges if edge.sender == action.stage]
     else:
         peers = []
-    return [Action(action.kind, peer, action.micro) for peer in peers]
+    return [replace(action, stage=peer) for peer in peers]

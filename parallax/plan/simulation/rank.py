@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from parallax.common.events import Span
@@ -47,8 +47,8 @@ class World:
     def __init__(self, profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> None:
         self.profile, self.cluster, self.pipeline = profile, cluster, pipeline
         self.network = Network(cluster)
-        self.messages: defaultdict[tuple[Kind, int, int, int, int], Signal] = defaultdict(Signal)
-        self.fifo: defaultdict[tuple[Kind, int, int], deque[tuple[int, int]]] = defaultdict(deque)
+        self.messages: defaultdict[tuple[int, int, Action], Signal] = defaultdict(Signal)
+        self.fifo: defaultdict[tuple[int, int, Kind], deque[Action]] = defaultdict(deque)
         count = pipeline.micro_batches(pipeline.global_batch)
         bounds = (micro_batch_rows(pipeline.global_batch, count, micro) for micro in range(count))
         self.rows = [high - low for low, high in bounds]
@@ -83,11 +83,8 @@ class Rank:
         self._reduced: list[Signal] = []
         self._split = any(action.kind is Kind.BACKWARD_WEIGHT for action in listed)
         final = Kind.BACKWARD_WEIGHT if self._split else Kind.BACKWARD
-        self._last = {
-            action.stage: index for index, action in enumerate(listed) if action.kind is final
-        }
-        forwards = [n for n, action in enumerate(listed) if action.kind is Kind.FORWARD]
-        self._last_forward = forwards[-1]
+        self._last = {(each.step, each.stage): each for each in listed if each.kind is final}
+        self._last_forward = {each.step: each for each in listed if each.kind is Kind.FORWARD}
         replicas = self._pipeline.stages[pipeline_rank].replicas
         self._rows = [
             stop - start
@@ -135,18 +132,18 @@ class Rank:
 
     def run(self) -> Routine:
         simulator = self._world.network.simulator
-        for index, action in enumerate(self._listed):
+        for action in self._listed:
             self._doing = action
             start, stalled, waited = simulator.now, self._swapping.stalled, 0.0
             gathering = 0.0
             match action.kind:
                 case Kind.FORWARD:
                     yield from self._forward(action)
-                    if index == self._last_forward:
+                    if action == self._last_forward[action.step]:
                         gathering = yield from self._gathered_loss(action)
                 case Kind.BACKWARD | Kind.BACKWARD_WEIGHT:
-                    if index == self._last[action.stage]:
-                        self._begin_reduce(action.stage)
+                    if action == self._last[action.step, action.stage]:
+                        self._begin_reduce(action)
                     if action.kind is Kind.BACKWARD:
                         yield from self._backward(action)
                     else:
@@ -157,19 +154,28 @@ class Rank:
                     yield from self._receive(action)
                     waited = simulator.now - start
                 case Kind.FETCH:
-                    self._swapping.fetch(action.stage, action.micro)
+                    self._swapping.fetch(action.step, action.stage, action.micro)
                 case Kind.REDUCE:
-                    yield from self._reduce()
+                    yield from self._reduce(action)
                     waited = simulator.now - start
                 case Kind.UPDATE:
-                    yield from self._update()
+                    yield from self._update(action)
             waited += self._swapping.stalled - stalled
             self._book(action, simulator.now - start - gathering, waited)
             self._seconds["reduce"] += gathering
             waited += gathering
             kind = str(action.kind)
             self.spans.append(
-                Span(self.rank, 0, kind, action.stage, action.micro, start, simulator.now, waited)
+                Span(
+                    self.rank,
+                    action.step,
+                    kind,
+                    action.stage,
+                    action.micro,
+                    start,
+                    simulator.now,
+                    waited,
+                )
             )
 
     def _book(self, action: Action, seconds: float, waited: float) -> None:
@@ -212,7 +218,7 @@ class Rank:
             yield self._core.compute(run.seconds)
             if run.moved:
                 yield from self._swapping.offload(
-                    (action.stage, action.micro, run.block), run.moved
+                    (action.step, action.stage, action.micro, run.block), run.moved
                 )
         yield from self._swapping.streamed(streaming)
 
@@ -226,7 +232,7 @@ class Rank:
         start = network.simulator.now
         if len(ranks) > 1:
             gather = partial(network.all_reduce, ranks, load.gathered_bytes)
-            yield network.meet("loss", len(ranks), gather)
+            yield network.meet(f"loss {action.step}", len(ranks), gather)
         waited = network.simulator.now - start
         yield self._core.compute(load.gathered_seconds)
         return waited
@@ -239,7 +245,7 @@ class Rank:
             if not run.moved:
                 yield self._core.compute(run.seconds)
                 continue
-            yield from self._swapping.bring((action.stage, action.micro, run.block))
+            yield from self._swapping.bring((action.step, action.stage, action.micro, run.block))
             for _ in range(PIECES):
                 yield self._core.compute(run.seconds / PIECES)
                 self._swapping.release(1 / PIECES)
@@ -271,25 +277,26 @@ class Rank:
         else:
             kind, size = Kind.RECEIVE_GRADIENT, load.input_bytes
         stage = self._peer(action)
+        received = replace(action, kind=kind, stage=stage)
         for other, share in self._neighbours(stage, world.rows[action.micro]):
-            world.fifo[kind, self.rank, other].append((stage, action.micro))
-            arrived = world.messages[kind, self.rank, other, stage, action.micro]
+            world.fifo[self.rank, other, kind].append(received)
+            arrived = world.messages[self.rank, other, received]
             world.network.deliver(arrived, self.rank, other, size * share)
 
     def _receive(self, action: Action) -> Routine:
         world = self._world
         for other, _ in self._neighbours(self._peer(action), world.rows[action.micro]):
-            yield world.messages[action.kind, other, self.rank, action.stage, action.micro]
-            sent, first = world.fifo[action.kind, other, self.rank].popleft()
-            if (sent, first) != (action.stage, action.micro):
+            yield world.messages[other, self.rank, action]
+            first = world.fifo[other, self.rank, action.kind].popleft()
+            if first != action:
                 raise DeadlockError(
-                    f"rank {self.rank} waits for {action}, but rank {other} sends micro-batch {first} first: "
+                    f"rank {self.rank} waits for {action}, but rank {other} sends micro-batch {first.micro} first: "
                     "channels are FIFO, both lists must use the same order"
                 )
 
-    def _begin_reduce(self, stage: int) -> None:
+    def _begin_reduce(self, action: Action) -> None:
         """Replicas reduce a stage while its last backward runs."""
-        ranks = self._pipeline.ranks(stage)
+        stage, ranks = action.stage, self._pipeline.ranks(action.stage)
         if len(ranks) > 1:
             size = (
                 self._passes(stage, self._rows[0]).load.trained_bytes
@@ -297,10 +304,13 @@ class Rank:
             )
             network = self._world.network
             reduction = partial(network.all_reduce, ranks, size)
-            self._reduced.append(network.meet(f"reduce {stage}", len(ranks), reduction))
+            self._reduced.append(
+                network.meet(f"reduce {stage} {action.step}", len(ranks), reduction)
+            )
 
-    def _reduce(self) -> Routine:
-        yield from self._reduced
+    def _reduce(self, action: Action) -> Routine:
+        reduced, self._reduced = self._reduced, []
+        yield from reduced
         profile, network = self._world.profile, self._world.network
         for index, (size, users) in enumerate(profile.ties):
             pipeline_ranks = self._world.holders(users)
@@ -311,11 +321,11 @@ class Rank:
                     for rank in self._pipeline.ranks(pipeline_rank)
                 ]
                 reduction = partial(network.all_reduce, ranks, size * profile.gradient_bytes)
-                yield network.meet(f"tie {index}", len(ranks), reduction)
+                yield network.meet(f"tie {index} {action.step}", len(ranks), reduction)
 
-    def _update(self) -> Routine:
+    def _update(self, action: Action) -> Routine:
         network = self._world.network
-        yield network.meet("update", self._pipeline.world_size)
+        yield network.meet(f"update {action.step}", self._pipeline.world_size)
         start = network.simulator.now
         loads = {stage: self._passes(stage, self._rows[0]).load for stage in self._stages}
         yield self._core.compute(sum(load.update_seconds for load in loads.values()))
@@ -323,5 +333,5 @@ class Rank:
             ranks = self._pipeline.ranks(stage)
             if self._pipeline.stages[stage].shard_optimizer and len(ranks) > 1:
                 spreading = partial(network.broadcast, ranks, load.trained_bytes)
-                yield network.meet(f"spread {stage}", len(ranks), spreading)
+                yield network.meet(f"spread {stage} {action.step}", len(ranks), spreading)
         self._seconds["update"] += network.simulator.now - start

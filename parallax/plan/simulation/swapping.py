@@ -15,7 +15,7 @@ from parallax.plan.cluster import Device
 from parallax.plan.simulation.fluid import Resource, Routine, Signal, Simulator
 
 PIECES = 8  # a backward gives up what it has used tensor by tensor, here in so many equal pieces
-Key = tuple[int, int, int]  # stage, micro-batch, block within the stage
+Key = tuple[int, int, int, int]  # step, stage, micro-batch, block within the stage
 
 
 class Held:
@@ -63,9 +63,10 @@ class SimulatedSwap:
         self._held[key] = held
         self._copy(held)
 
-    def fetch(self, stage: int, micro: int) -> None:
+    def fetch(self, step: int, stage: int, micro: int) -> None:
         """Begin to bring back a micro-batch of a stage: the last block is wanted first."""
-        mine = [held for (s, m, _), held in self._held.items() if (s, m) == (stage, micro)]
+        wanted = step, stage, micro
+        mine = [held for key, held in self._held.items() if key[:3] == wanted]
         for held in reversed(mine):
             if held.state == "queued" and held in self._queue and held is not self._queue[0]:
                 self._queue.remove(held)

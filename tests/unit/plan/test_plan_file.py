@@ -13,6 +13,7 @@ import yaml
 
 from parallax.errors import PlanError
 from parallax.plan.cluster import Cluster, Link
+from parallax.plan.edge import Edge
 from parallax.plan.explained import explain
 from parallax.plan.plan import Alternative, Directive, Plan, RankPrediction, StagePrediction
 from parallax.plan.profile import Affine, ModelProfile
@@ -383,3 +384,11 @@ def test_links_between_nodes() -> None:
     assert both.link(0, 1) is FREE
     assert both.link(1, 2).seconds(4) == 3
     assert both.link(1, 2).seconds(0) == 0
+
+
+def test_edges_lead_from_each_stage_to_the_next() -> None:
+    found = plan()
+    assert found.edges() == (Edge(sender=0, receiver=1, block=1),)
+    assert (found.entering(0), found.leaving(0)) == (None, found.edges()[0])
+    assert (found.entering(1), found.leaving(1)) == (found.edges()[0], None)
+    assert not found.is_local(found.edges()[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
@@ -10,13 +10,15 @@ import pytest
 from parallax.common.events import Span, bubble_fraction
 from parallax.errors import DeadlockError
 from parallax.plan.cluster import Link
+from parallax.plan.lists import actions
 from parallax.plan.plan import Directive
 from parallax.plan.schedule import SCHEDULES, Kind, Schedule
 from parallax.plan.schedule.gpipe import gpipe
 from parallax.plan.schedule.order import Order
 from parallax.plan.simulation.fluid import Resource, Routine, Simulator
+from parallax.plan.simulation.rank import Rank, World
 from tests.unit.plan.simulated import ONE_EACH, nodes, run, times
-from tests.unit.plan_fakes import block, stages
+from tests.unit.plan_fakes import block, cluster, pipeline, profile, stages
 
 
 @pytest.mark.parametrize("schedule", ONE_EACH)
@@ -241,3 +243,30 @@ def test_what_splitting_costs_is_paid_only_where_backwards_are_split() -> None:
     assert whole.step_seconds == pytest.approx(6)
     # The second stage's weight half is hidden.
     assert split.step_seconds == pytest.approx(1 + 1 + 1.5 + 1.5 + 1)
+
+
+def test_a_list_may_hold_the_actions_of_two_steps() -> None:
+    """All ranks meet before they update, so two steps take twice as long as one, and neither takes messages,
+    activations or reductions of the other for its own."""
+    parts = stages([0, 1, 2], [1, 2], "offload")
+    shape = pipeline(parts, schedule="1f1b", rows=6, micro=3)
+    blocks = [block(moved=4, input=2, output=2, parameters=3, parameter_bytes=12)] * 2
+
+    def run_steps(steps: int) -> tuple[float, Counter[tuple[int, int]]]:
+        link = Link(bytes_per_second=8.0)
+        world = World(profile(blocks), cluster(3, link=link, write=link), shape)
+        ranks = []
+        for pipeline_rank, part in enumerate(parts):
+            once = actions(shape, pipeline_rank, 3)
+            listed = [replace(each, step=step) for step in range(steps) for each in once]
+            ranks += [Rank(world, pipeline_rank, k, listed) for k in range(part.replicas)]
+        simulator = world.network.simulator
+        for rank in ranks:
+            simulator.spawn(rank.describe, rank.run())
+        seconds = simulator.run()
+        return seconds, Counter((span.rank, span.step) for rank in ranks for span in rank.spans)
+
+    once, spans = run_steps(1)
+    twice, both = run_steps(2)
+    assert twice == pytest.approx(2 * once)
+    assert both == {(rank, step): spans[rank, 0] for rank in range(3) for step in range(2)}
