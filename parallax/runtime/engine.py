@@ -30,6 +30,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.plan.lists import actions, evaluation_actions
 from parallax.plan.plan import Plan, StagePlan
+from parallax.plan.schedule import Kind
 from parallax.runtime.batch import Rows, as_tensors, row_count
 from parallax.runtime.channels.transport import Channels
 from parallax.runtime.checkpoint import ALL_STAY, Retention
@@ -90,7 +91,7 @@ class Engine:
             self._stage, mesh, self._shared, configs.optimizer, self._below, copies
         )
         self._stage.wait_for_weights(self._optimizer.ready)
-        self._programs: dict[tuple[bool, int], RankProgram] = {}
+        self._programs: dict[tuple[bool, bool, int], RankProgram] = {}
         self._sync = sync_for(
             self._stage, mesh, self._optimizer.reduced, configs.replicas, split=plan.schedule.splits
         )
@@ -103,9 +104,10 @@ class Engine:
         self._scale = LossScale(configs.precision, configs.nonfinite_skips)
         kept = self._stage, self._optimizer, self._scale
         self.saving = Saving(chain, plan, mesh, *kept, self._later, copies)
+        self._evaluation = Evaluation(loss, chain, configs.precision, mesh.device)
         self._update = self._open_update(configs)
         self._buffers = KeptBuffers(self._stage.modules())
-        self._executor = self._open_executor(loss, configs, swap, copies)
+        self._executor = self._open_executor(configs, swap, copies)
         mesh.barrier()  # who is ready first may close first, and is not to be missed by who still connects
         self._loss, self._counts = loss, hasattr(loss, "count")
         self._step = 0
@@ -119,19 +121,18 @@ class Engine:
             self._scale,
             configs.optimizer,
             later=self._later,
+            losses=self._evaluation.parts,
             dtype=self._chain.dtype,
             steps=configs.steps,
         )
 
     def _open_executor(
         self,
-        loss: Loss,
         configs: EngineConfigs,
         swap: tuple[SwapManager, Selector] | None,
         copies: CopyEngine,
     ) -> Executor:
         chain, mesh, gathers = self._chain, self.mesh, self.plan.gather_loss
-        self._evaluation = Evaluation(loss, chain, configs.precision, mesh.device)
         losses = GatheredLoss(self._evaluation, chain, mesh) if gathers else None
         return Executor(
             chain,
@@ -145,6 +146,7 @@ class Engine:
             open_inputs((self.plan.stages[each] for each in mesh.stages), mesh.device, copies),
             stall_seconds=self._stalls(),
             spans=spans_of(mesh.device, copies),
+            update=self._update,
         )
 
     def _meter(self, precision: PrecisionConfig, plans: Iterable[StagePlan]) -> Callable[[], int]:
@@ -263,13 +265,8 @@ class Engine:
         start, scale = time.perf_counter(), self._scale.factor
         self._optimizer.zero_grad()
         self._buffers.remember()
+        spans = self._run(batch, training=True, updates=True, scale=scale)
         done = self._update
-        rows = done.rows.numbers(batch)
-
-        def update(share: Tensor) -> None:
-            done.run(self._step, batch, share, self._evaluation.parts, rows)
-
-        spans = self._run(batch, training=True, update=update, scale=scale)
         loss, norm, seconds = done.loss, done.norm, time.perf_counter() - start
         swapped = self._take_statistics()
         trouble = "" if done.judgement.accepted else self._skipped()
@@ -301,13 +298,9 @@ class Engine:
         """Forward and backward without an update; gradients are left in ``parameters``. The loss."""
         self._optimizer.finish()
         self._optimizer.zero_grad()
-        rows, totals = self._update.rows.numbers(batch), list[float]()
-
-        def update(share: Tensor) -> None:
-            totals.extend(agreed_sum(self.mesh, share.item(), *rows))
-
-        self._run(batch, training=True, update=update)
-        loss, *sums = totals
+        rows = self._update.rows.numbers(batch)
+        self._run(batch, training=True)
+        loss, *sums = agreed_sum(self.mesh, self._executor.loss_share.item(), *rows)
         self._update.rows.check(sums, f"the batch of step {self._step}")
         return loss
 
@@ -320,7 +313,7 @@ class Engine:
         row_count(batch, self._step)
         rows, weight = self._update.rows.numbers(batch), self._weight(batch)
         with self._stage.evaluating():
-            self._run(batch, training=False, update=lambda share: None, weight=weight)
+            self._run(batch, training=False, weight=weight)
         mine = self._executor.loss_share.item(), self._evaluation.mass
         loss, mass, *sums = agreed_sum(self.mesh, *mine, *rows)
         self._update.rows.check(sums, f"a batch that is evaluated at step {self._step}")
@@ -334,7 +327,6 @@ class Engine:
             self._run(
                 batch,
                 training=False,
-                update=lambda share: None,
                 keep=lambda *part: found.append(part),
             )
         return found
@@ -386,7 +378,7 @@ class Engine:
         batch: Rows,
         *,
         training: bool,
-        update: Callable[[Tensor], None],
+        updates: bool = False,
         scale: float = 1.0,
         keep: Keep | None = None,
         weight: float | None = None,
@@ -399,9 +391,8 @@ class Engine:
             batch=batch,
             micro_batches=micro_batches,
             denominator=weight or 1.0,
-            program=self._program(len(batch), training=training),
+            program=self._program(len(batch), training=training, updates=updates),
             training=training,
-            update=update,
             scale=scale,
             keep=keep,
         )
@@ -419,16 +410,18 @@ class Engine:
         finally:
             self._executor.abandon()
 
-    def _program(self, rows: int, *, training: bool) -> RankProgram:
+    def _program(self, rows: int, *, training: bool, updates: bool) -> RankProgram:
         plan, pipeline_rank = self.plan, self.mesh.pipeline_rank
         micro_batches = plan.micro_batches(rows)
-        if (training, micro_batches) not in self._programs:
+        key = training, updates, micro_batches
+        if key not in self._programs:
             if training:
                 check_gathering(plan, rows)
             listing = actions if training else evaluation_actions
             listed = listing(plan, pipeline_rank, micro_batches)
-            self._programs[training, micro_batches] = RankProgram(listed)
-        return self._programs[training, micro_batches]
+            kept = [each for each in listed if updates or each.kind is not Kind.UPDATE]
+            self._programs[key] = RankProgram(kept)
+        return self._programs[key]
 
     def _weight(self, batch: Rows) -> float:
         """Rows of the batch, or its counted targets: counted on the last stage, told to all."""

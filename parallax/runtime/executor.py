@@ -39,6 +39,7 @@ from parallax.runtime.loss import Roots, StepLoss
 from parallax.runtime.meters.spans import SpanClock
 from parallax.runtime.replicas.replicate import GradientSync
 from parallax.runtime.stage import MicroBatchContext, Stage
+from parallax.runtime.update import Update
 from parallax.swap.activations.manager import SwapManager
 
 Keep = Callable[[int, Any], None]
@@ -64,6 +65,7 @@ class RankProgram:
     def __init__(self, actions: Sequence[Action]) -> None:
         self.actions = list(actions)
         self.splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
+        self.updates = any(action.kind is Kind.UPDATE for action in actions)
         ends = {(a.step, a.stage, a.kind): a for a in actions if a.kind in COMPUTE}
         self.last = set(ends.values())
         self.first: list[Action] = []
@@ -81,8 +83,8 @@ class RankProgram:
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
     """What one run of a program is about. The loss is divided by ``denominator``: the rows of the whole batch, or its
-    counted targets; its gradient is multiplied by ``scale``. At UPDATE ``update`` is called with this rank's share of
-    the loss. With ``keep`` there are no targets: outputs of the model are given to it with the first of their rows."""
+    counted targets; its gradient is multiplied by ``scale``. With ``keep`` there are no targets: outputs of the model
+    are given to it with the first of their rows."""
 
     index: int
     batch: Rows
@@ -90,7 +92,6 @@ class StepContext:
     denominator: float
     program: RankProgram
     training: bool
-    update: Callable[[Tensor], None]
     scale: float = 1.0
     keep: Keep | None = None
 
@@ -111,12 +112,13 @@ class Executor:
         inputs: ModelInputs,
         stall_seconds: Callable[[], float],
         spans: SpanClock,
+        update: Update,
     ) -> None:
         self.current: CurrentAction | None = None
         self._chain, self._stage, self._mesh, self._loss = chain, stage, mesh, loss
         self._device, self._boundary = mesh.device, precision.boundary_dtype
         self._stall_seconds, self._sync, self._swap = stall_seconds, sync, swap
-        self._spans, self._inputs = spans, inputs
+        self._spans, self._inputs, self._weights = spans, inputs, update
         self._crossings = StageIO(chain, mesh, channels)
         self._last_stage = len(mesh.plan.stages) - 1
         self._turn = {stage: turn for turn, stage in enumerate(mesh.stages)}
@@ -136,8 +138,10 @@ class Executor:
         spans = self._spans if step.training else self._spans.aside()
         post, ahead = self._crossings.post, self._crossings.posts
         name = "the batch of" if step.training else "a batch that is evaluated at"
-        batch = self.row_check.of(step.batch, f"{name} step {index}")
+        given, batch = step.batch, self.row_check.of(step.batch, f"{name} step {index}")
         step = replace(step, batch=batch)
+        if step.program.updates:
+            self._weights.begin(given)
         self._loss.begin()
         self._crossings.begin(len(step.batch), step.micro_batches)
         with private_random_state(self._device), torch.set_grad_enabled(step.training):
@@ -307,8 +311,7 @@ class Executor:
         return self._sync.finish()
 
     def _update(self, action: Action, step: StepContext) -> float:
-        del action
-        step.update(self.loss_share)
+        self._weights.run(step.index + action.step, self.loss_share)
         return 0.0
 
     # ---- parts of actions

@@ -24,8 +24,8 @@ from parallax.runtime.stage import Stage
 
 class Update:
     """Updates one rank's stage in a run of ``steps``. ``later``: names of parameters that another rank answers for.
-    After each :meth:`run` ``loss``, ``norm`` and ``judgement`` are what all ranks know of the step, ``rate`` is its
-    learning rate. ``rows`` compares the batches of all ranks."""
+    ``losses``: what this rank's loss is made of. After each :meth:`run` ``loss``, ``norm`` and ``judgement`` are what
+    all ranks know of the step, ``rate`` is its learning rate. ``rows`` compares the batches of all ranks."""
 
     def __init__(
         self,
@@ -36,41 +36,48 @@ class Update:
         config: OptimizerConfig,
         *,
         later: Collection[str],
+        losses: Losses,
         dtype: torch.dtype,
         steps: int,
     ) -> None:
         self._mesh, self._stage, self._optimizer = mesh, stage, optimizer
         self._scale, self._config, self._steps = scale, config, steps
-        self._later, self._dtype = later, torch.promote_types(dtype, torch.float32)
+        self._losses, self._later, self._dtype = (
+            losses,
+            later,
+            torch.promote_types(dtype, torch.float32),
+        )
         self.loss = self.norm = self.rate = 0.0
         self.judgement = Judgement()
         self.rows = RowComparison(mesh)
+        self._batch: Rows | None = None
+        self._numbers: list[float] = []
 
-    def _measure(
-        self, loss: Tensor, rows: Sequence[float]
-    ) -> tuple[dict[str, Tensor], list[float]]:
+    def begin(self, batch: Rows) -> None:
+        """Note the rows of the step that begins, before anything else reads them."""
+        self._batch, self._numbers = batch, self.rows.numbers(batch)
+
+    def _measure(self, loss: Tensor) -> tuple[dict[str, Tensor], list[float]]:
         """Agree on ``loss`` and ``norm``, of which this rank has a share; the tensors that this rank answers for, and
-        the sums of the numbers in ``rows``."""
+        the sums over all ranks of the numbers that compare their rows."""
         tensors = self._stage.named_tensors() if self._mesh.replica == 0 else {}
         owned = {name: tensor for name, tensor in tensors.items() if name not in self._later}
         # The only thing in a step for which the host waits for the device.
         loss_share, mine = numbers(loss, gradient_norm(self._stage.norm_terms(owned.values())))
         mine /= self._scale.factor
         # ** would raise where the square is too large.
-        self.loss, total, *sums = agreed_sum(self._mesh, loss_share, mine * mine, *rows)
+        self.loss, total, *sums = agreed_sum(self._mesh, loss_share, mine * mine, *self._numbers)
         self.norm = total**0.5
         return owned, sums
 
-    def run(
-        self, step: int, batch: Rows, loss: Tensor, losses: Losses, rows: Sequence[float]
-    ) -> None:
-        """Update after ``step``, or drop its gradients, as all ranks decide.
-        ``losses``: what this rank's ``loss`` is made of. ``rows``: the numbers of the batch
-        (:class:`~parallax.runtime.health.row_comparison.RowComparison`). Raises :class:`~parallax.errors.DataError`
-        where ranks have different batches."""
+    def run(self, step: int, loss: Tensor) -> None:
+        """Update after ``step``, or drop its gradients, as all ranks decide; ``loss`` is this rank's share. Raises
+        :class:`~parallax.errors.DataError` where ranks have different batches."""
+        batch, self._batch = self._batch, None
+        assert batch is not None
         self._optimizer.finish()  # what failed in the last step fails before anything is agreed on
         factor = self._scale.factor
-        owned, sums = self._measure(loss, rows)
+        owned, sums = self._measure(loss)
         self.rows.check(sums, f"the batch of step {step}")
         self.rate = self._config.rate(step, self._steps)
 
@@ -82,7 +89,7 @@ class Update:
                 for name, tensor, value in self._stage.values()
                 if name in owned
             )
-            return nonfinite.find(self._mesh, batch, losses, parts)
+            return nonfinite.find(self._mesh, batch, self._losses, parts)
 
         self.judgement = nonfinite.judge(self._scale, self.loss, self.norm, find)
         if self.judgement.accepted:
