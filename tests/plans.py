@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
+from typing import Any
 
-from parallax.model.describe import Chain
+from parallax.model.construction.construct import ModelFactory
+from parallax.model.describe import Chain, describe
 from parallax.plan.cluster import LEAST_BUCKET_BYTES
 from parallax.plan.plan import Directive, Plan, Prediction, RankPrediction, StagePlan
 from parallax.plan.schedule import SCHEDULES, named
@@ -20,6 +23,18 @@ def stages_each(schedule: str, pipeline_ranks: int) -> int:
         2 if pipeline_ranks == 2 and SCHEDULES[schedule].allows(2) else 1,
     )
     return each if known.allows(each) else 0
+
+
+_described: dict[bytes, Chain] = {}
+
+
+def described(factory: ModelFactory, **options: Any) -> Chain:
+    """Return ``describe(factory, **options)``, computed once in a process: engines leave a chain as it is. The key is
+    the pickled call, because bound methods of equal configurations are not equal."""
+    key = pickle.dumps((factory, options))
+    if key not in _described:
+        _described[key] = describe(factory, **options)
+    return _described[key]
 
 
 def make_plan(

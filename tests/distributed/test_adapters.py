@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from parallax.model.describe import Chain, describe
+from parallax.model.describe import Chain
 from parallax.model.factory.adapters import adapted, save_adapter
 from parallax.model.profiling.count import count
 from parallax.plan.analytic.efficiency import price
@@ -37,6 +37,7 @@ from tests.distributed.test_engine import (
     half_frozen,
     plain_blocks,
 )
+from tests.plans import described
 from tests.unit.plan_fakes import cluster
 
 LINK = Link(bytes_per_second=10**10)
@@ -52,7 +53,7 @@ class OverBase(Case):
     plan: Plan | None = None
 
     def chain(self) -> Chain:
-        return describe(self.factory, seed=self.seed, dtype=self.dtype, base=f"seed {self.seed}")
+        return described(self.factory, seed=self.seed, dtype=self.dtype, base=f"seed {self.seed}")
 
     def engine(self, folder: str | Path) -> Engine:
         if self.plan is None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallax.model.describe import Chain, describe, parameter_names
+from parallax.model.describe import Chain, parameter_names
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
@@ -23,7 +23,7 @@ from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
-from tests.plans import make_plan
+from tests.plans import described, make_plan
 
 # Rows per step: whole, uneven, fewer than micro-batches, fewer than replicas.
 SIZES = 8, 3, 7, 1, 2
@@ -186,7 +186,7 @@ class Case:
         return sum(self.options["replicas"])
 
     def chain(self) -> Chain:
-        return describe(self.factory, seed=3, dtype=self.dtype)
+        return described(self.factory, seed=3, dtype=self.dtype)
 
     def precision(self) -> PrecisionConfig:
         parameters = "fp64" if self.dtype is torch.float64 else "fp32"

@@ -19,14 +19,14 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from parallax.model.describe import Chain, describe, parameter_names
+from parallax.model.describe import Chain, parameter_names
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.materialise import materialise
 from parallax.plan.plan import Plan
 from parallax.runtime.engine import Engine
 from tests.distributed.pool import Pool
 from tests.distributed.test_transparency import make_batch
-from tests.plans import make_plan
+from tests.plans import described, make_plan
 
 ROWS, MICRO_BATCHES = 8, 4  # its shapes are static: every micro-batch has the same rows
 SCHEDULES: dict[str, Any] = {
@@ -39,7 +39,7 @@ Found = tuple[float, list[tuple[str, Tensor]]]  # of a rank; a tied parameter ma
 
 
 def make_chain() -> Chain:
-    return describe(MODEL.build, seed=3, dtype=torch.float32)
+    return described(MODEL.build, seed=3, dtype=torch.float32)
 
 
 def planned(chain: Chain, schedule: str, pipeline_ranks: int) -> Plan:

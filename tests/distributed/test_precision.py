@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallax.model.describe import describe
 from parallax.model.gpt import GPT
 from parallax.model.precision import PrecisionConfig
 from parallax.runtime.engine import Engine
@@ -18,7 +17,7 @@ from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
 from tests.distributed.test_engine import gpt, make_batch
-from tests.plans import make_plan
+from tests.plans import described, make_plan
 
 STEPS, HALF = 6, 3
 FORMATS = {
@@ -51,7 +50,7 @@ class Outcome:
 def engine(
     precision: PrecisionConfig, replicas: tuple[int, ...], options: dict[str, Any], folder: Path
 ) -> Engine:
-    chain = describe(
+    chain = described(
         gpt(tied="parameter_offload" not in options), seed=3, dtype=precision.parameter_dtype
     )
     return Engine.build(

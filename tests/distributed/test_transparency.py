@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallax.model.describe import Chain, describe, parameter_names
+from parallax.model.describe import Chain, parameter_names
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.materialise import materialise
 from parallax.model.mlp import MLP, MLPConfig
@@ -20,7 +20,7 @@ from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
-from tests.plans import make_plan
+from tests.plans import described, make_plan
 
 ROWS = 7
 MODELS: dict[str, Any] = {
@@ -31,7 +31,7 @@ MODELS: dict[str, Any] = {
 
 
 def make_chain(model: str, dtype: torch.dtype) -> Chain:
-    return describe(MODELS[model][0].build, seed=3, dtype=dtype)
+    return described(MODELS[model][0].build, seed=3, dtype=dtype)
 
 
 def make_batch(rows: int = ROWS) -> TensorRows:

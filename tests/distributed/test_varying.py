@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallax.model.describe import Chain, describe, parameter_names
+from parallax.model.describe import Chain, parameter_names
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
@@ -22,7 +22,7 @@ from parallax.plan.schedule import SCHEDULES
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
-from tests.plans import make_plan
+from tests.plans import described, make_plan
 
 MICRO = 2
 # Fewer micro-batches than stages, fewer rows than replicas, last ones of any size.
@@ -98,7 +98,7 @@ class Case:
 
 
 def make_chain() -> Chain:
-    return describe(MODEL.build, seed=3, dtype=torch.float64)
+    return described(MODEL.build, seed=3, dtype=torch.float64)
 
 
 # ---- gradients

@@ -17,14 +17,14 @@ import torch
 
 from parallax.errors import SwapError
 from parallax.machine.accelerators import register_accelerator
-from parallax.model.describe import Chain, describe
+from parallax.model.describe import Chain
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.plan import Plan
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
-from tests.plans import make_plan
+from tests.plans import described, make_plan
 from tests.sim import group
 from tests.sim.device import SIM, C, Sim
 from tests.sim.midway import full_disk
@@ -111,7 +111,7 @@ def train(
     register_accelerator(Apart() if direct else Shared("sim", "", group.NAME))
     config = GPTConfig(layers=layers, hidden=64, heads=4, sequence=SEQUENCE, tied=tied)
     precision = PrecisionConfig(parameters=number, compute=number)
-    chain = describe(config.build, dtype=precision.parameter_dtype)
+    chain = described(config.build, dtype=precision.parameter_dtype)
     # What is pinned is allocated page by page, for every engine.
     usual = {"tier": "host", "tier_bytes": 64 * MIB, "swap_limit": 2 * MIB}
     plan = make_plan(chain, replicas=replicas, **{**usual, **options})

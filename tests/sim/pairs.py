@@ -22,7 +22,6 @@ from torch import Tensor
 from parallax import mesh
 from parallax.machine.accelerators import register_accelerator
 from parallax.machine.device import StreamCopies
-from parallax.model.describe import describe
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.runtime.channels.direct_channel import DirectReceiver, DirectSender
 from parallax.runtime.channels.group_channel import (
@@ -32,7 +31,7 @@ from parallax.runtime.channels.group_channel import (
 )
 from parallax.runtime.channels.staging import Lent, PinnedStaging
 from parallax.runtime.engine import Engine
-from tests.plans import make_plan
+from tests.plans import described, make_plan
 from tests.sim import group, stumbling
 from tests.sim.device import SIM, C
 from tests.sim.engines import SEQUENCE, Apart, Shared, batch, train
@@ -87,7 +86,7 @@ def leaves_early(*, direct: bool) -> Callable[[int], None]:
 
     def run(rank: int) -> None:
         register_accelerator(Apart() if direct else Shared("sim", "", group.NAME))
-        chain = describe(GPTConfig(layers=4, hidden=64, heads=4, sequence=SEQUENCE).build)
+        chain = described(GPTConfig(layers=4, hidden=64, heads=4, sequence=SEQUENCE).build)
         plan = make_plan(chain, replicas=(1, 1), tier="host", microbatch=1)
         with tempfile.TemporaryDirectory() as folder:
             engine = Engine.build(chain, plan, loss=GPT.loss, device=SIM, scratch=Path(folder))

@@ -10,13 +10,12 @@ import torch
 from safetensors.torch import save
 
 from parallax.machine.accelerators import register_accelerator
-from parallax.model.describe import describe
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
 from tests.held import held
-from tests.plans import make_plan
+from tests.plans import described, make_plan
 from tests.sim import group
 from tests.sim.device import SIM
 from tests.sim.engines import SEQUENCE, Shared, batch
@@ -36,7 +35,7 @@ def go_on(
     register_accelerator(Shared("sim", "", group.NAME))
     precision = PrecisionConfig(parameters=number, compute=number)
     config = GPTConfig(layers=2, hidden=32, heads=2, sequence=SEQUENCE, tied=False)
-    chain = describe(config.build, dtype=precision.parameter_dtype)
+    chain = described(config.build, dtype=precision.parameter_dtype)
     plan = make_plan(chain, replicas=replicas, **{"tier": "host", "swap_limit": 2**21, **options})
     found: list[Any] = []
 
