@@ -79,7 +79,7 @@ def timed() -> Any:
     """Steps in virtual time."""
     from tests.sim.timed import figures
 
-    return figures()
+    return figures(layers=3)
 
 
 def offloading() -> tuple[float, float]:

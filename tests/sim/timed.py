@@ -67,9 +67,9 @@ def batch() -> TensorRows:
 
 
 @cache
-def measured() -> tuple[Chain, ModelProfile]:
+def measured(layers: int) -> tuple[Chain, ModelProfile]:
     """A decoder, and its profile in virtual time."""
-    config = GPTConfig(layers=6, hidden=256, heads=4, sequence=SEQUENCE, tied=False)
+    config = GPTConfig(layers=layers, hidden=256, heads=4, sequence=SEQUENCE, tied=False)
     chain = describe(config.build)
     with tempfile.TemporaryDirectory() as folder, cache_in(folder):
         C.speeds(**SPEEDS)
@@ -122,11 +122,11 @@ def cluster_of(devices: int, memory_bytes: int = 2**32, bytes_per_second: float 
 
 
 def train(
-    directive: str, share: float = 1.0, steps: int = 3, *, room: float = 1.0, slower: float = 1.0
+    layers: int, directive: str, share: float = 1.0, *, room: float = 1.0, slower: float = 1.0
 ) -> Timed:
-    """One rank under one directive; offloaded activations may keep a ``share`` of their bytes on the device, which has
+    """The second step of one rank under one directive; offloaded activations may keep a ``share`` of their bytes on the device, which has
     ``room`` for that part of what was planned and no more, and a link that is ``slower`` so many times."""
-    chain, profile = measured()
+    chain, profile = measured(layers)
     link = LINK / slower
     moved = sum(block.moved.at(4) for block in profile.blocks)
     plan = make_plan(
@@ -153,7 +153,7 @@ def train(
             scratch=Path(folder),
         )
         held.callback(engine.close)
-        for _ in range(steps):
+        for _ in range(2):
             torch.accelerator.synchronize()
             begun = C.host_seconds()
             result = engine.step(batch())
@@ -191,26 +191,26 @@ def offloading() -> tuple[float, float]:
     return block.offload_seconds.at(4), 64 * block.moved.at(4) / LINK
 
 
-def figures() -> dict[str, Any]:
-    """Those of the tests and the documentation."""
+def figures(layers: int) -> dict[str, Any]:
+    """Those of the tests, with three layers, and of the documentation, with six."""
     return {
-        "keep": train("keep")._asdict(),
-        "recompute": train("recompute")._asdict(),
-        "offload": train("offload", 0.5)._asdict(),
-        "late": train("offload", 0.5, slower=4)._asdict(),
-        "too small": _refused(),
+        "keep": train(layers, "keep")._asdict(),
+        "recompute": train(layers, "recompute")._asdict(),
+        "offload": train(layers, "offload", 0.5)._asdict(),
+        "late": train(layers, "offload", 0.5, slower=4)._asdict(),
+        "too small": _refused(layers),
     }
 
 
-def _refused() -> str:
+def _refused(layers: int) -> str:
     """What is said where the device is smaller than the plan."""
     try:
-        train("keep", room=0.6)
+        train(layers, "keep", room=0.6)
     except torch.OutOfMemoryError as error:
         return str(error).splitlines()[0]
     return ""
 
 
 if __name__ == "__main__":
-    for name, found in figures().items():
+    for name, found in figures(layers=6).items():
         print(name, found)
