@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +27,8 @@ __all__ = ["no_leak", "own_temporary_folder"]
 
 
 LONG = "slow", "faults", "nodes", "slurm", "thorough"  # marks of tests of which a part may run
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
+_cases: Counter[str] = Counter()  # collected, by test
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,6 +65,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left)
         gone = set(left)
         items[:] = [item for item in items if item not in gone]
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark cases of a ``sampled(n)`` test as slow, all but about one in n.
+
+    Multiples of the golden ratio, modulo 1, are spread evenly and repeat with no period. So the quick cases of a
+    product of parameters have each value of each parameter about as often, whatever their order."""
+    sampled = item.get_closest_marker("sampled")
+    if sampled and not any(map(item.get_closest_marker, LONG)):
+        test = item.nodeid.partition("[")[0]
+        if _cases[test] * _GOLDEN_RATIO % 1 >= 1 / sampled.args[0]:
+            item.add_marker("slow")
+        _cases[test] += 1
 
 
 def pytest_collection_finish() -> None:

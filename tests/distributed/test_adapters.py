@@ -186,6 +186,7 @@ def plain_peft(case: Case) -> Outcome:
     return outcome
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("replicas", "more"),
     [

@@ -35,6 +35,7 @@ def gradients(case: Case) -> tuple[dict[str, Tensor], int]:
     return found, counted
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("replicas", "compress", "schedule"),
     [

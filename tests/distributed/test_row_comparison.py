@@ -86,6 +86,7 @@ def trained(kind: str, replicas: tuple[int, ...]) -> tuple[str, int, list[float]
     return said, done, moved
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "ranks", "parts", "done"),
     [

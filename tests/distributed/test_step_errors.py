@@ -120,6 +120,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("schedule", "directive", "where", "faulty"),
     [

@@ -28,6 +28,7 @@ MIDWAY = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "lateness",
     [

@@ -124,8 +124,8 @@ def cluster_of(devices: int, memory_bytes: int = 2**32, bytes_per_second: float 
 def train(
     layers: int, directive: str, share: float = 1.0, *, room: float = 1.0, slower: float = 1.0
 ) -> Timed:
-    """The second step of one rank under one directive; offloaded activations may keep a ``share`` of their bytes on the device, which has
-    ``room`` for that part of what was planned and no more, and a link that is ``slower`` so many times."""
+    """The second step of one rank under one directive. Offloaded activations may keep a ``share`` of their bytes on the
+    device, which has ``room`` for that part of the planned bytes, and a link that is ``slower`` so many times."""
     chain, profile = measured(layers)
     link = LINK / slower
     moved = sum(block.moved.at(4) for block in profile.blocks)

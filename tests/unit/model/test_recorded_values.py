@@ -121,6 +121,7 @@ def in_order(chain: Chain, blocks: list[nn.Module], inputs: tuple[Tensor, ...]) 
     return chain.results(values)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model", "sample"),
     [

@@ -92,6 +92,7 @@ def test_advice_on_settings_that_exclude_each_other(
     assert len(said) <= 6
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("config", "microbatch", "swap", "tier"),
     [

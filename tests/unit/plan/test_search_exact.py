@@ -45,6 +45,7 @@ def solved(seed: int) -> tuple[Request, SearchResult]:
     return request, find_candidates(request, CANDIDATES)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "seed",
     [*range(CHECKED), *(pytest.param(s, marks=pytest.mark.thorough) for s in range(CHECKED, 1000))],
@@ -83,6 +84,7 @@ def test_the_cases_above_are_not_all_alike() -> None:
     assert {kind for kind, each in kinds.items() if sum(each) <= len(plans) / 40} == set()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "seed", [*range(14), *(pytest.param(s, marks=pytest.mark.thorough) for s in range(14, 40))]
 )

@@ -93,6 +93,7 @@ def evaluated(
     return found, whole, told
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "loss", [nn.functional.cross_entropy, CountedLoss()], ids=["mean", "count"]
 )
