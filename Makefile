@@ -25,12 +25,18 @@ help:  ## list these targets
 train: $(INSTALLED)  ## install into .venv, then plan and train the demo (ARGS go to parallax train)
 	@$(BIN)/parallax train experiment=demo $(ARGS)
 
-# Files of few but long tests, those of processes, come first by name; by their number of tests they would come last.
-# Some tests start processes, which would compile the package each where the environment keeps Python from writing it.
-test: lint  ## lint, then all tests that are quick (ARGS go to pytest)
-	@echo "== pytest"
-	@$(BIN)/python -m compileall -q parallax benchmarks tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+# A variable, because make runs lines that name it even under -n.
+LINT = $(MAKE) --no-print-directory lint
+
+# Lint runs beside the tests and is printed after them. Files of few but long tests, those of processes, come first by
+# name; by their number of tests they would come last. Bytecode is kept, also where the environment keeps Python from
+# writing it: some tests start processes, which would each compile the package, and pytest rewrites all asserts.
+test: $(INSTALLED_DEV)  ## lint, and all tests that are quick (ARGS go to pytest)
+	@$(LINT) >$(VENV)/.lint 2>&1 & lint=$$!; failed=0; \
+	unset PYTHONDONTWRITEBYTECODE; $(BIN)/python -m compileall -q parallax benchmarks tests; \
+	echo "== pytest"; OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
+	--durations=20 $(ARGS) || failed=$$?; \
+	wait $$lint || failed=1; cat $(VENV)/.lint; exit $$failed
 
 test-slow: $(INSTALLED_DEV)  ## tests that take seconds each, and show more of what quicker ones show some of (ARGS go to pytest)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not thorough" -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -61,23 +62,29 @@ def damages(data: bytes) -> Iterator[tuple[str, bytes]]:
         yield f"line {number} twice", b"".join(lines[: number + 1] + lines[number:])
 
 
-@pytest.fixture
-def run(here: Path, capfd: pytest.CaptureFixture[str]) -> Path:
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with a plan, its inputs and what its ranks did."""
-    assert (
-        cli.main(["plan", *DGX, "plan.stages=2", "plan.schedule=1f1b", "trainer.microbatch=4"]) == 0
-    )
-    run = prepared(*TINY)
-    for name in ("plan.yaml", "plan.inputs.json"):
-        Path(name).replace(run / name)
+    planning = ["plan", *DGX, "plan.stages=2", "plan.schedule=1f1b", "trainer.microbatch=4"]
+    with contextlib.chdir(tmp_path_factory.mktemp("whole")):
+        assert cli.main(planning) == 0
+        run = prepared(*TINY).absolute()
+        for name in ("plan.yaml", "plan.inputs.json"):
+            Path(name).replace(run / name)
     (run / "summary.json").write_text(
         json.dumps({"ranks": [{"rank": 0, "stage": 0, "replica": 0, "swap": {"a": 1}}]})
     )
     with EventLog(run / "events-rank0.jsonl") as log:
         for step in range(5):
             log.extend([Span(0, step, "forward", 0, 0, step, step + 0.5)])
-    capfd.readouterr()
     return run
+
+
+@pytest.fixture
+def run(here: Path, whole_run: Path, capfd: pytest.CaptureFixture[str]) -> Path:
+    """A copy of it in ``here``, to be damaged."""
+    capfd.readouterr()
+    return Path(shutil.copytree(whole_run, Path("runs/run")))
 
 
 READERS = [

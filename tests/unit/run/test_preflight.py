@@ -7,14 +7,11 @@ from pathlib import Path
 import pytest
 
 from parallax import config
-from parallax.model.describe import describe
 from parallax.model.mlp import MLPConfig
 from parallax.run import preflight
 from parallax.run.prepare import PreparedRun
 from parallax.runtime.checkpoint import checkpoint_name
-from tests.plans import make_plan
-
-PLAN = make_plan(describe(MLPConfig(layers=2, hidden=16, embedding=4, sequence=4).build))
+from tests.plans import described, make_plan
 
 
 @pytest.mark.parametrize(
@@ -32,6 +29,7 @@ def test_room_is_asked_for_what_is_still_to_be_saved(
     settings: list[str], done: int, expected: int
 ) -> None:
     """A run that has two steps to go needs no room for as many as could be kept."""
-    run = PreparedRun(Path(), config.compose(["experiment=tiny", *settings]), PLAN)
+    plan = make_plan(described(MLPConfig(layers=2, hidden=16, embedding=4, sequence=4).build))
+    run = PreparedRun(Path(), config.compose(["experiment=tiny", *settings]), plan)
     there = [Path(checkpoint_name(done))] if done else []
     assert preflight._saves_to_come(run, there) == expected

@@ -10,21 +10,24 @@ import torch
 
 import parallax.machine.host as host
 import parallax.runtime.stage as stage_module
-from parallax.model.describe import describe
+from parallax.model.describe import Chain
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.plan.plan import Plan
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.runtime.meters import memory
-from tests.plans import make_plan
+from tests.plans import described, make_plan
 
 MODEL = GPTConfig(layers=2, hidden=32, heads=2, sequence=8, vocabulary=16)
-CHAIN = describe(MODEL.build)
+
+
+def chain() -> Chain:
+    return described(MODEL.build)
 
 
 def promising(peak_bytes: int, *, returns_freed: bool = False, **options: object) -> Plan:
     """A plan whose only rank is predicted to take so many bytes at most."""
-    plan = make_plan(CHAIN, global_batch=2, microbatch=1, **options)  # type: ignore[arg-type]
+    plan = make_plan(chain(), global_batch=2, microbatch=1, **options)  # type: ignore[arg-type]
     rank = replace(
         plan.prediction.ranks[0],
         peak_bytes=peak_bytes,
@@ -46,13 +49,13 @@ def test_memory_is_looked_at_before_the_forward_and_the_backward_of_each_block(
     looks: list[None] = []
     monkeypatch.setattr(stage_module, "relieve_memory", lambda: looks.append(None))
     engine = Engine.build(
-        CHAIN, promising(2**40, directive=directive), loss=GPT.loss, scratch=scratch
+        chain(), promising(2**40, directive=directive), loss=GPT.loss, scratch=scratch
     )
     try:
         (bound,) = host._bounds
         step(engine)
         forwards = 2 if directive == "keep" else 3  # the second is run again in the backward
-        assert len(looks) >= 2 * len(CHAIN.blocks) * forwards - 2
+        assert len(looks) >= 2 * len(chain().blocks) * forwards - 2
         assert bound.trims == 0
     finally:
         engine.close()
@@ -60,7 +63,7 @@ def test_memory_is_looked_at_before_the_forward_and_the_backward_of_each_block(
 
 
 def test_freed_memory_goes_back_at_the_predicted_peak(scratch: Path) -> None:
-    engine = Engine.build(CHAIN, promising(1), loss=GPT.loss, scratch=scratch)
+    engine = Engine.build(chain(), promising(1), loss=GPT.loss, scratch=scratch)
     try:
         (bound,) = host._bounds
         freed = [torch.ones(2**17) for _ in range(64)]  # 0.5 MiB each, of the heap
@@ -73,7 +76,7 @@ def test_freed_memory_goes_back_at_the_predicted_peak(scratch: Path) -> None:
 
 
 def test_a_plan_without_predictions_bounds_nothing(scratch: Path) -> None:
-    engine = Engine.build(CHAIN, promising(0), loss=GPT.loss, scratch=scratch)
+    engine = Engine.build(chain(), promising(0), loss=GPT.loss, scratch=scratch)
     try:
         assert not host._bounds
     finally:
@@ -87,7 +90,7 @@ def test_freed_memory_goes_back_at_once_where_the_plan_says_so(
     calls: list[None] = []
     monkeypatch.setattr(memory, "return_freed_memory", lambda: calls.append(None))
     engine = Engine.build(
-        CHAIN, promising(2**40, returns_freed=True), loss=GPT.loss, scratch=scratch
+        chain(), promising(2**40, returns_freed=True), loss=GPT.loss, scratch=scratch
     )
     try:
         assert len(calls) == 1

@@ -9,22 +9,20 @@ import pytest
 import torch
 
 from parallax.common.events import Span
-from parallax.model.describe import describe
 from parallax.model.mlp import MLPConfig
 from parallax.runtime.batch import TensorRows
 from parallax.train.health.checkup import Checkup
 from parallax.train.health.stragglers import WARM_UP, WINDOW
-from tests.plans import make_plan
-
-CHAIN = describe(MLPConfig(layers=2, hidden=16, embedding=4, sequence=4).build)
+from tests.plans import described, make_plan
 
 
 def checkup(kind: str) -> Checkup:
     """Of rank 1, whose device is of that kind, and which has a replica beside it."""
     nodes = SimpleNamespace(local_count=2, name=lambda rank: "here")
+    chain = described(MLPConfig(layers=2, hidden=16, embedding=4, sequence=4).build)
     engine: Any = SimpleNamespace(
         mesh=SimpleNamespace(device=torch.device(kind), nodes=nodes),
-        plan=make_plan(CHAIN, replicas=(2,), global_batch=8),
+        plan=make_plan(chain, replicas=(2,), global_batch=8),
         tier_bytes=dict,
     )
     return Checkup(engine)
