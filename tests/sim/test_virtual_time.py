@@ -57,6 +57,7 @@ def test_the_device_may_be_as_small_as_was_planned(figures: dict[str, Any], dire
     assert figures[directive]["peak_bytes"] <= figures[directive]["planned_bytes"]
 
 
+@pytest.mark.slow
 def test_what_a_trial_waits_for_is_no_work(sim_pool: Pool) -> None:
     """The stream waited, and the host did not: plans that offload looked as much longer as the link took."""
     ((longer, one_way),) = sim_pool.run(jobs.offloading, 1)
