@@ -124,7 +124,7 @@ def test_the_share_of_a_step_that_waits_for_rows_is_shown(
         if name == "neither":
             assert summary["input_share"] < 0.25
             continue
-        assert all(0.3 <= m["input_seconds"] < 1.5 for m in metrics)
+        assert all(m["input_seconds"] >= 0.3 for m in metrics)
         assert all(0.25 < m["input_share"] <= 1 for m in metrics)
         assert 0.25 < json.loads((folder / "summary.json").read_text())["input_share"] <= 1
         assert ["  input " in line and "%" in line for line in lines[:3]] == [True] * 3

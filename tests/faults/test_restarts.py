@@ -106,7 +106,7 @@ def test_a_rank_is_killed_wherever_it_is(here: Path, called: Called) -> None:
 
 
 LONG = ["trainer.steps=1000000", "trainer.max_restarts=2"]
-ALL_GONE_SECONDS = 2.0
+ALL_GONE_SECONDS = 20.0  # usually one; a busy machine is slower, and torch would wait for minutes
 
 
 @pytest.mark.faults
