@@ -47,20 +47,17 @@ class PrecisionConfig:
     """``parameters``: type of weights and gradients; those of two bytes have copies in fp32 with the optimizer, which
     are what is stepped, and its states are in fp32 too. ``compute``: type of matrix products.
 
-    ``boundary``: ``compute`` sends what floats between stages in the type of matrix products where that has two bytes;
-    ``native`` as the blocks made it. ``loss_scale``: what the loss is multiplied by before the backward; ``auto`` finds
-    it out in fp16 (:class:`~parallax.runtime.optim.scaling.LossScale`), and is 1 in other types, whose range is enough.
+    ``loss_scale``: the factor of the loss before the backward; ``auto`` adapts it in fp16
+    (:class:`~parallax.runtime.optim.scaling.LossScale`), and is 1 in other types, whose range is enough.
     """
 
     parameters: str = "fp32"
     compute: str = "fp32"
-    boundary: str = "compute"
     loss_scale: float | str = "auto"
 
     def __post_init__(self) -> None:
         check_choice("precision.parameters", self.parameters, COMPUTED_IN)
         check_choice("precision.compute", self.compute, COMPUTED_IN[self.parameters])
-        check_choice("precision.boundary", self.boundary, ["compute", "native"])
         given = self.loss_scale
         if given != "auto" and (isinstance(given, str) or not 0 < given < float("inf")):
             raise ConfigError(
@@ -80,10 +77,9 @@ class PrecisionConfig:
 
     @property
     def boundary_dtype(self) -> torch.dtype | None:
-        """What floating tensors are sent in between stages; None is as they are."""
-        return (
-            DTYPES[self.compute] if self.boundary == "compute" and self.compute in _SHORT else None
-        )
+        """The type in which floating tensors travel between stages: that of matrix products where it has two bytes;
+        None: their own."""
+        return DTYPES[self.compute] if self.compute in _SHORT else None
 
     def autocast(self, device_type: str) -> contextlib.AbstractContextManager[object]:
         """The context in which blocks and the loss run forward."""

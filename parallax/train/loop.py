@@ -39,6 +39,8 @@ from parallax.train.rows_end import ENDED, RowsEnd
 from parallax.train.saving.saves import Saves
 from parallax.train.stop import Drifted, Requested, Stopping, StopReason, drift
 
+_MOST_SKIPS = 10  # steps in a row whose loss or gradients are not finite
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
@@ -59,7 +61,7 @@ class TrainerConfig:
     as whoever asked will not wait longer; after that it ends without; 0 sets no limit. ``max_restarts``: how often all
     ranks are started again from the last checkpoint when one has died, crashed or hung, or has failed in a way that may
     pass; 0 is never. Under the user's own torchrun its ``--max-restarts`` counts instead. ``nonfinite``: what is done
-    about a step whose loss or gradients are NaN or infinite: stop, or skip it, at most ``nonfinite_limit`` in a row.
+    about a step whose loss or gradients are NaN or infinite: stop, or skip it, at most ten in a row.
     """
 
     steps: int = 0
@@ -76,11 +78,9 @@ class TrainerConfig:
     grace_seconds: float = 60.0
     max_restarts: int = 3
     nonfinite: str = "stop"
-    nonfinite_limit: int = 10
 
     def __post_init__(self) -> None:
-        for key in ("global_batch", "nonfinite_limit"):
-            check_positive(f"trainer.{key}", getattr(self, key))
+        check_positive("trainer.global_batch", self.global_batch)
         for key in (
             "steps",
             "eval_every",
@@ -110,7 +110,7 @@ class TrainerConfig:
     @property
     def nonfinite_skips(self) -> int:
         """Steps in a row that may be skipped because loss or gradients are not finite."""
-        return self.nonfinite_limit if self.nonfinite == "skip" else 0
+        return _MOST_SKIPS if self.nonfinite == "skip" else 0
 
 
 class OnDrift(StrEnum):

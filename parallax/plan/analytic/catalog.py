@@ -47,9 +47,7 @@ class CatalogClusterConfig:
     of each device, of which context and libraries take their part (auto: all that the kind has); ``host_memory`` and
     ``disk`` of each node are the tiers below. ``local`` links devices of a node and ``remote`` nodes, per device;
     ``host`` links a device to its host (auto: what the kind of device has). ``host_bandwidth``: bytes per second of a
-    node's memory, which the host's optimizer works in. ``gap_share`` and ``gap_tensors``: what the allocator loses, as
-    a share of what comes and goes, and in tensors of the size of those between blocks; ``overlap_loss``: the share
-    that computing loses while links carry bytes. ``price_per_hour`` of a device, in any currency.
+    node's memory, which the host's optimizer works in. ``price_per_hour`` of a device, in any currency.
     """
 
     name: str = "catalog"
@@ -64,9 +62,6 @@ class CatalogClusterConfig:
     remote: str = "infiniband-hdr"
     host: str = AUTO
     host_bandwidth: float = 200e9
-    gap_share: float = 0.0
-    gap_tensors: float = GAP_TENSORS
-    overlap_loss: float = 0.0
     price_per_hour: float | list[float] = 0.0
 
     def __post_init__(self) -> None:
@@ -86,12 +81,6 @@ class CatalogClusterConfig:
         for price in _listed(self.price_per_hour):
             check_positive("cluster.price_per_hour", price, zero=True)
         check_positive("cluster.host_bandwidth", self.host_bandwidth)
-        check_positive("cluster.gap_tensors", self.gap_tensors, zero=True)
-        for key in ("gap_share", "overlap_loss"):
-            if not 0 <= getattr(self, key) < 1:
-                raise ConfigError(
-                    f"cluster.{key}={getattr(self, key)}: accepted are shares from 0 to below 1"
-                )
         for key in ("nodes", "devices_per_node", "price_per_hour"):
             if len(_listed(getattr(self, key))) not in (1, self.sorts):
                 raise ConfigError(
@@ -184,9 +173,7 @@ class CatalogClusterConfig:
             context_bytes=kind.context_bytes,
             collective_bytes=caching * collective_bytes(),
             edge_bytes=caching * edge_bytes(),
-            gap_share=self.gap_share,
-            gap_tensors=caching * self.gap_tensors,
-            overlap_loss=self.overlap_loss,
+            gap_tensors=caching * GAP_TENSORS,
             host_update_seconds=UPDATE_BYTES / weight_bytes * count / self.host_bandwidth
             if below.steps
             else 0.0,

@@ -21,8 +21,7 @@ class CheckpointConfig:
     copied to host memory, as far as there is room for it, and goes on while it is written; the last checkpoint of a run
     is waited for. ``keep_every``: of every so many steps the checkpoint stays for ever, whatever
     ``trainer.keep_checkpoints`` says; 0 is none. ``best``: so many stay besides that are the best by ``metric``,
-    validation_loss (then each checkpoint has an evaluation) or loss (of the step), whose ``direction`` is lowest or
-    highest.
+    the lowest validation_loss (then each checkpoint has an evaluation) or loss (of the step).
     """
 
     directory: str = "auto"
@@ -30,13 +29,11 @@ class CheckpointConfig:
     keep_every: int = 0
     best: int = 0
     metric: str = "validation_loss"
-    direction: str = "lowest"
 
     def __post_init__(self) -> None:
         check_positive("checkpoint.keep_every", self.keep_every, zero=True)
         check_positive("checkpoint.best", self.best, zero=True)
         check_choice("checkpoint.metric", self.metric, list(METRICS))
-        check_choice("checkpoint.direction", self.direction, ["lowest", "highest"])
 
     def folder(self, run_directory: Path, name: str) -> Path:
         """The folder of the checkpoints of the run ``name`` in ``run_directory``."""
@@ -51,7 +48,6 @@ class CheckpointConfig:
             keep_every=self.keep_every,
             best=self.best,
             metric=self.metric,
-            highest=self.direction == "highest",
         )
 
     @property

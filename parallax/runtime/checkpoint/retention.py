@@ -15,13 +15,12 @@ from parallax.runtime.checkpoint.folder import REMOVED, checkpoint_name
 @dataclass(frozen=True, kw_only=True)
 class Retention:
     """The last ``keep_last`` stay (0: all), those of every ``keep_every``-th step (0: of none), and the ``best`` by
-    ``metric``, of which the lowest value is best, or the ``highest``."""
+    ``metric``, of which the lowest value is best."""
 
     keep_last: int = 0
     keep_every: int = 0
     best: int = 0
     metric: str = "validation_loss"
-    highest: bool = False
 
     def superseded(self, held: Mapping[int, float | None], step: int) -> list[int]:
         """Steps of ``held`` whose checkpoints may go after that of ``step``; ``held`` says their metrics, of those that
@@ -32,7 +31,7 @@ class Retention:
         judged = [(value, each) for each in steps if (value := held[each]) is not None]
         ranked = sorted(
             (pair for pair in judged if math.isfinite(pair[0])),
-            key=lambda pair: (-pair[0] if self.highest else pair[0], -pair[1]),
+            key=lambda pair: (pair[0], -pair[1]),
         )
         stay = {*steps[-self.keep_last :], *(each for _, each in ranked[: self.best])}
         return [

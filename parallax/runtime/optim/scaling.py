@@ -102,9 +102,7 @@ class LossScale:
         if not self._patience and not self._dynamic:
             return ""
         scaled = f" with the loss scaled by {self.factor:g}" if self.expects_overflows else ""
-        limit = f" (trainer.nonfinite_limit={self._limit})" if self._limit else ""
-        joined = ", after" if scaled or limit else " after"
-        return f"{scaled}{joined} {self._bad} skipped steps in a row{limit}"
+        return f"{scaled}{', after' if scaled else ' after'} {self._bad} skipped steps in a row"
 
 
 @dataclass(frozen=True)

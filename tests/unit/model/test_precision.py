@@ -46,7 +46,6 @@ def test_every_recipe_runs() -> None:
         ({"parameters": "int8"}, "precision.parameters=int8"),
         ({"parameters": "fp64", "compute": "bf16"}, "precision.compute=bf16: accepted are fp64"),
         ({"parameters": "bf16"}, "precision.compute=fp32: accepted are bf16"),
-        ({"boundary": "fp32"}, "precision.boundary=fp32"),
         (
             {"loss_scale": "high"},
             "precision.loss_scale=high: accepted are auto and finite numbers above 0",
@@ -80,9 +79,7 @@ def test_names(name: str, recipe_name: str, boundary: torch.dtype | None) -> Non
     assert config.precision.boundary_dtype is boundary
     assert config.precision.loss_scale == 1024
     assert load(dump(config)) == config
-    native = compose([f"precision={name}", "precision.boundary=native"]).precision
-    assert native.boundary_dtype is None
-    assert native.loss_scale == "auto"
+    assert compose([f"precision={name}"]).precision.loss_scale == "auto"
 
 
 @pytest.mark.parametrize("before", ["highest", "high", "medium"])

@@ -33,16 +33,14 @@ def test_devices_are_spread_over_nodes(counts: dict[str, Any], nodes: list[int])
 
 
 def test_a_device_is_its_kind_with_its_share_of_the_host() -> None:
-    config = CatalogClusterConfig(
-        device="a100-80", host_memory="800GiB", price_per_hour=2.5, gap_share=0.1
-    )
+    config = CatalogClusterConfig(device="a100-80", host_memory="800GiB", price_per_hour=2.5)
     device, kind = config.build(weight_bytes=2).devices[0], DEVICE_KINDS["a100-80"]
     assert (device.kind, device.memory_bytes) == (kind.name, kind.memory_bytes)
     assert device.context_bytes == kind.context_bytes
     assert device.reserve_bytes == ALLOCATOR_BYTES
     assert (device.tier, device.tier_bytes) == ("host", 100 * 2**30)
     assert device.write == LINK_KINDS["pcie4"].link()
-    assert (device.price_per_hour, device.gap_share, device.speed) == (2.5, 0.1, 1.0)
+    assert (device.price_per_hour, device.speed) == (2.5, 1.0)
     # Eight devices step on one host: 28 bytes for each parameter of two.
     assert device.host_update_seconds == pytest.approx(UPDATE_BYTES / 2 * 8 / config.host_bandwidth)
 
@@ -111,7 +109,6 @@ def test_a_budget() -> None:
         ({"device_memory": "100MiB"}, "context and libraries alone take 500.0 MiB of a100-80"),
         ({"host_memory": "much"}, "cluster.host_memory=much: accepted are bytes"),
         ({"price_per_hour": -1.0}, "cluster.price_per_hour=-1.0"),
-        ({"gap_share": 1.0}, "cluster.gap_share=1.0: accepted are shares"),
         ({"host_bandwidth": 0.0}, "cluster.host_bandwidth=0.0"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",

@@ -209,8 +209,6 @@ LOSSES: dict[int, float | None] = {
         (Retention(keep_last=1, keep_every=30), [30, 60, 80]),
         (Retention(keep_last=1, best=1), [60, 80]),
         (Retention(keep_last=1, best=2), [20, 60, 80]),
-        (Retention(keep_last=2, best=1, highest=True), [70, 80]),
-        (Retention(keep_last=1, best=1, highest=True, keep_every=40), [40, 70, 80]),
     ],
     ids=str,
 )
@@ -244,7 +242,6 @@ def test_what_is_removed_loses_its_name_first(
         ({"keep_every": -1}, r"checkpoint\.keep_every=-1"),
         ({"best": -2}, r"checkpoint\.best=-2"),
         ({"metric": "accuracy"}, r"checkpoint\.metric=accuracy"),
-        ({"direction": "up"}, r"checkpoint\.direction=up"),
     ],
 )
 def test_settings_that_are_none(options: dict[str, Any], said: str) -> None:
