@@ -179,6 +179,12 @@ class Mesh:
         if self.world is not None:
             dist.barrier(group=self.world)
 
+    def gather_columns(self, mine: Mapping[str, float]) -> dict[str, list[float]]:
+        """Of each number of this rank, by name, those of all ranks. All ranks give the same names."""
+        table = torch.zeros(self.plan.world_size, len(mine), dtype=torch.float64)
+        table[self.rank] = torch.tensor(list(mine.values()), dtype=torch.float64)
+        return dict(zip(mine, self.sum(table).T.tolist()))
+
     def gather_objects(self, value: object) -> list[Any]:
         """One value of every rank, on every rank."""
         if self.world is None:

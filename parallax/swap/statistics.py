@@ -60,6 +60,16 @@ class SwapStatistics:
             return 1.0
         return min(1.0, max(0.0, 1 - self.stall_seconds / self.transfer_seconds))
 
+    def columns(self) -> dict[str, float]:
+        """The numbers of this rank that a step's report is made of."""
+        return {
+            "stall_seconds": self.stall_seconds,
+            "transfer_seconds": self.transfer_seconds,
+            "offloaded_bytes": self.bytes_out,
+            "fetched_bytes": self.bytes_in,
+            "swap_limit_bytes": self.limit_bytes,
+        }
+
     def of(self, micro: int) -> MicroStatistics:
         """The part of one micro-batch."""
         found = self.micro.get(micro)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from parallax.common.events import EventLog
 from parallax.errors import (
@@ -316,27 +313,26 @@ class _Run:
 
     def _report(self, logger: RankZeroLogger, result: StepResult) -> None:
         """Gather what every rank knows of the step; rank 0 shows and writes it."""
-        budgets, swap = self._budgets, result.swap
-        mine = (
-            result.peak_bytes,
-            swap.stall_seconds,
-            swap.transfer_seconds,
-            swap.bytes_out,
-            swap.bytes_in,
-            swap.limit_bytes,
-            self._unwritten.has_news,
-            *self._saves.numbers(),
-            *self._checkup.numbers(),
-            *self._stopping.numbers(),
+        budgets = self._budgets
+        told: tuple[dict[str, float], ...] = (
+            {"peak_bytes": result.peak_bytes, "unwritten": self._unwritten.has_news},
+            result.swap.columns(),
+            self._saves.columns(),
+            self._checkup.columns(),
+            self._stopping.columns(),
         )
-        columns = self._of_all(mine)
-        peaks, stalls, transfers, out, back, limits, news, saved, waits, *numbers = columns
-        said = self._checkup.agree(numbers[: Checkup.columns], saving=any(saved))
-        self._stopping.agree(numbers[Checkup.columns :])
-        if any(news):
+        mine = {name: number for each in told for name, number in each.items()}
+        assert len(mine) == sum(map(len, told)), "two contributors use one name"
+        columns = self._mesh.gather_columns(mine)
+        said = self._checkup.agree(columns, saving=any(columns["saving_progress"]))
+        self._stopping.agree(columns)
+        if any(columns["unwritten"]):
             self._tell_unwritten(logger)
-        swapping = sum(limits) + sum(out) + sum(back) > 0
-        overall = SwapStatistics(stall_seconds=sum(stalls), transfer_seconds=sum(transfers))
+        peaks, stalls = columns["peak_bytes"], columns["stall_seconds"]
+        offloaded, fetched = sum(columns["offloaded_bytes"]), sum(columns["fetched_bytes"])
+        swapping = sum(columns["swap_limit_bytes"]) + offloaded + fetched > 0
+        transfers = sum(columns["transfer_seconds"])
+        overall = SwapStatistics(stall_seconds=sum(stalls), transfer_seconds=transfers)
         fullest = max(range(len(budgets)), key=lambda rank: peaks[rank] / budgets[rank])
         line = StepLine(
             step=self._engine.completed_steps,
@@ -345,7 +341,7 @@ class _Run:
             unit="tokens" if self._tokens > 1 else "rows",
             peak_bytes=int(peaks[fullest]),
             budget_bytes=budgets[fullest],
-            offloaded_bytes=int(sum(out)) if swapping else None,
+            offloaded_bytes=int(offloaded) if swapping else None,
             overlap=overall.overlap,
             stall_seconds=max(stalls),
             skipped=result.skipped_steps,
@@ -353,21 +349,15 @@ class _Run:
             learning_rate=result.learning_rate,
         )
         moved = {
-            "offloaded_bytes": sum(out),
-            "fetched_bytes": sum(back),
+            "offloaded_bytes": offloaded,
+            "fetched_bytes": fetched,
             "swap_overlap": line.overlap if swapping else None,
-            "checkpoint_seconds": max(waits),
+            "checkpoint_seconds": max(columns["checkpoint_seconds"]),
         }
         logger.step(line, _metrics(line, result) | moved | self._checkup.metrics())
         for words in filter(None, (_trouble(result), *said)):
             logger.note(f"step {line.step}{words}")
-        self._saves.advance(logger, saved)
-
-    def _of_all(self, mine: Sequence[float]) -> list[list[float]]:
-        """Of each number what every rank says."""
-        table = torch.zeros(self._mesh.plan.world_size, len(mine), dtype=torch.float64)
-        table[self._rank] = torch.tensor(mine, dtype=torch.float64)
-        return [column.tolist() for column in self._mesh.sum(table).unbind(1)]
+        self._saves.advance(logger, columns)
 
     def _tell_unwritten(self, logger: RankZeroLogger) -> None:
         for rank, lines in enumerate(self._mesh.gather_objects(self._unwritten.news())):

@@ -13,11 +13,9 @@ in the list of whoever trains.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
-
-import torch
 
 from parallax.mesh import Mesh
 from parallax.train.onlooker import Onlooker
@@ -138,22 +136,20 @@ class Stopping:
         """Whether the loop ends here."""
         return self._first() is not None
 
-    def numbers(self) -> list[int]:
+    def columns(self) -> dict[str, float]:
         """What this rank says of each reason."""
-        return [reason.asked() for reason in self._reasons]
+        return {f"stop_{n}": reason.asked() for n, reason in enumerate(self._reasons)}
 
-    def agree(self, columns: Sequence[Sequence[float]]) -> None:
-        """``columns`` are the numbers of all ranks, reason by reason."""
-        for index, found in enumerate(columns):
-            known = self._agreed[index]
-            self._agreed[index] = Agreed(known.number or int(max(found)), known.words)
+    def agree(self, columns: Mapping[str, Sequence[float]]) -> None:
+        """``columns`` are the numbers of all ranks by name, those of :meth:`columns` among them."""
+        for n, known in enumerate(self._agreed):
+            number = known.number or int(max(columns[f"stop_{n}"]))
+            self._agreed[n] = Agreed(number, known.words)
 
     def ask(self) -> None:
         """Agree where no step is there to carry the numbers along; all ranks call it."""
         if not self.at_once:
-            table = torch.zeros(self._mesh.plan.world_size, len(self._reasons), dtype=torch.int64)
-            table[self._mesh.rank] = torch.tensor(self.numbers())
-            self.agree(self._mesh.sum(table).T.tolist())
+            self.agree(self._mesh.gather_columns(self.columns()))
 
     def judge(self) -> list[str]:
         """At a checkpoint, the words that are new; all ranks call it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -19,11 +19,8 @@ _HIDDEN = 0.1  # of a device's seconds: reading that takes no more than that doe
 
 
 class Checkup:
-    """One rank's part. :meth:`fetch` and :meth:`stepped` are called in each step, then :meth:`numbers`, which are told
+    """One rank's part. :meth:`fetch` and :meth:`stepped` are called in each step, then :meth:`columns`, which are told
     to all, and :meth:`agree` with those of all."""
-
-    columns = 3
-    """How many numbers there are."""
 
     def __init__(self, engine: Engine) -> None:
         self._mesh = engine.mesh
@@ -63,14 +60,18 @@ class Checkup:
             return max(0.0, busy - on_demand)
         return busy if on_demand <= _HIDDEN * busy else 0.0
 
-    def numbers(self) -> tuple[float, ...]:
+    def columns(self) -> dict[str, float]:
         """Of this rank: seconds that it waited for rows, that it computed, and whether its memory rises."""
-        return self._input_seconds, self._busy, float(self._growth is not None)
+        return {
+            "input_seconds": self._input_seconds,
+            "busy_seconds": self._busy,
+            "memory_grows": float(self._growth is not None),
+        }
 
-    def agree(self, columns: Sequence[Sequence[float]], *, saving: bool = False) -> list[str]:
-        """What is to be said after "step n", given the numbers of all ranks, column by column; all ranks call it.
+    def agree(self, columns: Mapping[str, Sequence[float]], *, saving: bool = False) -> list[str]:
+        """What is to be said after "step n", given the numbers of all ranks by name; all ranks call it.
         ``saving``: a checkpoint was written beside the step, which slows down the ranks that write."""
-        waited, busy, grows = columns
+        waited, busy = columns["input_seconds"], columns["busy_seconds"]
         step = self._seconds + self._fetching
         self.input_share = min(1.0, max(waited) / step) if step > 0 else 0.0
         self._waited, self._total = self._waited + max(waited), self._total + step
@@ -80,7 +81,7 @@ class Checkup:
             for rank, factor in slow
         ]
         self.stragglers += found
-        growths = self._tell_growth() if any(grows) else []
+        growths = self._tell_growth() if any(columns["memory_grows"]) else []
         self._growths += growths
         return [f": {each}" for each in (*(f"{one}; training goes on" for one in found), *growths)]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +40,21 @@ class Saves:
         self._retention, self._onlooker = config.retention(keep_last), onlooker
         self.seconds = 0.0
         """For how long training has waited for checkpoints so far."""
-        self._told = 0.0  # of them by :meth:`numbers`
+        self._told = 0.0  # of them by :meth:`columns`
         # The step after which the last was begun; before the first there is nothing to lose.
         self._saved: int | None = 0
         self._saves_none = True  # of its own so far
 
-    def numbers(self) -> tuple[float, float]:
+    def columns(self) -> dict[str, float]:
         """How far this rank is with what is being written, and for how long its training has waited for checkpoints
         since the last call."""
         waited, self._told = self.seconds - self._told, self.seconds
-        return float(self._engine.saving.pending.progress), waited
+        progress = float(self._engine.saving.pending.progress)
+        return {"saving_progress": progress, "checkpoint_seconds": waited}
 
-    def advance(self, logger: RankZeroLogger, progress: Sequence[float]) -> None:
+    def advance(self, logger: RankZeroLogger, columns: Mapping[str, Sequence[float]]) -> None:
         """Go on with what is being written as far as all ranks are; all call it."""
+        progress = columns["saving_progress"]
         if any(progress):
             with self._waiting():
                 self._say(logger, self._engine.saving.pending.advance(progress))

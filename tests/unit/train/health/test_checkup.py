@@ -35,8 +35,7 @@ def computed(kind: str, seconds: float, reading: float) -> float:
     batch.seconds = reading  # type: ignore[attr-defined]
     span = Span(1, 0, "forward", 0, 0, 0.0, seconds)
     found.stepped(SimpleNamespace(spans=[span], seconds=seconds))  # type: ignore[arg-type]
-    _, busy, _ = found.numbers()
-    return busy
+    return found.columns()["busy_seconds"]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,9 @@ def test_a_slow_accelerator_is_named() -> None:
     own = [computed("meta", seconds, reading=0.02) for seconds in (0.2, 1.0)]
     judge._seconds = 1.0
     for _ in range(WARM_UP + WINDOW):
-        said += judge.agree([[0.0, 0.0], own, [0.0, 0.0]])
+        said += judge.agree(
+            {"input_seconds": [0.0, 0.0], "busy_seconds": own, "memory_grows": [0.0, 0.0]}
+        )
     (line,) = said
     assert line.startswith(
         ": rank 1 (stage 0, replica 1, on here) is slow: its actions take 5.0 times"
