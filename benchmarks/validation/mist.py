@@ -116,12 +116,12 @@ class Case:
             devices=self.devices,
             devices_per_node=DEVICES_PER_NODE,
             remote=NETWORK,
-            gap_tensors=GAP_TENSORS,
         ).build(dtype="fp16", tier="host", weight_bytes=2)
         device = nodes.devices[0]
         device = replace(
             device,
             memory_bytes=2 * device.memory_bytes,
+            gap_tensors=GAP_TENSORS,
             host_update_seconds=device.host_update_seconds / min(self.replicas),
         )
         return replace(
