@@ -1,10 +1,10 @@
-"""A run's configuration: from the command line's overrides to one validated, typed object, and back to text.
+"""A run's configuration: from overrides to one validated, typed object, and back to text.
 
-Hydra composes files and overrides well and reports mistakes badly: it accepts ``+modle.layers=3`` in silence,
-and answers other slips with a page. So Hydra only merges here. Every key and value of the result is then read
-into the component dataclasses, which know what they accept; the same reader takes a run's ``config.yaml``. Ranks read
-that alone, so Hydra is imported where it is used. Which options there are is in :mod:`.options`, several runs from one
-command line are in :mod:`.multirun`.
+Hydra composes files and overrides well and reports mistakes badly: it accepts ``+modle.layers=3`` in silence, and
+answers other mistakes with a page. So Hydra only merges here. Every key and value of the result is then read into the
+component dataclasses, which know what they accept; the same reader takes a run's ``config.yaml``. Ranks read that file
+alone, so Hydra is imported where it is used. :mod:`.options` finds the option files, :mod:`.multirun` handles several
+runs from one command line.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that a run depends on. ``name``: its directory is ``runs/<name>``. ``seed``: of initial weights,
-    dropout and the order of rows. ``compile``: each block's forward is compiled with torch.compile, which takes a while
-    at the first step."""
+    """The settings of a run. ``name``: its directory is ``runs/<name>``. ``seed``: of initial weights, dropout and the
+    order of rows. ``compile``: compile the forward of each block with torch.compile, which takes a while at the
+    first step."""
 
     name: str = "auto"
     seed: int = 1
@@ -97,16 +97,17 @@ class RunConfig:
 
 
 def is_name(text: str) -> bool:
-    """Whether ``text`` can be the name of a run, which is that of a folder; a sweep's folder holds its points'."""
+    """Whether ``text`` can be the name of a run, and so of a folder; the folder of a sweep holds its points'."""
     folder = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
     return re.fullmatch(f"{folder}(/{folder})?", text) is not None
 
 
 def compose(overrides: Sequence[str], base: RunConfig | None = None) -> RunConfig:
-    """The defaults, or ``base``, changed by ``overrides`` in Hydra's grammar (``model=mlp trainer.steps=80 swap=off``).
+    """Return the defaults, or ``base``, changed by ``overrides`` in Hydra's grammar (``model=mlp trainer.steps=80
+    swap=off``).
 
-    Leaves no trace in the process: no Hydra state, folder or logging. A mistake raises :class:`ConfigError`
-    in one line: key, value, what is accepted, nearest name.
+    Leaves no Hydra state, folder or logging in the process. A mistake raises :class:`ConfigError` in one line: key,
+    value, what is accepted, nearest name.
     """
     mistakes = Mistakes()
     asked = _Asked.read(overrides, mistakes)
@@ -124,7 +125,7 @@ def compose(overrides: Sequence[str], base: RunConfig | None = None) -> RunConfi
 
 
 def composed_tree(overrides: Sequence[str], *, resolve: bool) -> dict[str, Any]:
-    """What :func:`compose` reads, as plain data; interpolations as they were written, or resolved."""
+    """Return the settings of :func:`compose` as plain data, with interpolations as written or resolved."""
     mistakes = Mistakes()
     asked = _Asked.read(overrides, mistakes)
     mistakes.tell()
@@ -135,7 +136,7 @@ def composed_tree(overrides: Sequence[str], *, resolve: bool) -> dict[str, Any]:
 
 
 def said(overrides: Sequence[str], key: str) -> str:
-    """The text that ``overrides`` give ``key``, the last where there are several; empty where they say nothing."""
+    """Return the text that ``overrides`` give ``key``, the last of several; empty where there is none."""
     options, words = OptionFolders.of(overrides)
     parsed = [parse(word, options) for word in words]
     found = [override for override in parsed if override.key_or_group == key]
@@ -143,15 +144,14 @@ def said(overrides: Sequence[str], key: str) -> str:
 
 
 def dump(config: RunConfig) -> str:
-    """``config`` as YAML: data only, ASCII, every key; :func:`load` gives back an equal object."""
+    """Return ``config`` as YAML: data only, ASCII, every key; :func:`load` returns an equal object."""
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
 
 
 def load(text: str) -> RunConfig:
-    """The configuration that :func:`dump` wrote, validated as :func:`compose` does.
+    """Read the configuration that :func:`dump` wrote, validated as :func:`compose` does.
 
-    A schedule of the user's own is imported: whether the user trusts a file is asked before
-    (:mod:`parallax.common.trust`).
+    A schedule of the user is imported, so ask whether the user trusts the file before (:mod:`parallax.common.trust`).
     """
     tree = plain_yaml(text)
     try:
@@ -163,18 +163,18 @@ def load(text: str) -> RunConfig:
 
 
 def fingerprint(config: RunConfig) -> str:
-    """Sixteen hex digits, equal on two ranks exactly when their configurations are."""
+    """Return sixteen hex digits, equal on two ranks exactly when their configurations are."""
     text = yaml.safe_dump(dataclasses.asdict(config), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def differences(a: RunConfig, b: RunConfig) -> list[str]:
-    """One line for each key whose values differ: ``trainer.steps: 60 != 80``."""
+    """Return one line for each key whose values differ: ``trainer.steps: 60 != 80``."""
     return [f"{key}: {old} != {new}" for key, (old, new) in changes(a, b).items()]
 
 
 def changes(a: RunConfig, b: RunConfig) -> dict[str, tuple[str, str]]:
-    """The keys whose values differ, with both values in one line each."""
+    """Return the keys whose values differ, with one line of both values each."""
     left, right = leaves(dataclasses.asdict(a)), leaves(dataclasses.asdict(b))
     return {
         printable(key): (left.get(key, "absent"), right.get(key, "absent"))
@@ -187,7 +187,7 @@ def changes(a: RunConfig, b: RunConfig) -> dict[str, tuple[str, str]]:
 
 
 def parse(text: str, options: OptionFolders, *, sweeps: bool = False) -> Override:
-    """One override, or the reason why it is none; with ``sweeps`` also one of several values."""
+    """Parse one override, or return why it is invalid; with ``sweeps`` also one of several values."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -229,7 +229,7 @@ def parse(text: str, options: OptionFolders, *, sweeps: bool = False) -> Overrid
 
 
 def _option(text: str, override: Override, options: OptionFolders) -> str:
-    """The option that ``group=option`` selects; none, "", for ``experiment=null``."""
+    """Return the option that ``group=option`` selects; "" for ``experiment=null``."""
     group, value = str(override.key_or_group), override.value()
     if group == "experiment" and value is None:
         return ""
@@ -241,8 +241,8 @@ def _option(text: str, override: Override, options: OptionFolders) -> str:
 
 
 def elsewhere(key: str, accepted: Collection[str] = ()) -> str:
-    """A hint for a key without its group, such as ``steps=80``, in another group, such as ``trainer.lr``, or that has
-    another name here, such as ``batch_size=8``; ``accepted`` are the keys of its own group."""
+    """Return a hint for a key without its group, such as ``steps=80``, in another group, such as ``trainer.lr``, or
+    with the name of another trainer, such as ``batch_size=8``. ``accepted``: the keys of its own group."""
     group, _, leaf = key.rpartition(".")
     groups = typing.get_type_hints(RunConfig)
     if group and group not in groups:
@@ -265,7 +265,7 @@ def elsewhere(key: str, accepted: Collection[str] = ()) -> str:
 
 
 def _kinds(group: str) -> list[type[Any]]:
-    """The dataclasses that may stand in ``group``; none for a plain key."""
+    """Return the dataclasses of ``group``; none for a plain key."""
     alternatives = members(typing.get_type_hints(RunConfig).get(group))
     return [
         kind for kind in alternatives if isinstance(kind, type) and dataclasses.is_dataclass(kind)
@@ -277,7 +277,7 @@ def _kinds(group: str) -> list[type[Any]]:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What overrides say: the option of each group, none where it is "", values, and keys to be taken out."""
+    """Parsed overrides: the option of each group, "" for none, values, and keys to remove."""
 
     options: OptionFolders
     groups: dict[str, str]
@@ -286,8 +286,7 @@ class _Asked:
 
     @classmethod
     def read(cls, overrides: Sequence[str], mistakes: Mistakes) -> _Asked:
-        """Each override judged for itself; the last of several for one key counts. Those that cannot be read are noted
-        among the ``mistakes``."""
+        """Parse each override; of several for one key the last counts. Invalid ones are added to ``mistakes``."""
         options, words = OptionFolders.of(overrides)
         asked = cls(options, {}, {}, [])
         for text in words:
@@ -304,7 +303,7 @@ class _Asked:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """The overrides that choose options."""
+        """Return the overrides that choose options."""
         return tuple(
             self.options.chosen(group, name) for group, name in self.groups.items() if name
         )
@@ -312,8 +311,8 @@ class _Asked:
     def merge(
         self, numbers: Mapping[str, float] = MappingProxyType({}), *, resolve: bool = True
     ) -> dict[str, Any]:
-        """The merged files of the chosen options, and key by key ``numbers`` and what was typed, as plain data.
-        Whatever the prefix of an override: the reader below is the only judge of keys."""
+        """Return the merged files of the chosen options with ``numbers`` and the overrides, as plain data, whatever the
+        prefix of an override: the reader below checks keys."""
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
@@ -335,7 +334,7 @@ class _Asked:
 
 
 def _broken() -> tuple[type[Exception], ...]:
-    """Keys and options are known to exist, so what can be wrong is the shape of a value or a broken file."""
+    """Return the error of a merge: keys and options exist, so a value has the wrong shape or a file is broken."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -343,7 +342,7 @@ def _broken() -> tuple[type[Exception], ...]:
 
 
 def _merged(options: OptionFolders, chosen: tuple[str, ...]) -> DictConfig:
-    """The files of the ``chosen`` options, to be changed."""
+    """Return a copy of the merged files of the ``chosen`` options."""
     try:
         return copy.deepcopy(_composed(options, chosen))
     except _broken() as error:
@@ -352,7 +351,7 @@ def _merged(options: OptionFolders, chosen: tuple[str, ...]) -> DictConfig:
 
 @functools.cache
 def _composed(options: OptionFolders, chosen: tuple[str, ...]) -> DictConfig:
-    """The files of the ``chosen`` options, as Hydra merges them: once, for it takes a tenth of a second."""
+    """Return the merged files of the ``chosen`` options, cached since Hydra takes a tenth of a second."""
     import hydra
 
     with opened(options, nodes()):
@@ -360,8 +359,8 @@ def _composed(options: OptionFolders, chosen: tuple[str, ...]) -> DictConfig:
 
 
 def nodes() -> Nodes:
-    """The dataclasses' defaults as Hydra finds them: ``/parallax/<group>``, or ``/parallax/<group>/<name>`` where a
-    group has several."""
+    """Return the dataclasses' defaults under the names that Hydra looks up: ``/parallax/<group>``, or
+    ``/parallax/<group>/<name>`` where a group has several."""
     found: Nodes = {("parallax", "run"): defaults(RunConfig)}
     for group in typing.get_type_hints(RunConfig):
         several = len(_kinds(group)) > 1
@@ -372,10 +371,11 @@ def nodes() -> Nodes:
 
 
 def _onto(base: RunConfig, asked: _Asked) -> dict[str, Any]:
-    """``base`` as plain data, with the groups whose option was chosen, what else an option sets, and what was typed.
+    """Return ``base`` as plain data, with the groups whose option was chosen, the settings of other options, and the
+    overrides.
 
-    What ``base`` says is taken as it is: Hydra sees its numbers alone, for interpolations, never its texts, which may
-    come from a file."""
+    Hydra gets only the numbers of ``base``, for interpolations, and never its texts, which may come from a file.
+    """
     tree: dict[str, Any] = yaml.safe_load(dump(base))
     if asked.chosen:
         plain, fresh = (
@@ -406,7 +406,7 @@ def _unresolved(merged: DictConfig, error: Exception) -> NoReturn:
 
 
 def _remove(tree: dict[str, Any], key: str) -> None:
-    """Take ``key`` out of a free dictionary; every other key is needed."""
+    """Remove ``key`` from a free dictionary; no other key can be removed."""
     *parents, leaf = key.split(".")
     node: Any = tree
     for part in parents:
@@ -427,8 +427,8 @@ def _remove(tree: dict[str, Any], key: str) -> None:
 
 
 def _read_run(tree: Any, mistakes: Mistakes) -> RunConfig:
-    """The whole configuration; each group with the dataclass that its ``name`` selects. All keys that are wrong are
-    said together with the ``mistakes`` so far; where there are none, all values that are."""
+    """Read the whole configuration, each group into the dataclass of its ``name``. All wrong keys are reported together
+    with the ``mistakes`` so far; without any, all wrong values are."""
     groups = [key for key in typing.get_type_hints(RunConfig) if _kinds(key)]
     parts = checked(RunConfig, tree, "", elsewhere=elsewhere)
     kinds: dict[str, type[Any]] = {}
@@ -455,5 +455,5 @@ def _read_run(tree: Any, mistakes: Mistakes) -> RunConfig:
 
 
 def _one_line(error: Exception) -> str:
-    """The first line alone: Hydra and OmegaConf add pages of context."""
+    """Return the first line; Hydra and OmegaConf add pages of context."""
     return printable((str(error).splitlines() or [type(error).__name__])[0])

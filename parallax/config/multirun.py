@@ -1,12 +1,14 @@
-"""Several runs from one command line: Hydra's grammar of lists and ranges, its sweepers and its launchers.
+"""Several runs from one command line, by Hydra's lists, ranges, sweepers and launchers.
 
-Hydra decides which points there are and who runs them; what a point is, is the caller's business::
+Hydra decides which points there are and who runs them; the caller runs a point:
+
+::
 
     train -m model=gpt,mlp cluster.devices=1,2  ──sweeper──>  4 lists of overrides  ──launcher──>  job(overrides), each
 
-Hydra's basic sweeper multiplies what was typed, so all its points are known, and can be judged, before the first one
-starts. Others, which search, tell a point when they want it. A launcher calls the job in this process, or pickles it
-and calls it in another, on this machine or on another one.
+Hydra's basic sweeper makes the product of all values, so all points are known and can be checked before the first one
+starts. Searching sweepers send a point when they want it. A launcher calls the job in this process, or pickles it and
+calls it in another, on this machine or elsewhere.
 """
 
 from __future__ import annotations
@@ -38,17 +40,17 @@ _IN_TURN = "BasicLauncher"
 
 
 def wants_sweep(overrides: Sequence[str]) -> bool:
-    """Whether they say so themselves."""
+    """Whether the overrides ask for a sweep."""
     return any(word.lstrip("+").upper() == "HYDRA.MODE=MULTIRUN" for word in overrides)
 
 
 @dataclass(frozen=True)
 class Multirun:
-    """A sweep that was asked for.
+    """A requested sweep.
 
-    ``name``: what ``name=`` says, or auto. ``words``: all other overrides, as Hydra wants them. ``points``: the
-    overrides of each, where the sweeper tells them beforehand. ``alike``: the keys that are the
-    same in all of them. ``in_turn``: one point after the other in this process.
+    ``name``: the value of ``name=``, or auto. ``words``: all other overrides, in Hydra's form. ``points``: the
+    overrides of each point, where the sweeper knows them beforehand. ``alike``: keys that are equal in all points.
+    ``in_turn``: points run one after the other in this process.
     """
 
     name: str
@@ -61,7 +63,7 @@ class Multirun:
 
     @classmethod
     def read(cls, overrides: Sequence[str]) -> Multirun:
-        """What ``overrides`` ask for. Raises :class:`ConfigError` in one line where they cannot be read."""
+        """Parse ``overrides``. Raises :class:`ConfigError` in one line where they are invalid."""
         options, words = OptionFolders.of(overrides)
         hydra = tuple(_own(word) for word in words if of_hydra(word))
         name, typed = _typed([word for word in words if not of_hydra(word)], options)
@@ -72,14 +74,14 @@ class Multirun:
         return cls(name, options, hydra, asked.words, points, alike, in_turn)
 
     def check(self, points: Sequence[Sequence[str]]) -> None:
-        """Raise :class:`ConfigError` where Hydra could not compose one of the ``points`` for its launcher."""
+        """Raise :class:`ConfigError` where Hydra cannot compose one of the ``points`` for its launcher."""
         with self._opened() as (hydra, config), _said_in_one_line(()):
             for point in points:
                 hydra.config_loader.load_sweep_config(config, list(point))
 
     def launch(self, folder: Path, job: Job, points: Sequence[Sequence[str]]) -> None:
-        """Let the launcher run ``job`` for each of the ``points``; where the sweeper finds them itself, for those that
-        it wants. What launchers write is in ``folder``. Raises what they raise, in one line."""
+        """Let the launcher run ``job`` for each of the ``points``, or for the points that a searching sweeper wants.
+        Files of launchers are in ``folder``. Their errors are raised in one line."""
         from hydra._internal.callbacks import Callbacks
         from hydra.core.plugins import Plugins
         from hydra.types import HydraContext
@@ -105,7 +107,7 @@ class Multirun:
 
     @contextlib.contextmanager
     def _opened(self, folder: Path = Path()) -> Iterator[tuple[Hydra, DictConfig]]:
-        """Hydra, and the sweep's own configuration."""
+        """Yield Hydra and the configuration of the sweep."""
         from hydra.types import RunMode
 
         with opened(self.options, configuration.nodes()) as hydra:
@@ -123,7 +125,8 @@ class Multirun:
 
 
 def _settings(folder: Path, typed: Sequence[str]) -> list[str]:
-    """Hydra's own settings: those ``typed``, and ours. Runs make their own folders and logs, so Hydra makes none."""
+    """Return Hydra's own settings: those that were ``typed``, and ours. Runs make their own folders and logs, so Hydra
+    makes none."""
     ours = {
         "hydra.sweep.dir": quoted(str(folder)),
         "hydra.sweep.subdir": "'.'",
@@ -139,18 +142,18 @@ def _settings(folder: Path, typed: Sequence[str]) -> list[str]:
 
 
 def of_hydra(word: str) -> bool:
-    """Whether an override is of Hydra's own settings."""
+    """Whether an override is one of Hydra's own settings."""
     return word.lstrip("+~").startswith(("hydra.", "hydra/"))
 
 
 def plain(word: str) -> str:
-    """An override of a point as it would be typed."""
+    """Return an override of a point as it would be typed."""
     word = word.lstrip("+")
     return word.removesuffix("=null") if word.startswith("~") else word
 
 
 def hydra_tree(overrides: Sequence[str], *, resolve: bool = False) -> dict[str, Any]:
-    """Hydra's own settings under ``overrides``, as plain data; interpolations as they are written, or resolved."""
+    """Return Hydra's own settings under ``overrides`` as plain data, with interpolations as written or resolved."""
     from hydra.types import RunMode
     from omegaconf import OmegaConf
 
@@ -176,7 +179,7 @@ def hydra_tree(overrides: Sequence[str], *, resolve: bool = False) -> dict[str, 
 
 @contextlib.contextmanager
 def _hydra_config(config: DictConfig) -> Iterator[None]:
-    """What ``${hydra:...}`` looks at."""
+    """Return the values of ``${hydra:...}``."""
     from hydra.core.hydra_config import HydraConfig
 
     known = HydraConfig.instance()
@@ -190,7 +193,7 @@ def _hydra_config(config: DictConfig) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Task:
-    """What Hydra calls with a point's configuration, which the run composes for itself."""
+    """The function that Hydra calls with the configuration of a point, which the run composes itself."""
 
     job: Job
 
@@ -202,15 +205,15 @@ class _Task:
 
 
 def _own(word: str) -> str:
-    """An override of Hydra's settings that is the user's to give."""
+    """Return an override of Hydra's settings that users may give."""
     if word.lstrip("+~").startswith(_FOLDERS):
         refuse(word, "a point is a run of its own, in runs/SWEEP/POINT; accepted is name=SWEEP")
     return word
 
 
 def _typed(words: Sequence[str], options: OptionFolders) -> tuple[str, dict[str, str]]:
-    """The sweep's name, and by key all other overrides, of which the last counts, as Hydra takes them: it has to be
-    told that a key may be new, as those of ``model.kwargs`` are."""
+    """Return the name of the sweep, and by key all other overrides, the last of each, in Hydra's form: keys that may be
+    new, as in ``model.kwargs``, need a prefix."""
     name, typed, mistakes = "auto", {}, Mistakes()
     for word in words:
         with mistakes.noting():
@@ -241,7 +244,7 @@ def _name(word: str, override: Any) -> str:
 def _product(
     hydra: Hydra, config: DictConfig, typed: dict[str, str], options: OptionFolders
 ) -> tuple[tuple[tuple[str, ...], ...] | None, frozenset[str]]:
-    """Every point of the basic sweeper, and the keys that take one value."""
+    """Return all points of the basic sweeper, and the keys with one value."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -268,7 +271,7 @@ def _batches(points: Sequence[Sequence[str]], most: int | None) -> Iterator[list
 
 @contextlib.contextmanager
 def _said_in_one_line(typed: tuple[str, ...]) -> Iterator[None]:
-    """What Hydra and its plug-ins raise, and what may be done about it."""
+    """Turn errors of Hydra and its plug-ins into a :class:`ConfigError` in one line with a remedy."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -286,7 +289,7 @@ def _said_in_one_line(typed: tuple[str, ...]) -> Iterator[None]:
 
 
 def _shown(error: Exception) -> str:
-    """Its words, without those for whoever programs Hydra."""
+    """Return the error's text without the parts for programmers of Hydra."""
     words = " ".join(str(error).split()) or type(error).__name__
     if words.startswith("Error merging override") and error.__cause__ is not None:
         words = f"{words}: {' '.join(str(error.__cause__).split())}"

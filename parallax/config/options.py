@@ -1,8 +1,8 @@
-"""Which options there are: the YAML files of our groups, and those of folders that the user adds.
+"""The option files: those of our groups, and those in folders of the user.
 
-``--config-dir DIR`` adds a folder that is laid out as ours, and is the same as Hydra's own
-``hydra.searchpath=[DIR]``, which travels with the other overrides to whoever composes them. Ours come first, so a file
-of the same name hides none of them.
+``--config-dir DIR`` adds a folder with the layout of ``configs/``. It is the same as Hydra's own
+``hydra.searchpath=[DIR]``, which is passed on with the other overrides. Ours come first, so no file of the same name
+hides them.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ SEARCHPATH = "hydra.searchpath"
 
 @dataclass(frozen=True)
 class OptionFolders:
-    """The folders of options, ours first, and when each file was written last: what was composed of other files is
-    another thing."""
+    """The folders of options, ours first, and the latest modification of each, by which cached results are
+    validated."""
 
     folders: tuple[Path, ...]
     versions: tuple[int, ...]
 
     @classmethod
     def of(cls, words: Sequence[str] = ()) -> tuple[OptionFolders, list[str]]:
-        """The options that overrides may choose from, and the overrides but for those that add folders."""
+        """Return the folders that overrides may choose from, and the other overrides."""
         added = [word for word in words if adds_folders(word)]
         folders = (_folder(), *(folder for word in added for folder in _folders(word)))
         return cls(folders, _versions(folders)), [word for word in words if not adds_folders(word)]
 
     @functools.cached_property
     def groups(self) -> dict[str, list[str]]:
-        """Every group and the names of its files."""
+        """Return every group with the names of its files."""
         found: dict[str, set[str]] = {}
         for folder in self.folders:
             for group in sorted(path for path in folder.iterdir() if path.is_dir()):
@@ -45,33 +45,33 @@ class OptionFolders:
         return {group: sorted(names) for group, names in found.items()}
 
     def chosen(self, group: str, option: str) -> str:
-        """The override by which Hydra takes an option: one of a group that the defaults do not have is added."""
+        """Return the override that selects an option in Hydra's form: a group without a default needs a prefix."""
         ours = (self.folders[0] / group).is_dir()
         return f"{group}={option}" if ours else f"+{group}={option}"
 
     @property
     def words(self) -> list[str]:
-        """The override by which Hydra finds them, none where there are but ours."""
+        """Return the override by which Hydra finds the folders; none for ours alone."""
         return [searchpath(*self.folders[1:])] if self.folders[1:] else []
 
 
 def searchpath(*folders: Path) -> str:
-    """The override that adds ``folders``."""
+    """Return the override that adds ``folders``."""
     return f"{SEARCHPATH}=[{','.join(quoted(f'file://{folder.absolute()}') for folder in folders)}]"
 
 
 def quoted(text: str) -> str:
-    """``text`` as a value of Hydra's grammar."""
+    """Return ``text`` as a value of Hydra's grammar."""
     return "'" + text.replace("\\'", "\\\\'").replace("'", "\\'") + "'"
 
 
 def adds_folders(word: str) -> bool:
-    """Whether an override does nothing but that."""
+    """Whether an override only adds folders."""
     return word.lstrip("+").partition("=")[0] == SEARCHPATH
 
 
 def _folders(word: str) -> Iterator[Path]:
-    """The folders that an override adds."""
+    """Return the folders that an override adds."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -87,7 +87,7 @@ def _folders(word: str) -> Iterator[Path]:
 
 
 def folder_of_options(what: str, text: str) -> Path:
-    """A folder that was named by ``what``."""
+    """Return a folder that was named by ``what``."""
     try:
         folder = Path(text).expanduser()
         if folder.is_dir():
@@ -103,7 +103,7 @@ def _versions(folders: Sequence[Path]) -> tuple[int, ...]:
 
 
 def _folder() -> Path:
-    """``configs`` inside an installed package, or beside it in a checkout."""
+    """Return ``configs`` inside an installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "configs", package.parent / "configs"):
         if (folder / "config.yaml").is_file():

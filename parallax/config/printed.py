@@ -16,8 +16,8 @@ CFG = ("job", "hydra", "all")
 
 
 def settings_text(overrides: Sequence[str], cfg: str, *, resolve: bool, package: str | None) -> str:
-    """The settings that ``overrides`` mean: those of the job, of Hydra, or all; of them what is below ``package``. A
-    mistake in them is found as a run would find it."""
+    """Return the settings of ``overrides`` as YAML: of the job, of Hydra, or all, below ``package``. Mistakes raise as
+    they do for a run."""
     tree: Any = {}
     job = [word for word in overrides if not of_hydra(word) or adds_folders(word)]
     compose(job)

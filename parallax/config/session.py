@@ -1,4 +1,4 @@
-"""Hydra, opened for a moment: it knows the folders of options and our dataclasses' defaults, and is closed again."""
+"""Open Hydra for a moment, with the folders of options and our dataclasses' defaults."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Nodes = dict[tuple[str, str], dict[str, Any]]
 
 @contextlib.contextmanager
 def opened(options: OptionFolders, nodes: Nodes) -> Iterator[Hydra]:
-    """Hydra opened on ``options``; afterwards its globals are as before, for the caller may be a Hydra program.
+    """Yield Hydra for ``options``; its globals are restored afterwards, since the caller may be a Hydra program.
 
-    The ``nodes``, the dataclasses' defaults, are plain: OmegaConf's typed ones know neither frozen classes nor
-    ``int | str | list[int]``, and report in their own words.
+    The ``nodes``, the dataclasses' defaults, are plain data: OmegaConf's typed nodes support neither frozen classes nor
+    ``int | str | list[int]``, and have error messages of their own.
     """
     import hydra
     from hydra.core.config_store import ConfigStore

@@ -1,4 +1,4 @@
-"""The keys of other trainers (transformers, Lightning, torchtitan, DeepSpeed, nanoGPT), and what they are here."""
+"""The keys of other trainers (transformers, Lightning, torchtitan, DeepSpeed, nanoGPT) and their counterparts here."""
 
 from __future__ import annotations
 
@@ -95,17 +95,17 @@ _REMARKS = {word: remark for remark, words in _NONE.items() for word in words.sp
 
 
 def field_word(word: str) -> str:
-    """What a word of the field is called here: a key such as ``trainer.global_batch``, or an option such as
-    ``precision=mixed_bf16``; empty where it has no counterpart.
+    """Return the counterpart of a term of the field: a key such as ``trainer.global_batch``, or an option such as
+    ``precision=mixed_bf16``; empty where there is none.
 
-    >>> field_word("batch_size"), field_word("batch-sizes"), field_word("lyers")
-    ('trainer.global_batch', 'trainer.global_batch', '')
+        >>> field_word("batch_size"), field_word("batch-sizes"), field_word("lyers")
+        ('trainer.global_batch', 'trainer.global_batch', '')
     """
     return _HERE.get(_known(word), "")
 
 
 def remark(word: str) -> str:
-    """What is done here in place of a word of the field that has no counterpart; empty for any other word."""
+    """Return what to do instead of a term of the field without a counterpart; empty for other words."""
     return _REMARKS.get(_known(word), "")
 
 

@@ -1,4 +1,4 @@
-"""What a run, or a plan, says when it is asked: tables for people, pictures and traces for their eyes."""
+"""Reports of plans and runs: tables, pictures and traces."""
 
 from parallax.report.estimate import estimate_table
 from parallax.report.occupancy import occupancy_png

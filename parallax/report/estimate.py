@@ -1,4 +1,4 @@
-"""What a model needs in training, for people."""
+"""The memory that training a model needs, as a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from parallax.plan.cost.estimate import Estimate
 
 
 def estimate_table(found: Estimate) -> RenderableType:
-    """Terms on one device, and the fullest stage of pipelines; with everything kept and everything recomputed."""
+    """Return the bytes by term on one device and of the fullest stage of pipelines, with all activations kept and all
+    recomputed."""
     about = Text(
         f"{printable(found.model)}: {found.parameters:,} parameters in {found.precision}, "
         f"{found.micro_batches} micro-batches of {found.rows} row(s); bytes on one device:"

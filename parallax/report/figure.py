@@ -1,4 +1,4 @@
-"""A picture of 1600 × 900, drawn without a window and written whole."""
+"""Pictures of 1600 × 900 pixels, drawn without a window and written whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def new_figure() -> Any:
-    """An empty matplotlib figure; the import takes 0.3 s, so it waits until somebody draws."""
+    """Return an empty matplotlib figure. The import takes 0.3 s, so it waits until a figure is drawn."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -18,7 +18,7 @@ def new_figure() -> Any:
 
 
 def save_png(figure: Any, path: Path) -> None:
-    """Write ``figure`` in place of ``path``."""
+    """Write ``figure`` to ``path``, replacing an older file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     figure.savefig(temporary, format="png")
     os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""Bytes over one step: how full a stage's swap budget was, and the tier below it, while it ran which micro-batch."""
+"""The bytes of a stage's swap over one step: on the device and in the offload tier, beside the actions."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _ACTIONS = ("forward", "backward", "backward_weight", "update")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occupancy:
-    """One rank's step.
+    """The bytes of one rank over one step.
 
-    ``samples`` are (seconds, bytes on the device, bytes in the tier) at every change, ``spans`` what it computed
-    meanwhile, both on the clock of its host. ``limit_bytes`` is what its swap may hold on the device.
+    ``samples`` are (seconds, bytes on the device, bytes in the tier) at every change; ``spans`` are the actions, both
+    on the clock of the rank's host. ``limit_bytes``: the swap's limit on the device.
     """
 
     rank: int
@@ -40,18 +40,18 @@ class Occupancy:
     spans: tuple[Span, ...]
 
     def high(self, column: int) -> int:
-        """The largest value of a column of the samples."""
+        """Return the largest value of a column of the samples."""
         return int(max((sample[column] for sample in self.samples), default=0))
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """When the step began and ended; changes before its first action are what the step before left behind."""
+        """Return the start and end of the step; earlier changes belong to the step before."""
         changes = [sample[0] for sample in self.samples]
         start = min([span.start for span in self.spans] or changes, default=0.0)
         return start, max([span.end for span in self.spans] + changes, default=start)
 
     def save(self, directory: Path) -> None:
-        """Write it into the directory of the run."""
+        """Write the file into the directory of the run."""
         occupancy_path(directory, self.rank).write_text(
             json.dumps(asdict(self) | {"spans": [span._asdict() for span in self.spans]}),
             encoding="utf-8",
@@ -59,7 +59,7 @@ class Occupancy:
 
     @classmethod
     def load(cls, directory: Path, rank: int) -> Occupancy:
-        """What ``rank`` wrote into the directory of its run."""
+        """Read the file of ``rank`` in the directory of its run."""
         path = occupancy_path(directory, rank)
         try:
             found = read_json(path, DOCUMENT_BYTES)
@@ -79,19 +79,19 @@ class Occupancy:
 
 
 def occupancy_path(directory: Path, rank: int) -> Path:
-    """Where a rank writes it."""
+    """Return the path of a rank's file."""
     return directory / f"swap-rank{rank}.json"
 
 
 def computed(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Of a step's actions those that a picture shows."""
+    """Return the actions of a step that a picture shows."""
     return tuple(span for span in spans if span.kind in _ACTIONS)
 
 
 def occupancy_png(steps: Sequence[Occupancy], path: Path) -> None:
-    """Draw a row per stage to ``path`` (1600 × 900): left the device's bytes below their limit, right the tier's, at
-    the foot of both what the stage computed; seconds count from its first action. Of more than ``MOST_STAGES`` those
-    closest to their limit are drawn; ``steps`` has at least one."""
+    """Draw one row per stage to ``path`` (1600 × 900): on the left the bytes on the device below their limit, on the
+    right those in the tier, with the actions below; seconds count from the first action. Of more than
+    ``MOST_STAGES`` stages those closest to their limit are drawn. ``steps`` has at least one."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -126,13 +126,13 @@ def occupancy_png(steps: Sequence[Occupancy], path: Path) -> None:
 
 
 def fullest(steps: Sequence[Occupancy]) -> list[Occupancy]:
-    """Those that came closest to their limit, as many as there is room for, by stage."""
+    """Return the steps closest to their limit, at most ``MOST_STAGES``, by stage."""
     order = sorted(steps, key=lambda step: -step.high(DEVICE_COLUMN) / (step.limit_bytes or 1))
     return sorted(order[:MOST_STAGES], key=lambda step: step.stage)
 
 
 def _draw(axes: Any, step: Occupancy, column: int, colour: str) -> None:
-    """One curve: bytes keep their value until the next change."""
+    """Draw one curve; bytes are constant until the next change."""
     start, end = step.bounds
     seconds = [sample[0] - start for sample in step.samples]
     sizes = [sample[column] for sample in step.samples]

@@ -1,4 +1,4 @@
-"""A plan for people: its stages, where their bytes and seconds go, and on which node:device each runs."""
+"""A plan as tables: its stages, their bytes and seconds by term, and the device of each rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_COLUMNS = 8  # pipeline ranks whose terms stand side by side
 
 
 def plan_table(plan: Plan, profile: ModelProfile | None = None) -> Table:
-    """A row for each run of alike stages, the prediction in the caption."""
+    """Return a row for each run of equal stages, with the prediction in the caption."""
     prediction = plan.prediction
     parameters = f"{parameters_of(profile)} in " if profile else ""
     table = Table(
@@ -70,7 +70,7 @@ def plan_table(plan: Plan, profile: ModelProfile | None = None) -> Table:
 
 
 def _unused(plan: Plan) -> str:
-    """What of the devices does not help, each on a line of its own."""
+    """Return a line for each kind of device that the plan leaves unused."""
     used, text = plan.world_size, ""
     if plan.spare_devices:
         text = f"\n{used} of {used + plan.spare_devices} devices are used: with more the step would be no shorter"
@@ -85,7 +85,7 @@ def _unused(plan: Plan) -> str:
 
 
 def _alike(plan: Plan) -> Iterator[tuple[int, int]]:
-    """First and last of each run of stages that are the same but for where they begin."""
+    """Return the first and last stage of each run of stages that differ only in their first block."""
 
     def look(index: int) -> tuple[object, ...]:
         stage = plan.stages[index]
@@ -111,7 +111,7 @@ def _span(first: int, last: int) -> str:
 
 
 def placement_table(plan: Plan, cluster: Cluster) -> Table:
-    """A row for each stage; devices are counted on their node."""
+    """Return a row for each stage; devices are counted on their node."""
     names = [cluster.nodes[node].name for node in cluster.node_of]
     table = Table(
         box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, caption_justify="left"
@@ -134,7 +134,8 @@ def placement_table(plan: Plan, cluster: Cluster) -> Table:
 
 
 def placement(plan: Plan, names: Sequence[str], ways: Mapping[str, str]) -> dict[str, object]:
-    """The same for programs. ``names``: the node of each rank; ``ways``: how messages travel, by "0 -> 1"."""
+    """Return the placement as data. ``names``: the node of each rank; ``ways``: the transport of each edge, by "0 ->
+    1"."""
     return {
         "stages": [
             {
@@ -152,12 +153,12 @@ def placement(plan: Plan, names: Sequence[str], ways: Mapping[str, str]) -> dict
 
 
 def save_placement(directory: Path, found: Mapping[str, object]) -> None:
-    """Beside the plan."""
+    """Write the placement beside the plan."""
     (directory / PLACEMENT).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def ways_in_words(ways: Mapping[str, str]) -> str:
-    """``gloo 0 -> 1, 1 -> 0; shared memory 2 -> 3``, by how messages travel."""
+    """Return ``gloo 0 -> 1, 1 -> 0; shared memory 2 -> 3``, by transport."""
     by_way: dict[str, list[str]] = {}
     for edge, way in ways.items():
         by_way.setdefault(way, []).append(edge)
@@ -178,7 +179,7 @@ def _devices(ranks: Sequence[int], names: Sequence[str]) -> Iterator[str]:
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """``0–3, 8``: runs of numbers."""
+    """Return runs of numbers as ``0–3, 8``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -189,7 +190,8 @@ def _spans(numbers: Sequence[int]) -> str:
 
 
 def memory_table(plan: Plan) -> Table:
-    """A row per term: bytes of the fullest rank of each pipeline rank at its peak, and its seconds of a step."""
+    """Return a row per term: the bytes of the fullest rank of each pipeline rank at its peak, and its seconds of a
+    step."""
     columns = _columns(plan.prediction)
     left_out = len(plan.prediction.stages) - sum(last - first + 1 for first, last in columns)
     table = Table(
@@ -217,8 +219,8 @@ def _tier_peak(plan: Plan, pipeline_rank: int) -> int:
 
 
 def _columns(prediction: Prediction) -> list[tuple[int, int]]:
-    """Runs of pipeline ranks with the same bytes and, to a hundredth of the step, the same seconds. Of too many runs
-    the first and the last, and between them those with the largest peaks."""
+    """Return runs of pipeline ranks with the same bytes and, to a hundredth of the step, the same seconds. Of many
+    runs: the first, the last, and those with the largest peaks."""
     stages = prediction.stages
 
     def look(index: int) -> tuple[object, ...]:
@@ -244,7 +246,7 @@ def _add_terms(
     form: Callable[[float], str],
     total: str,
 ) -> None:
-    """A row for each term that is not zero everywhere, and their sum."""
+    """Add a row for each term that is not zero everywhere, and their sum."""
     for term in dict.fromkeys(term for column in columns for term in column):
         if any(column.get(term) for column in columns):
             table.add_row(term, *(form(column.get(term, 0)) for column in columns))

@@ -1,4 +1,4 @@
-"""The end of a run: what was predicted beside what was measured."""
+"""The end of a run: predicted and measured figures."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from parallax.common.units import format_bytes
 
 
 def summary_table(summary: Mapping[str, Any]) -> RenderableType:
-    """The end of a run for people: what was predicted beside what was measured. Print it with rich.
+    """Return the predicted and measured figures of a run as a table for rich.
 
-    ``summary`` is the content of ``summary.json``; a value that is missing or null is shown as a dash.
+    ``summary`` is the content of ``summary.json``; values that are missing or null are shown as a dash.
     """
     run = Table(
         title="predicted and measured", box=box.SIMPLE, title_justify="left", title_style="bold"
@@ -52,7 +52,7 @@ def summary_table(summary: Mapping[str, Any]) -> RenderableType:
 
 
 def _outcome(summary: Mapping[str, Any]) -> str:
-    """One sentence: steps, loss from and to, validation beside the unigram entropy of text, speed."""
+    """Return one sentence: steps, first and last loss, validation loss beside the unigram entropy of text, speed."""
     first, last, validation, entropy = (
         _cell(summary.get(key), "{:.4f}")
         for key in ("loss_first", "loss_last", "validation_loss", "unigram_entropy")
@@ -68,7 +68,7 @@ def _outcome(summary: Mapping[str, Any]) -> str:
 
 
 def _speed(summary: Mapping[str, Any]) -> str:
-    """Tokens per second where rows are of tokens, rows per second otherwise."""
+    """Return tokens per second for rows of tokens, rows per second otherwise."""
     tokens, rows = summary.get("tokens_per_second"), summary.get("rows_per_second")
     if tokens is not None:
         return f"{tokens:,.0f} tokens/s"

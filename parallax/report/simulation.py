@@ -1,4 +1,4 @@
-"""A simulated step for people."""
+"""A simulated step as a table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_RANKS = 32
 def simulation_table(
     plan: Plan, ranks: Sequence[RankPrediction], stages: Sequence[StagePrediction]
 ) -> Table:
-    """A row per rank: its memory, and the seconds of the fullest rank of its pipeline rank by term."""
+    """Return a row per rank: its memory, and the seconds by term of the fullest rank of its pipeline rank."""
     terms = list(dict.fromkeys(term for stage in stages for term in stage.seconds))
     shown = [term for term in terms if any(stage.seconds.get(term) for stage in stages)]
     table = Table(

@@ -1,7 +1,7 @@
-"""What the swap did and why, for whoever did not expect it: written down by a run, told as tables afterwards.
+"""The swap of a run: how much it moved, how long training waited, and why tensors moved or stayed.
 
-A rank's entry in ``summary.json`` has means over all steps and the last step by micro-batch. Bytes over that step are
-many numbers, so each rank writes its own beside its events (:mod:`parallax.report.occupancy`).
+The entry of a rank in ``summary.json`` has means over all steps, and the last step by micro-batch. Each rank writes the
+bytes over that step beside its events (:mod:`parallax.report.occupancy`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Row = Mapping[str, Any]
 
 
 def swaps(statistics: SwapStatistics) -> bool:
-    """Whether a stage decides about activations, be it that all of them stay, or moved anything else."""
+    """Whether a stage has activations that may move, even if all stay, or moved anything else."""
     return (
         bool(statistics.decisions)
         or statistics.limit_bytes + statistics.bytes_out + statistics.bytes_in > 0
@@ -51,7 +51,7 @@ class SwapRecord:
         self._steps += 1
 
     def summary(self) -> dict[str, Any] | None:
-        """As it stands in ``summary.json``; None where the stage does not swap."""
+        """Return the entry for ``summary.json``; None where the stage does not swap."""
         if not (swaps(self._total) or swaps(self._last)):
             return None
         total, last = self._total, self._last
@@ -79,19 +79,19 @@ class SwapRecord:
 
 
 def swapped_ranks(summary: Mapping[str, Any]) -> list[Row]:
-    """The ranks of ``summary.json`` whose stage swapped."""
+    """Return the ranks of ``summary.json`` whose stage swapped."""
     return [rank for rank in summary.get("ranks") or [] if rank.get("swap")]
 
 
 def swap_tables(ranks: Sequence[Row]) -> RenderableType:
-    """For each rank its means and peaks; for each stage, of the rank that stalled most, the last step by micro-batch
-    and why tensors moved or stayed."""
+    """Return for each rank its means and peaks; for each stage, of the rank that stalled most, the last step by
+    micro-batch and the reasons for which tensors moved or stayed."""
     shown = worst_of_stages(ranks)
     return Group(_rank_table(ranks), _micro_table(shown), _decision_table(shown))
 
 
 def worst_of_stages(ranks: Sequence[Row]) -> list[Row]:
-    """Of each stage the rank that stalled most in the last step, by stage."""
+    """Return for each stage the rank that stalled most in the last step."""
     worst: dict[int, Row] = {}
     for rank in ranks:
         best = worst.setdefault(rank["stage"], rank)
@@ -105,7 +105,7 @@ def _stalled(rank: Row) -> float:
 
 
 def _rank_table(ranks: Sequence[Row]) -> Table:
-    """Memory that the tier allocated and nobody asked for is shown where there is any."""
+    """Return means and peaks by rank. Memory that the tier allocated without use is shown where there is any."""
     headings = ["rank", "stage", "out", "in", "stalled", "over-\nlapped", "limit", "filled", "tier"]
     below = ["tier_high_water_bytes"]
     if any(rank["swap"]["pinned_waste_bytes"] for rank in ranks):
@@ -130,7 +130,8 @@ def _rank_table(ranks: Sequence[Row]) -> Table:
 
 
 def _micro_table(ranks: Sequence[Row]) -> Table:
-    """The overlap is that of the whole step: micro-batches share the lanes that they wait for."""
+    """Return the last step by micro-batch. The overlap is that of the whole step, since micro-batches share copy
+    threads."""
     title = "last step, of each stage the rank that stalled most"
     return _filled(
         _table(title, "stage", "rank", "micro-batch", "out", "in", "stalled", "over-\nlapped"),
@@ -154,7 +155,7 @@ def _moved(found: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _decision_table(ranks: Sequence[Row]) -> Table:
-    """Largest first: what moved, and what stayed and why."""
+    """Return the bytes that moved or stayed, by reason, the largest first."""
     table = _table(
         "saved tensors of the last step", "stage", "rank", "decision", "tensors", "bytes"
     )

@@ -1,4 +1,4 @@
-"""Timelines as pictures: one row per rank, predicted and measured alike, because both are the same record."""
+"""Timelines as pictures: one row per rank, for predicted and measured spans alike."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ DIGIT_SHARE = 0.007
 
 
 def timeline_png(predicted: list[Span], measured: list[Span], path: Path) -> None:
-    """Draw both timelines to ``path`` (1600 × 900), predicted above measured, one axis in seconds. Without a measured
-    one the predicted has all the room.
+    """Draw both timelines to ``path`` (1600 × 900), predicted above measured, on one axis in seconds. Without a
+    measured one the predicted timeline fills the picture.
 
-    One row per rank; boxes carry their micro-batch; the grey start of a box is what the rank only waited.
-    Each timeline begins at its first span; ranks of several hosts are only as aligned as their clocks.
+    Boxes carry their micro-batch; the grey start of a box is the time that the rank waited. Each timeline begins at its
+    first span; ranks of several hosts are as aligned as their clocks.
     """
     from matplotlib.patches import Patch
 
@@ -65,12 +65,12 @@ def _length(spans: list[Span]) -> float:
 
 
 def _kind(span: Span) -> str:
-    """What the span is drawn as: sends and receives of both directions look alike."""
+    """Return the kind that a span is drawn as: sends and receives of both directions look alike."""
     return span.kind if span.kind in COLOURS else span.kind.split("_")[0]
 
 
 def _draw(axes: Any, spans: list[Span], length: float) -> set[str]:
-    """Draw one panel; returns the kinds that it shows."""
+    """Draw one panel; return the kinds that it shows."""
     origin = min((span.start for span in spans), default=0.0)
     ranks = sorted({span.rank for span in spans})
     axes.set_yticks(range(len(ranks)), ranks)

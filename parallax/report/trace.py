@@ -19,7 +19,7 @@ _MICROSECONDS = 1e6
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
-    """The spans as trace events; time begins at the first span."""
+    """Return the spans as trace events; time begins at the first span."""
     origin = min((span.start for span in spans), default=0.0)
     events = [
         event for rank in sorted({span.rank for span in spans}) for event in _names(rank, spans)

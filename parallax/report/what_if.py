@@ -1,4 +1,4 @@
-"""Alternatives side by side, for people."""
+"""Plans for several combinations of settings, side by side."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from parallax.common.units import format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One combination: what its plan would be and cost, or why there is none. Costs are in the currency of
-    ``cluster.price_per_hour``, zero where that is; so are tokens where rows are not of tokens."""
+    """One combination: its plan and costs, or the reason why there is none. Costs are in the currency of
+    ``cluster.price_per_hour``, zero without prices; tokens are zero where rows are not tokens."""
 
     settings: dict[str, str]
     fits: bool
@@ -31,7 +31,7 @@ class Outcome:
 
 
 def what_if_table(outcomes: Sequence[Outcome]) -> Table:
-    """A row per combination; prices where any is known."""
+    """Return a row per combination; prices where any is known."""
     priced = any(outcome.cost_per_hour > 0 for outcome in outcomes)
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for key in outcomes[0].settings:

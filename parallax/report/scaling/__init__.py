@@ -1,4 +1,4 @@
-"""What the points of a sweep say together: a table, charts, a page."""
+"""Reports of a sweep: a table, charts, a page."""
 
 from parallax.report.scaling.files import write_report
 from parallax.report.scaling.points import PointResult, RankPeak, SweepResults

@@ -1,7 +1,7 @@
-"""Charts of a sweep, each of which is drawn only where its points have the data for it.
+"""Charts of a sweep; each is drawn only where its points have the data for it.
 
-Lines join the best points, measured; dashed is what would be perfect, or what was predicted. Texts of users go in as
-they are: matplotlib would take what is between two dollars for mathematics.
+Lines join the best measured points; dashed lines are perfect scaling or predictions. Texts of users are escaped:
+matplotlib takes text between two dollars for mathematics.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_NOTES = 24  # points that have their name beside them
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart: its file's name, what it is called and shows, what it needs, and how it is drawn where it has that."""
+    """One chart: the name of its file, its title, the data it needs, and the function that draws it."""
 
     file: str
     title: str
@@ -88,7 +88,7 @@ def _draw_weak(axes: Any, found: list[Series]) -> None:
 def _draw_gains(
     axes: Any, found: list[Series], value: Callable[[Series, PointResult], float]
 ) -> int:
-    """A line through the best point of each number of devices; the largest number."""
+    """Draw a line through the best point of each number of devices; return the largest number."""
     notes = sum(len(series.points) for series in found) <= _MOST_NOTES
     counts = {point.devices or 0 for series in found for point in series.points}
     for index, series in enumerate(found):
@@ -153,7 +153,7 @@ def _draw_frontier(axes: Any, found: list[Series]) -> None:
 
 
 def frontier(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of (bytes, rate) those that no other place beats in both, by bytes."""
+    """Return the points of (bytes, rate) that no other point beats in both, by bytes."""
     best: list[tuple[float, float]] = []
     for place in sorted(places, key=lambda each: (each[0], -each[1])):
         if not best or place[1] > best[-1][1]:
@@ -162,14 +162,14 @@ def frontier(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def _count_bytes(axis: Any, most: int) -> None:
-    """Ticks at round numbers of bytes."""
+    """Set ticks at round numbers of bytes."""
     each = 2 ** max(0, math.ceil(math.log2(max(1, most) / 6)))
     ticks = range(0, round(1.25 * most) + each, each)
     axis.set_ticks(ticks, [format_bytes(size) for size in ticks])
 
 
 def _note(axes: Any, text: str, place: tuple[float, float], index: int) -> None:
-    """Above its place, or below, so that of two that are close both can be read."""
+    """Write a label above or below its point, so that labels of close points stay readable."""
     note = axes.annotate(
         _text(text),
         place,
@@ -182,7 +182,7 @@ def _note(axes: Any, text: str, place: tuple[float, float], index: int) -> None:
 
 
 def _text(text: str) -> str:
-    """A user's text as a label; one that begins with a line below would be left out of a legend."""
+    """Return a user's text as a label; matplotlib leaves labels with a leading underscore out of legends."""
     short = text if len(text) <= _LONGEST_LABEL else f"{text[: _LONGEST_LABEL - 3]}..."
     return printable(f" {short}" if short.startswith("_") else short)
 

@@ -16,14 +16,14 @@ from parallax.report.scaling.table import results_csv
 
 @dataclass(frozen=True)
 class Written:
-    """What was written; ``missing`` says of charts that were not drawn what they would need."""
+    """The written files; ``missing``: the data that charts which were not drawn need."""
 
     page: Path
     missing: dict[str, str]
 
 
 def write_report(results: SweepResults, folder: Path) -> Written:
-    """Write the files of ``results`` into ``folder``; a chart of before that cannot be drawn any more goes."""
+    """Write the files of ``results`` into ``folder``; pictures of charts that cannot be drawn any more are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn: dict[Chart, str] = {}
     missing: dict[str, str] = {}
@@ -42,7 +42,7 @@ def write_report(results: SweepResults, folder: Path) -> Written:
 
 
 def _svg(figure: object) -> str:
-    """The figure as SVG, the same for the same points; texts as paths, so that it looks the same everywhere."""
+    """Return the figure as SVG, equal for equal points, with texts as paths so that it looks the same everywhere."""
     import matplotlib
     from matplotlib.figure import Figure
 

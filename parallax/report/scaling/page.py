@@ -1,4 +1,4 @@
-"""One page of a sweep that needs nothing but itself: charts inside of it, no network, a script that sorts the table."""
+"""A page of a sweep in one file: charts inside of it, no network, a script that sorts the table."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ for (const head of document.querySelectorAll("th")) {
 
 
 def page(results: SweepResults, charts: Mapping[Chart, str], missing: Mapping[str, str]) -> str:
-    """The page. ``charts`` are SVG texts; ``missing`` says of charts that are not drawn what they would need."""
+    """Return the page. ``charts`` are SVG texts; ``missing``: the data that other charts need."""
     name = _shown(results.name)
     done = sum(point.status == "done" for point in results.points)
     figures = "\n".join(_figure(chart, svg) for chart, svg in charts.items())
@@ -95,7 +95,7 @@ peaks are of each rank, measured / predicted. A click on a heading sorts.</p>
 
 
 def _shown(text: str) -> str:
-    """A text of whoever wrote it, as a text of one line."""
+    """Return a user's text, escaped, on one line."""
     return html.escape(printable(text))
 
 

@@ -1,11 +1,13 @@
-"""Points of a sweep beside each other: which belong to one series, and how much faster more devices are.
+"""Points of a sweep: series of comparable points, and their speed-up with more devices.
 
-A series is points that do the same work with different numbers of devices, however these share it:
+A series has points that do the same work with different numbers of devices, however these share it:
+
+::
 
     strong    the same rows per step:                speed-up S(n) = rate(n) / rate(n0),  efficiency S(n) · n0 / n
     weak      the same rows per step and device:     efficiency = rate(n) / rate(n0) · n0 / n
 
-Of a series the point with the fewest devices, n0, is 1; of several such points the fastest.
+The point of a series with the fewest devices, n0, has speed-up 1; of several such points the fastest.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class RankPeak:
-    """Bytes on a rank's device at its peak."""
+    """The peak bytes on a rank's device."""
 
     measured: int
     predicted: int
@@ -25,9 +27,9 @@ class RankPeak:
 
 @dataclass(frozen=True, kw_only=True)
 class PointResult:
-    """One point. ``swept``: its settings that differ from others'. ``workload``: all its settings that say what work
-    a step is; ``model``: those of model and data. ``layout``: its stages and replicas in words. ``per_second``: of
-    ``unit``. ``seconds``: how long its whole run took. What is not known, as of a point that has failed, is None."""
+    """The result of one point. ``swept``: its settings that differ between points. ``workload``: all settings that
+    define the work of a step; ``model``: those of model and data. ``layout``: its stages and replicas as text.
+    ``per_second``: of ``unit``. ``seconds``: of its whole run. Unknown values, as of failed points, are None."""
 
     name: str
     number: int = 0
@@ -49,12 +51,12 @@ class PointResult:
 
     @property
     def timed(self) -> bool:
-        """Whether its rate, devices and rows are known, so that it can stand in a series."""
+        """Whether rate, devices and rows are known, so that the point can be part of a series."""
         return bool(self.per_second and self.devices and self.global_batch)
 
     @property
     def error(self) -> float | None:
-        """The prediction's, as a fraction of what was measured."""
+        """Return the error of the prediction as a fraction of the measured seconds."""
         if not self.step_seconds or self.predicted_step_seconds is None:
             return None
         return self.predicted_step_seconds / self.step_seconds - 1
@@ -66,7 +68,7 @@ class PointResult:
 
 @dataclass(frozen=True)
 class Gain:
-    """A point against the smallest of its series: as often the rate, and as a share of what its devices could do."""
+    """The speed-up of a point over the smallest of its series, and its efficiency."""
 
     speedup: float
     efficiency: float
@@ -74,24 +76,24 @@ class Gain:
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one series by devices, the smallest first. ``common``: what is swept and the same in all of them."""
+    """Points of one series by number of devices. ``common``: swept settings that are equal in all of them."""
 
     common: Mapping[str, str]
     points: tuple[PointResult, ...]
 
     @property
     def label(self) -> str:
-        """What its points have in common, in words; nothing where that is no setting of its own."""
+        """Return the common settings of the points as text; empty without swept settings."""
         return " ".join(f"{key}={value}" for key, value in self.common.items())
 
     def words(self, point: PointResult) -> str:
-        """What is one of its points' own, in words."""
+        """Return the settings of one of its points that others lack, as text."""
         own = {key: value for key, value in point.swept.items() if key not in self.common}
         return " ".join(f"{k.rpartition('.')[2]}={v}" for k, v in own.items()) or point.layout
 
     @property
     def smallest(self) -> PointResult:
-        """The one that the others are compared with."""
+        """Return the point that the others are compared with."""
         fewest = min(point.devices or 0 for point in self.points)
         return max(
             (point for point in self.points if point.devices == fewest),
@@ -100,11 +102,11 @@ class Series:
 
     @property
     def scales(self) -> bool:
-        """Whether it has points of several numbers of devices."""
+        """Whether there are points of several numbers of devices."""
         return len({point.devices for point in self.points}) > 1
 
     def gain(self, point: PointResult) -> Gain:
-        """Of one of its points."""
+        """Return the gain of one of its points."""
         first = self.smallest
         speedup = (point.per_second or 0.0) / (first.per_second or 1.0)
         return Gain(speedup, speedup * (first.devices or 1) / (point.devices or 1))
@@ -112,7 +114,7 @@ class Series:
 
 @dataclass(frozen=True)
 class SweepResults:
-    """A sweep's points. ``command``: what was typed, empty for a single run."""
+    """The points of a sweep. ``command``: the command of the sweep; empty for a single run."""
 
     name: str
     command: str
@@ -120,15 +122,15 @@ class SweepResults:
 
     @property
     def timed(self) -> list[PointResult]:
-        """Those that have measured their speed."""
+        """Return the points with a measured speed."""
         return [point for point in self.points if point.timed]
 
     def strong(self) -> list[Series]:
-        """The same work, by more devices."""
+        """Return series of the same work on more devices."""
         return _series(self.timed, lambda p: (p.workload, p.unit, p.global_batch))
 
     def weak(self) -> list[Series]:
-        """More work, by as many more devices."""
+        """Return series with work in proportion to the devices."""
 
         def share(point: PointResult) -> Fraction:
             return Fraction(point.global_batch or 0, point.devices or 1)
@@ -136,18 +138,18 @@ class SweepResults:
         return _series(self.timed, lambda p: (p.workload, p.unit, share(p)))
 
     def batches(self) -> list[Series]:
-        """The same devices in the same roles, with more rows."""
+        """Return series of the same layout with more rows."""
         full = [point for point in self.timed if point.peak is not None]
         return _series(full, lambda p: (p.workload, p.devices, p.layout))
 
     def models(self) -> list[Series]:
-        """The same model and data, in whatever way it is trained."""
+        """Return series of the same model and data, trained in any way."""
         full = [point for point in self.timed if point.peak is not None]
         return _series(full, lambda p: (p.model, p.unit))
 
 
 def _series(points: Iterable[PointResult], key: Callable[[PointResult], Hashable]) -> list[Series]:
-    """Points of one ``key`` each, in the order of their first."""
+    """Return the points by ``key``, in the order of their first points."""
     found: dict[Hashable, list[PointResult]] = {}
     for point in points:
         found.setdefault(key(point), []).append(point)
@@ -159,7 +161,7 @@ def _size(point: PointResult) -> tuple[int, int, int]:
 
 
 def _common(points: Sequence[PointResult]) -> dict[str, str]:
-    """What is swept and the same in all of ``points``."""
+    """Return the swept settings that are equal in all ``points``."""
     same = dict(points[0].swept)
     for point in points:
         same = {key: value for key, value in same.items() if point.swept.get(key) == value}

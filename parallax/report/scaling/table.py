@@ -1,4 +1,4 @@
-"""The points of a sweep as a table: for people, for spreadsheets, for the page."""
+"""The points of a sweep as a table: on the terminal, as CSV, on the page."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ MOST_RANKS = 4  # whose peaks a cell lists
 
 @dataclass(frozen=True)
 class TableCell:
-    """A text, and the number to sort it by; None where there is none."""
+    """A text and the number to sort it by; None where there is none."""
 
     text: str
     number: float | None = None
 
 
 def headings(results: SweepResults) -> list[str]:
-    """Of the columns of :func:`rows`."""
+    """Return the headings of :func:`rows`."""
     weak = ["weak efficiency"] if _has_weak(results) else []
     return [
         *("point", "devices", "layout", "rows", "step", "predicted", "off by", "rate"),
@@ -41,7 +41,7 @@ def headings(results: SweepResults) -> list[str]:
 
 
 def rows(results: SweepResults) -> Iterator[list[TableCell]]:
-    """A row for each point."""
+    """Return a row for each point."""
     strong, weak = _gains(results, weak=False), _gains(results, weak=True)
     has_weak = _has_weak(results)
     for point in results.points:
@@ -66,7 +66,7 @@ def rows(results: SweepResults) -> Iterator[list[TableCell]]:
 
 
 def results_table(results: SweepResults) -> RenderableType:
-    """For people: what there is of each point, and below why one is not done."""
+    """Return the table for the terminal, with the reasons of unfinished points below."""
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     longest = max((len(point.name) for point in results.points), default=0)
     for name in headings(results):
@@ -84,7 +84,7 @@ def results_table(results: SweepResults) -> RenderableType:
 
 
 def results_csv(results: SweepResults) -> str:
-    """For spreadsheets: a line for each point, what is not known left empty, bytes and seconds as plain numbers."""
+    """Return CSV: a line for each point, unknown values empty, bytes and seconds as plain numbers."""
     keys = list(dict.fromkeys(key for point in results.points for key in point.swept))
     strong, weak = _gains(results, weak=False), _gains(results, weak=True)
     out = io.StringIO()
@@ -117,7 +117,8 @@ def results_csv(results: SweepResults) -> str:
 
 
 def _plain(text: str) -> str:
-    """A text that no spreadsheet takes for a formula, which could read files or call programs; a number stays one."""
+    """Return a text that no spreadsheet takes for a formula, which could read files or call programs; numbers are
+    unchanged."""
     text = printable(text)
     with contextlib.suppress(ValueError):
         float(text)
@@ -126,7 +127,7 @@ def _plain(text: str) -> str:
 
 
 def _gains(results: SweepResults, *, weak: bool) -> dict[str, Gain]:
-    """By the points' names; those of a series of one number of devices have none."""
+    """Return the gains by name of point; series with one number of devices have none."""
     found = results.weak() if weak else results.strong()
     return {point.name: each.gain(point) for each in found if each.scales for point in each.points}
 
@@ -153,7 +154,7 @@ def _rate(point: PointResult) -> TableCell:
 
 
 def _peaks(point: PointResult) -> TableCell:
-    """Of the first ranks, and of the fullest where there are more."""
+    """Return the peaks of the first ranks, and of the fullest rank where there are more."""
     if point.peak is None:
         return TableCell(NONE)
     shown = point.peaks[:MOST_RANKS] if len(point.peaks) <= MOST_RANKS else (point.peak,)
