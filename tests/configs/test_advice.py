@@ -28,7 +28,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("words", REFUSED, ids=" ".join)
 def test_what_a_refusal_says_to_type_works(
     tmp_path: Path,

@@ -186,7 +186,7 @@ def plain_peft(case: Case) -> Outcome:
     return outcome
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("replicas", "more"),
     [

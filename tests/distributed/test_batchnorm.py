@@ -105,7 +105,7 @@ PLANS: list[Any] = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(("replicas", "options"), PLANS, ids=str)
 def test_sync_equals_one_replica_with_the_whole_micro_batch(
     pool: Pool, replicas: tuple[int, ...], options: dict[str, Any]
@@ -194,7 +194,7 @@ def one_step(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return gradients, statistics
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("rows", "replicas"), [(8, (2,)), (5, (3,)), (4, (3,)), (8, (2, 2))], ids=str
 )

@@ -90,7 +90,7 @@ def with_changing_buffers() -> nn.Module:
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("replicas", "options"),
     [

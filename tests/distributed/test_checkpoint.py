@@ -89,7 +89,7 @@ def saved(pool: Pool, folder: Path, case: Case = CASE, steps: int = 2) -> Path:
 # ---- any plan continues another's
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("before", "after"),
     [((1, 1), (1,)), ((1, 2), (2, 1)), ((2,), (1, 1, 1)), ((2, 1), (2, 1)), ((1, 2), (1, 2))],

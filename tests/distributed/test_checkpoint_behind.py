@@ -139,7 +139,7 @@ def both(case: Any, folder: Path) -> list[int]:
     return seen
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(k, marks=[] if k in SAMPLED else pytest.mark.thorough) for k in KINDS],

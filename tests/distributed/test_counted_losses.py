@@ -142,7 +142,7 @@ def check(pool: Pool, kind: str, plan: tuple[tuple[int, ...], str, int, bool]) -
     assert names == gradients.keys()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_ignored_targets_count_nothing_under_any_plan(pool: Pool, plan: Any) -> None:
     check(pool, "plain", plan)

@@ -131,7 +131,7 @@ def reductions(case: Case) -> tuple[list[int], list[int], int]:
     return calls, carried, trained
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("schedule", "replicas"), in_turn(["gpipe", "1f1b"], [(2,), (1, 2), (2, 2)]), ids=str
 )
@@ -149,7 +149,7 @@ def test_each_gradient_is_reduced_once_per_step(
         assert calls[0] == calls[2] == calls[3]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("schedule", "replicas"), in_turn(["zb-h1", "1f1b"], [(1,), (2,), (2, 1)]), ids=str
 )

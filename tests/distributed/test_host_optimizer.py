@@ -100,7 +100,7 @@ def test_other_optimizers(pool: Pool, tmp_path: Path, name: str) -> None:
     assert plain[0].losses[-1] != plain[0].losses[0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("before", "after", "replicas"),
     [

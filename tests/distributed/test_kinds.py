@@ -108,7 +108,7 @@ def gradients(replicas: tuple[int, ...], cut: int) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("replicas", [(1, 1), (1, 2), (2, 1), (3, 2)], ids=str)
 def test_tensors_of_any_kind_between_stages(pool: Pool, replicas: tuple[int, ...]) -> None:
     """Complex gradients were dropped without a word."""

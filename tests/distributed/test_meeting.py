@@ -55,7 +55,7 @@ def answers(
         return {each.recv() for each in ranks if each.poll(SECONDS)}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("before", "count", "late"),
     [(2, "0", 0), (2, "1", 1), (3, "0", 1)],

@@ -80,7 +80,7 @@ def ignored_by_some_rows() -> nn.Module:
     return nn.Sequential(Enters(), Passes(), Passes(), Leaves(_some))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("replicas", "options"),
     [
@@ -101,7 +101,7 @@ def test_what_the_loss_ignores_is_not_updated(
     compare(pool.run(training, case.world, case), plain_training(case), 1e-9)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("replicas", "options"),
     [
@@ -119,7 +119,7 @@ def test_what_the_loss_ignores_and_stages_share(
     compare(pool.run(training, case.world, case), plain_training(case), 1e-9)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("schedule", "replicas"),
     in_turn(["1f1b", "zb-h1"], [(1, 1), (1, 2), (2, 1), (2, 3)]),

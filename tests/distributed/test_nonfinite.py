@@ -69,7 +69,7 @@ PLANS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(("replicas", "options"), PLANS, ids=str)
 def test_a_skipped_step_is_as_if_it_had_not_been(
     pool: Pool, replicas: tuple[int, ...], options: dict[str, Any]

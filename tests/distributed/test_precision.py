@@ -177,7 +177,7 @@ def overflow(
     return outcome(built, losses)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "plan"),
     [

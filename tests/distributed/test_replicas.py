@@ -35,7 +35,7 @@ def gradients(case: Case) -> tuple[dict[str, Tensor], int]:
     return found, counted
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("replicas", "compress", "schedule"),
     [

@@ -212,7 +212,7 @@ def table(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Table:
     return Table(pool, tmp_path_factory.mktemp("table"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("before", "after", "optimizer"),
     [

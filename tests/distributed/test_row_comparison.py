@@ -86,7 +86,7 @@ def trained(kind: str, replicas: tuple[int, ...]) -> tuple[str, int, list[float]
     return said, done, moved
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "ranks", "parts", "done"),
     [

@@ -105,7 +105,7 @@ def trained(
     return summary, said, [each.name for each in list_checkpoints(folder / "checkpoints")]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"gather_loss": True}, {"checkpoint_every": 3}], ids=str)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("end", ["stop", "generator"])

@@ -92,7 +92,7 @@ def test_a_plan_may_be_read_before_its_schedule_is_registered() -> None:
     assert [s.micro for s in spans if s.kind is Kind.BACKWARD_WEIGHT] == [3, 2, 1, 0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("directive", ["keep", "offload", "recompute"])
 @pytest.mark.parametrize(("schedule", "replicas"), in_turn(OWN, [(1, 1, 1), (1, 2)]), ids=str)
 def test_own_schedules_train_alike(

@@ -149,7 +149,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "replicas", "dtype"),
     [

@@ -76,7 +76,7 @@ def plain_sgd(case: Case) -> Outcome:
     return outcome
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("replicas", "options"),
     [

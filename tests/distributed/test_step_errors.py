@@ -120,7 +120,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("schedule", "directive", "where", "faulty"),
     [

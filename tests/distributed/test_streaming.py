@@ -87,7 +87,7 @@ def test_gradients_are_bit_identical(
             assert max(held for _, _, held, _ in found) > 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("factory", "replicas"),
     [
@@ -118,7 +118,7 @@ def test_training_is_bit_identical(
             )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("before", "after"), [({}, BELOW), (BELOW, {}), (BELOW, BELOW)], ids=["down", "up", "below"]
 )

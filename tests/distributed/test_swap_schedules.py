@@ -53,7 +53,7 @@ def gradients(schedule: str, replicas: tuple[int, ...]) -> list[Found]:
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(("schedule", "replicas"), in_turn(SCHEDULES, [(1, 1), (2, 1)]), ids=str)
 def test_swap_is_bit_identical_under_every_schedule(
     pool: Pool, schedule: str, replicas: tuple[int, ...]

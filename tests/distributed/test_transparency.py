@@ -162,7 +162,6 @@ def test_gradients_equal_plain_training(
         position += count
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("replicas", "directive"),
     sampled(

@@ -156,7 +156,7 @@ SEQUENCES: dict[str, list[list[Spec]]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

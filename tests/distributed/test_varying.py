@@ -165,7 +165,7 @@ def in_turn(schedules: Iterable[str], layouts: list[tuple[int, ...]]) -> list[An
     ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("schedule", "replicas"),
     [
@@ -203,7 +203,7 @@ def predictions(case: Case) -> list[list[tuple[int, Tensor]]]:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("schedule", "replicas"),
     in_turn(["gpipe", "interleaved", "zb-h2", "zb-v"], [(1, 1), (2, 3), (3, 1), (1, 1, 2)]),
@@ -257,7 +257,7 @@ def training_and_evaluating(case: Case) -> tuple[list[float], list[float], Gradi
     return training(case, evaluating=True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("schedule", "replicas"),
     [

@@ -74,7 +74,7 @@ def imported(here: Path, capfd: pytest.CaptureFixture[str]) -> Import:
     return call
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("form", ["dcp", "safetensors"])
 def test_there_and_back_goes_on_alike(

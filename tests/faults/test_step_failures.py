@@ -121,7 +121,7 @@ ENDED = rf"rank {{rank}} \(stage {{rank}}, replica 0\) ended without a word, {SE
     [
         pytest.param("raises", "0", "forward", RAISED, marks=pytest.mark.thorough),
         pytest.param("raises", "0", "backward", RAISED, marks=pytest.mark.thorough),
-        ("raises", "1", "backward", RAISED),
+        pytest.param("raises", "1", "backward", RAISED, marks=pytest.mark.faults),
         pytest.param("raises", "1", "forward", RAISED, marks=pytest.mark.thorough),
         ("crashes", "1", "forward", KILLED),
         pytest.param("is_killed", "0", "forward", KILLED, marks=pytest.mark.thorough),

@@ -55,7 +55,7 @@ def test_schedules(sim_pool: Pool, schedule: str, direct: bool) -> None:
     check(sim_pool, (1, 1), options, direct=direct)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("direct", STAGED_TOO)
 @pytest.mark.parametrize(
     ("replicas", "options"),
@@ -75,7 +75,7 @@ def test_replicas(
     check(sim_pool, replicas, options, direct=direct)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "options",
     [
@@ -108,7 +108,7 @@ def test_on_a_stream_of_ones_own(sim_pool: Pool) -> None:
     check(sim_pool, (1,), {"optimizer_offload": 1.0}, direct=False, stream=True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
 @pytest.mark.parametrize(
     ("replicas", "options"),
@@ -214,7 +214,7 @@ def test_streamed_weights_fit_however_late_transfers_end(sim_pool: Pool) -> None
         assert len(ran["losses"]) == 6
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("lateness", [2, pytest.param(9, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("replicas", "options"),
@@ -231,7 +231,7 @@ def test_inputs_come_while_the_micro_batch_before_computes(
         assert (count, more) == (1, [])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("replicas", "options"),
     [

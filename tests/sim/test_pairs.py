@@ -8,7 +8,7 @@ from tests.distributed.pool import Pool
 from tests.sim import jobs
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["direct", "staged"])
 @pytest.mark.parametrize("what", ["sends", "leaves early"])
 def test_between_two(sim_pool: Pool, what: str, way: str) -> None:

@@ -33,7 +33,7 @@ def joined(parts: list[Any], place: int) -> dict[str, Tensor]:
     return {name: value for part in parts for name, value in load(part[place]).items()}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("before", "after"),
     [

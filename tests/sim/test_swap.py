@@ -28,7 +28,7 @@ MIDWAY = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "lateness",
     [

@@ -107,7 +107,7 @@ def _losses(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
 @pytest.mark.parametrize(
     ("checkpointed", "changes"),

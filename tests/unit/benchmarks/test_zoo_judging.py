@@ -34,7 +34,7 @@ def drawn() -> dict[str, Tensor]:
     return {n: t.detach().clone() for n, t in [*model.named_parameters(), *model.named_buffers()]}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(20))
 def test_another_draw_is_the_factorys(seed: int) -> None:
     torch.manual_seed(seed)

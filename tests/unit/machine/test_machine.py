@@ -290,6 +290,7 @@ def test_speeds_follow_cores_and_shared_memory() -> None:
     assert shared_speeds([1.0], 0.5) == (0.5,)
 
 
+@pytest.mark.slow
 def test_processes_that_compute_together_are_timed_and_leave_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -108,7 +108,7 @@ def with_values(model: nn.Module, found: dict[str, Tensor]) -> nn.Module:
     return model
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("method", METHODS)
 def test_only_adapters_are_trained_and_begin_as_those_of_peft(method: str) -> None:
     settings = METHODS[method]
@@ -214,7 +214,7 @@ def test_what_peft_does_not_take_ends_in_a_line(settings: dict[str, Any], line: 
 # ---- the files of peft -------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "method",
     [

@@ -48,7 +48,7 @@ def in_place() -> nn.Module:
     return model
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("factory", [parts, whole, both, in_place])
 def test_a_compiled_model_is_cut_as_the_one_inside(factory: Callable[[], nn.Module]) -> None:
     plain, compiled = (

@@ -237,7 +237,7 @@ CONSTRUCTORS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
 @pytest.mark.parametrize("name", CONSTRUCTORS)
 def test_values_are_the_constructors(name: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -254,7 +254,7 @@ def test_a_head_that_the_model_has_not_is_left_unread_and_named(tmp_path: Path) 
     check_equal({n: v for n, v in found.items() if not n.startswith("pooler")}, expected)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("change", "message"),
     [

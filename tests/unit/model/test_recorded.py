@@ -73,7 +73,7 @@ def check_same(
         torch.testing.assert_close(blocks[names[name][0]].get_buffer(names[name][1]), buffer)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ZOO)
 def test_a_chain_computes_what_the_model_computes(name: str) -> None:
     entry = ZOO[name]
@@ -90,7 +90,7 @@ def test_a_chain_computes_what_the_model_computes(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "blocks"),
     [

@@ -121,7 +121,7 @@ def in_order(chain: Chain, blocks: list[nn.Module], inputs: tuple[Tensor, ...]) 
     return chain.results(values)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("model", "sample"),
     [

@@ -356,7 +356,7 @@ VARIED = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", VARIED)
 def test_of_varied_models_only_rows_that_meet_are_found(name: str) -> None:
     entry = entries()[name]

@@ -93,7 +93,7 @@ def test_advice_on_settings_that_exclude_each_other(
     assert len(said) <= typed
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("config", "microbatch", "swap", "tier"),
     [

@@ -102,7 +102,7 @@ def train(chain: Chain, plan: Plan, scratch: Path) -> list[float]:
 SHARES = [(0.0, 0.0), (0.25, 0.0), (0.6, 0.0), (1.0, 0.0), (1.0, 0.3), (1.0, 0.8), (1.0, 1.0)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("tier", ["disk", "host"])
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize(("states", "parameters"), SHARES)
@@ -118,7 +118,7 @@ def test_the_stores_hold_what_the_plan_gives_them(
     assert train(chain, plan, scratch) == kept
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("frozen", ["bias", "one", "first"])
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize(("states", "parameters"), SHARES)
@@ -181,7 +181,7 @@ def test_files_from_before_load_and_run_where_nothing_is_below(scratch: Path) ->
             train(chain, old, scratch)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("seed", range(20))
 def test_replicas_take_no_more_than_their_part(seed: int, precision: str) -> None:

@@ -43,7 +43,7 @@ SENDS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(("schedule", "interleave"), KINDS)
 @pytest.mark.parametrize(("count", "micro"), SHAPES)
 def test_every_micro_batch_goes_forward_before_it_goes_backward(
@@ -91,7 +91,7 @@ def test_in_flight_of_stages_that_share_a_pipeline_rank() -> None:
         INTERLEAVED.in_flight(3, 3, 4, 2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(("schedule", "interleave"), KINDS)
 @pytest.mark.parametrize(("count", "micro"), SHAPES)
 def test_sends_and_receives_of_neighbours_match_in_order(
@@ -127,7 +127,7 @@ def test_sends_and_receives_of_neighbours_match_in_order(
     ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(("schedule", "interleave"), KINDS)
 @pytest.mark.parametrize(("count", "micro"), SHAPES)
 def test_what_surrounds_compute(

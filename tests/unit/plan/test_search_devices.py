@@ -34,7 +34,7 @@ def empty_places(plan: Plan) -> list[tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(40))
 def test_every_replica_has_rows_in_every_micro_batch(seed: int) -> None:
     """A stage of two replicas had micro-batches of one row, so that one rank of three was idle for the whole run."""

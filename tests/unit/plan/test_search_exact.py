@@ -45,7 +45,7 @@ def solved(seed: int) -> tuple[Request, SearchResult]:
     return request, find_candidates(request, CANDIDATES)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "seed",
     [*range(CHECKED), *(pytest.param(s, marks=pytest.mark.thorough) for s in range(CHECKED, 1000))],
@@ -84,7 +84,7 @@ def test_the_cases_above_are_not_all_alike() -> None:
     assert {kind for kind, each in kinds.items() if sum(each) <= len(plans) / 40} == set()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "seed", [*range(14), *(pytest.param(s, marks=pytest.mark.thorough) for s in range(14, 40))]
 )
@@ -116,6 +116,7 @@ def test_the_plan_is_one_of_the_best_and_fits(seed: int) -> None:
         assert other.step_seconds >= plan.prediction.step_seconds
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(r=st.randoms(use_true_random=True), count=st.integers(1, 5), flight=st.integers(1, 4))
 def test_the_peak_is_monotone_in_the_budget(r: random.Random, count: int, flight: int) -> None:

@@ -106,7 +106,7 @@ def odd_case(r: random.Random) -> tuple[ModelProfile, Cluster, PlanConfig, dict[
     return model, replace(machines, nodes=tuple(nodes), remote=remote), config, options
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", some(30, 240))
 def test_plans_fit_and_fixes_are_the_smallest_that_work(seed: int) -> None:
     model, machines, config, options = odd_case(random.Random(seed))
@@ -161,7 +161,7 @@ def mixed_cluster(r: random.Random, machines: Cluster, devices: int) -> Cluster:
     return replace(machines, nodes=nodes)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", some(15, 120))
 def test_plans_for_devices_that_differ_fit(seed: int) -> None:
     r = random.Random(seed)
@@ -175,7 +175,7 @@ def test_plans_for_devices_that_differ_fit(seed: int) -> None:
     check_fits(plan, model, mixed)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", some(15, 120))
 def test_no_pipeline_scores_below_the_bound_of_its_shape(seed: int) -> None:
     """Pipelines drawn at random, over devices of different speeds, under every schedule."""

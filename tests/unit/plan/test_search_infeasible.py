@@ -18,7 +18,7 @@ from tests.unit.plan.searched import check, layers
 from tests.unit.plan_fakes import block, cluster, profile
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("config", "options"),
     [

@@ -53,7 +53,7 @@ def test_of_very_many_sizes_some_of_all_magnitudes_are_tried() -> None:
     assert min(found) <= 8
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", ["7b a100x8 bf16 tight", "7b l4x16 bf16", "13b v100x32 fp32 small batch"]
 )
@@ -144,7 +144,7 @@ def test_what_is_refused_is_refused_soon() -> None:
     assert {shape.schedule.name for shape in lean} == {"1f1b"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("batch", "schedule"),
     [

@@ -191,7 +191,7 @@ def trained(chain: Chain, plan: Plan, scratch: Path) -> tuple[list[float], dict[
         engine.close()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("wishes", WISHES.values(), ids=WISHES)
 @pytest.mark.parametrize("tier", [SECOND, MEMORY], ids=lambda tier: tier.name)
 def test_a_tier_of_ones_own_is_planned_for_and_trains_the_same(

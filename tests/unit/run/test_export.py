@@ -190,7 +190,7 @@ def test_large_models_are_written_in_shards(
     materialise(chain, 0, len(chain.blocks), CPU)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_number_format_is_that_of_the_checkpoint(dtype: torch.dtype, tmp_path: Path) -> None:
     config = HuggingFaceConfig(architecture="LlamaForCausalLM", config=TEXT)
@@ -278,7 +278,7 @@ def changed_llama(changed: str = "") -> nn.Module:
     return Changed(transformers.LlamaConfig(**TEXT), changed=changed)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("changed", "what"),
     [("more", "score.weight, score.bias"), ("other", "lm_head.weight"), ("tied", "lm_head.weight")],

@@ -81,7 +81,7 @@ def peak_of(plan: Plan) -> int:
     return peak
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("directive", ["keep", "recompute"])
 @pytest.mark.parametrize("microbatch", [16, 60])
 def test_the_peak_of_a_step_is_below_the_predicted_one(microbatch: int, directive: str) -> None:
@@ -95,7 +95,7 @@ def test_the_peak_of_a_step_is_below_the_predicted_one(microbatch: int, directiv
     assert peak > 3 * ONE_MATRIX
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("replicas", [(2,), (1, 2), (2, 1)], ids=str)
 def test_each_replica_has_room_for_the_loss(pool: Pool, replicas: tuple[int, ...]) -> None:
     plan = planned(microbatch=30, replicas=replicas)

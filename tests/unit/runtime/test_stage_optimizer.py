@@ -162,7 +162,7 @@ def check_same(plain: Plain, net: nn.Module, optimizer: StageOptimizer) -> None:
         assert all(torch.equal(found[key], value) for key, value in known.items())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "place", "dtype"),
     [
@@ -191,7 +191,7 @@ def test_steps_are_those_of_full_precision_copies(
     assert not any(torch.equal(one, other) for one, other in zip(before, net.parameters()))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.thorough)], ids=str
 )
@@ -277,7 +277,7 @@ def test_a_skipped_step_of_streamed_parameters_leaves_no_trace(scratch: Path) ->
             )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("after", PLACES)
 @pytest.mark.parametrize("before", PLACES)
 def test_a_checkpoint_has_the_masters(opener: Opener, before: str, after: str) -> None:

@@ -246,7 +246,7 @@ KINDS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("habit", HABITS)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_habits(habit: Callable[[Loop], None], kind: Any, tight: Callable[..., Swapping]) -> None:

@@ -374,7 +374,7 @@ def outcome(case: Case, context: contextlib.AbstractContextManager[Any]) -> list
         return f"{type(error)}{words.split(':')[0]} {words[words.find('is at version') :].split(' Hint')[0]}"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("limit", [90_000, 400_000])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)

@@ -73,7 +73,7 @@ def backward(net: nn.Module, step: int, count: int = 2) -> None:
         net(torch.randn(16, 100, dtype=next(net.parameters()).dtype)).square().sum().backward()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 def test_thirty_steps_are_bit_identical(name: str, store: Store | None) -> None:
     plain, mine = make_net(), make_net()

@@ -150,7 +150,7 @@ def assert_same(mine: Sequence[Tensor | None], plain: Sequence[Tensor | None]) -
 ACTIONS = {"one": gpipe(1), "gpipe": gpipe(3), "1f1b": one_f_one_b(4)}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("window", "actions", "recompute"),
     [

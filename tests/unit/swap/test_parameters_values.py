@@ -36,7 +36,7 @@ from tests.unit.swap.test_parameters import (
 __all__ = ["store", "stream"]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("cut", [False, True])
 def test_steps_are_those_of_a_resident_optimizer(stream: Stream, count: int, cut: bool) -> None:

@@ -365,7 +365,7 @@ POLICIES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["disk", "late host"])
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_gradients_do_not_depend_on_the_policy(policy: Policy, kind: str, scratch: Path) -> None:

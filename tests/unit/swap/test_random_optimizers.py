@@ -134,7 +134,7 @@ WRAPPING: dict[str, tuple[Callable[[nn.Module], Optimizer], Callable[..., list[f
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(("optimize", "loop"), WRAPPING.values(), ids=WRAPPING)
 def test_optimizers_that_wrap_others(
     optimize: Callable[[nn.Module], Optimizer],
@@ -252,7 +252,7 @@ OF_THE_STEP = "attribute", "group"
 WHOLE = "global norm", "mean of weights", "list", "tensor", "class"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(10))
 def test_random_optimizers(seed: int, tight: Callable[..., Swapping]) -> None:
     draw = random.Random(seed)

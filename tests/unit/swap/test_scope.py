@@ -159,7 +159,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("optimize", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_every_optimizer_is_exact(
     optimize: Callable[[nn.Module], Optimizer], tight: Callable[..., Swapping]
@@ -363,7 +363,7 @@ LOOPS = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_loops_are_exact(

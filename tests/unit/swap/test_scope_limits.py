@@ -101,7 +101,7 @@ MAKING: dict[str, tuple[Callable[..., Optimizer], dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "settings", "states"), MAKING.values(), ids=MAKING)
 def test_a_step_without_room_for_its_largest_piece_steps_nothing(
     kind: Callable[..., Optimizer],

@@ -211,7 +211,7 @@ HABITS = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("habit", HABITS)
 def test_who_reads_or_edits_states(
     habit: Callable[[Optimizer], list[Any]], tight: Callable[..., Swapping]
@@ -257,7 +257,7 @@ HOLDERS: dict[str, Callable[[dict[Any, Any]], Any]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
 @pytest.mark.parametrize("inside", [False, True])
 def test_who_holds_a_state_sees_it_change(

@@ -77,7 +77,7 @@ def objects_when_settled(manager: SwapManager, seconds: float = 10.0) -> Counter
         time.sleep(0.01)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", ["evaluation", "dropped", "forward", "backward", "fetched"])
 def test_a_step_without_backward_leaves_nothing(make: Make, how: str) -> None:
     manager = make(limit=40_000)
@@ -165,7 +165,7 @@ def losses_and_gradients(net: str, manager: SwapManager | None) -> list[Tensor]:
     return results + [p.grad for p in model.parameters()] + list(model.buffers())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("net", NETS)
 def test_gradients_are_bit_identical_at_every_limit(make: Make, net: str) -> None:
     plain = losses_and_gradients(net, None)

@@ -101,7 +101,7 @@ def noise(size: int, seed: int = 0) -> Tensor:
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [1, PAGE, PAGE + 1, 20 * MIB + 7])
 def test_round_trip(store: Store, size: int) -> None:
     written = []

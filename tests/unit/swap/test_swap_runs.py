@@ -30,7 +30,7 @@ def parameters(draw: random.Random) -> list[nn.Parameter]:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [bytes_of, padded])
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("seed", range(30))

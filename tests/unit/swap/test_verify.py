@@ -223,7 +223,7 @@ def runs(kind: str, folder: Path, seeds: range) -> tuple[str, int]:
     return "", strays
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_found_where_no_wait_is_missing(kind: str, scratch: Path) -> None:
     assert runs(kind, scratch, range(8)) == ("", 0)

@@ -93,7 +93,7 @@ def evaluated(
     return found, whole, told
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "loss", [nn.functional.cross_entropy, CountedLoss()], ids=["mean", "count"]
 )
