@@ -289,7 +289,8 @@ def test_little_memory_takes_time_instead(pool: Pool, tmp_path: Path) -> None:
 
 
 def peaks_of_saves(folder: Path) -> tuple[int, int, int]:
-    """What a CPU's device took at most before saves, with them, and what copies of them held."""
+    """Peaks of a CPU's device before saves and with them, and the bytes that copies held. A copy would add to each
+    peak with a save; other bytes of the process come and go."""
     job = replace(SINGLE, factory=of_many_buckets)
     engine = job.under((1,)).engine(folder)
     batch = job.batches()[0]
@@ -300,7 +301,7 @@ def peaks_of_saves(folder: Path) -> tuple[int, int, int]:
         after.append(engine.step(batch).peak_bytes)
     held = engine.saving._memory.held_bytes
     engine.close()
-    return before[-1], after[-1], held
+    return max(before[-3:]), min(after), held
 
 
 def test_copies_are_not_the_devices_on_a_cpu(pool: Pool, tmp_path: Path) -> None:
