@@ -380,7 +380,6 @@ class GreedySearch:
             replicas=replicas,
             micro_batches=self.request.count(shape),
             split=shape.split,
-            small=self.request.small,
             beside=self.request.beside(shape),
         )
         key = kind, shape.interleave > 1, way

@@ -98,9 +98,8 @@ class _Sums:
 
 @dataclass(frozen=True)
 class PipelineRankKind:
-    """What pipeline ranks have in common: ``replicas`` on such a ``device`` with ``link`` between them, ``rows`` for
-    each rank of each of ``micro_batches``, under schedules that do or do not ``split`` backwards. ``small``: the
-    question is one that the exact search answers, too."""
+    """The common properties of pipeline ranks: ``replicas`` on such a ``device`` with ``link`` between them, ``rows`` for
+    each rank of each of ``micro_batches``, under schedules that do or do not ``split`` backwards."""
 
     device: Device
     link: Link
@@ -108,7 +107,6 @@ class PipelineRankKind:
     replicas: int
     micro_batches: int
     split: bool
-    small: bool
     beside: Beside | None = None
 
 
@@ -209,8 +207,7 @@ class GreedyStages:
 
     def _fastest(self, parts: tuple[Part, ...]) -> GreedyStage | None:
         """Of all shares of states below that let anything fit, the one that costs least, its step after the last
-        micro-batch included; of equal ones the first, which is the least. In small questions replicas share states
-        only where more activations then stay, as in the exact search."""
+        micro-batch included; of equal ones the first, which is the least."""
         sums, best, rest = self._sums(parts), None, self._rest(parts)
         for below, states, after in self._states(parts):
             tail = after / self._kind.micro_batches
@@ -231,11 +228,7 @@ class GreedyStages:
                 and found[0] + tail >= best.cost
             ):
                 break  # more of the states below would not pay either
-            if found is None or (
-                self._kind.small and best is not None and below.sharded and found[0] >= best.seconds
-            ):
-                continue
-            if best is None or found[0] + tail < best.cost:
+            if found is not None and (best is None or found[0] + tail < best.cost):
                 best = GreedyStage(found[0], found[0] + tail, below, found[1], found[2])
         return best
 

@@ -129,7 +129,7 @@ class _Looker:
         for directive in allowed:
             if directive is not Directive.KEEP and len(allowed) > 1:
                 self._solve(shape, found, [directive])
-        for sharded in () if self.request.small else (False, True):  # as in the exact search
+        for sharded in (False, True):
             self._solve(shape, found, sharded=sharded)
             if weights[0] < ALIKE:
                 self._solve(shape, found, sharded=sharded, weights=weights)
