@@ -98,7 +98,7 @@ class _Sums:
 
 @dataclass(frozen=True)
 class PipelineRankKind:
-    """The common properties of pipeline ranks: ``replicas`` on such a ``device`` with ``link`` between them, ``rows`` for
+    """The common properties of pipeline ranks: ``replicas`` on such a ``device``, joined by ``link``, ``rows`` for
     each rank of each of ``micro_batches``, under schedules that do or do not ``split`` backwards."""
 
     device: Device
