@@ -43,7 +43,7 @@ ROOMS = (
 WAITS = (
     *("wait", "wait_host", "wait_stream", "wait_event", "synchronize", "result", "arrive"),
     *("ready", "drain", "flush", "finish", "_wait", "_arrive", "_flush", "_let_end"),
-    *("skip", "stall", "end", "_end"),
+    *("skip", "end", "_end", "wait_for", "wait_for_read", "wait_ignoring_errors"),
 )
 # By file and function, with what is called where that has waits, too.
 NO_WAITS = {
@@ -56,9 +56,6 @@ NO_WAITS = {
     "runtime/update.py run: self._optimizer.skip()": "drops gradients, which the next step clears, too",
     "runtime/optim/optimizer.py skip": "the same",
     "runtime/executor.py run: spans.end(rank, index, action, waited)": "notes a time",
-    "swap/activations/manager.py _reap": "lets go of what is over",
-    "swap/activations/plenty.py count_ended": "lets go of what is over",
-    "swap/activations/manager.py _end": "lets go of what is over",
     "swap/optimizer/host.py _step": "begins to bring weights up",
     "swap/optimizer/host.py _spread: bucket.weights.end()": "begins to bring weights up",
     **{

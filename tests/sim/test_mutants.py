@@ -11,8 +11,8 @@ from tests.sim.mutants import NO_WAITS, judged, waits, waits_of_any_kind
 UNNOTICED = {
     "runtime/replicas/compress.py reduce": "of gloo alone, which ends sums on threads of its own and carries no tensor "
     "of a simulated device; its group ends them in order",
-    "swap/activations/manager.py _make_room": "of a loop that asks again whether the transfer is over: it would not "
-    "sleep meanwhile",
+    "swap/activations/manager.py _free_bytes_for": "of a loop that asks again whether the transfer is over: it would "
+    "not sleep meanwhile",
     "swap/trial.py bring_back": "of a measurement before there is a run: without it what has not left yet does not "
     "come back, and a figure is wrong",
     "runtime/saving.py begin": "orders files of checkpoints, which are written from copies in host memory",

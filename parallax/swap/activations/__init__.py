@@ -1,1 +1,1 @@
-"""Saved activations, moved below the device between forward and backward."""
+"""Offloading of saved activations between forward and backward."""

@@ -1,8 +1,7 @@
-"""Saved-tensor hooks: what autograd saves inside :func:`offloading` goes through the swap manager.
+"""Saved-tensor hooks: autograd's saved tensors inside :func:`offloading` pass through the swap manager.
 
-Hooks switch off autograd's own check that a saved tensor was not changed in place, so it is made here, for
-tensors that stay and tensors that leave alike, with torch's own words.
-"""
+Hooks switch off autograd's check that a saved tensor was not changed in place. So the check is made here, for kept
+and offloaded tensors alike, with torch's own message."""
 
 from __future__ import annotations
 
@@ -17,13 +16,15 @@ from parallax.model.saved import ELSEWHERE, NOT_PLAIN, Selector
 from parallax.swap.activations.manager import SwapManager
 from parallax.swap.activations.records import Entry, empty, layout_of
 
-_FEW = 2048  # saved tensors alive at one time, up to which the history of each is looked at
+_FEW = 2048  # with more saved tensors alive, the history of each is not searched
 
 
 class _KeptTensor:
-    """A saved tensor that stays where it is. Without its history: a saved output whose history holds what was
-    packed would be a cycle that no collector sees. A leaf has none, and what is put into it later by ``.data`` counts,
-    as it does without hooks."""
+    """A saved tensor that stays on the device.
+
+    It is detached: a saved output whose history holds the packed object would be a cycle that no collector sees. A
+    leaf has no history, and is kept itself, so that a later assignment to its ``.data`` counts, as it does without
+    hooks."""
 
     __slots__ = ("tensor", "version")
 
@@ -31,19 +32,18 @@ class _KeptTensor:
         self.tensor, self.version = tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
     def unpack(self) -> Tensor:
-        relieve_memory(LOOK_BYTES)  # what its operator needs is not known
+        relieve_memory(LOOK_BYTES)  # the bytes that its operator needs are unknown
         if self.tensor._version != self.version:
             raise _changed(self.tensor, self.version, self.tensor)
         return self.tensor
 
 
 class _MovedTensor:
-    """A saved tensor whose storage is an entry.
+    """A saved tensor whose storage may be offloaded.
 
-    ``_counter`` shares the version counter of what was saved: so a change is seen wherever the bytes are, whoever is
-    still alive, and through whichever view it was made. It is the record's alias, or a tensor without bytes where the
-    storage had been saved by another tensor.
-    """
+    ``_counter`` shares the version counter of the saved tensor. So a change in place is detected wherever the
+    bytes are, and through whichever view it was made. It is the record's alias, or a tensor without bytes if
+    another tensor had saved the storage before."""
 
     __slots__ = ("_counter", "_entry", "_layout", "_leaf", "_manager", "_version")
 
@@ -71,15 +71,13 @@ class _MovedTensor:
             if leaf is not None and (
                 leaf.untyped_storage() is not record.origin() or layout_of(leaf) != saved_as
             ):
-                return (
-                    leaf  # its ``.data`` are others now, and it is these that autograd would find
-                )
-        # Whoever changes it in place has to be seen by others that saved it.
+                return leaf  # its ``.data`` was replaced, and autograd would use the new data
+        # A change in place must be visible to all records of this storage.
         if counter.untyped_storage() is storage:
             return counter
         layout, found = self._layout or record.layout, counter.detach()
         assert layout is not None
-        with torch.inference_mode(False):  # in which nothing could share a counter
+        with torch.inference_mode(False):  # inference tensors share no version counter
             found.data = counter.new_empty(0).set_(storage, *layout)
         return found
 
@@ -87,21 +85,25 @@ class _MovedTensor:
 class _Offloading(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, manager: SwapManager, selector: Selector, micro: int) -> None:
         def pack(tensor: Tensor) -> _KeptTensor | _MovedTensor:
-            # An interrupt has left these hooks in force: nothing can leave any more.
+            # An interrupt has left these hooks active after the manager was closed.
             if manager.closed:
                 return _KeptTensor(tensor)
-            reason = (selector.why_kept if manager.saved < _FEW else selector.why_kept_itself)(
-                tensor
-            )
-            if reason is None and not tensor.is_cpu and manager.home.is_left(tensor, manager):
+            reason = (
+                selector.why_kept if manager.record_count < _FEW else selector.why_kept_itself
+            )(tensor)
+            if (
+                reason is None
+                and not tensor.is_cpu
+                and manager.swap_stream.is_other(tensor, graphs_ended=manager.empty)
+            ):
                 reason = ELSEWHERE
             if reason is not None:
-                manager.decide(reason, 0 if reason is NOT_PLAIN else tensor.nbytes)
+                manager.count_kept(reason, 0 if reason is NOT_PLAIN else tensor.nbytes)
                 return _KeptTensor(tensor)
             entry, alias = manager.save(tensor, micro, operation_number())
             return _MovedTensor(tensor, entry, alias, manager)
 
-        # Autograd calls them from compiled blocks, too, wherever such a block calls what is not compiled.
+        # Compiled blocks reach these hooks where they call code that is not compiled.
         super().__init__(uncompiled(pack), uncompiled(_unpack))
         self._manager = manager
 
@@ -113,8 +115,8 @@ class _Offloading(torch.autograd.graph.saved_tensors_hooks):
 def offloading(
     manager: SwapManager, selector: Selector, micro: int
 ) -> torch.autograd.graph.saved_tensors_hooks:
-    """The context in which a block runs forward so that its saved activations belong to ``micro`` and may
-    leave."""
+    """Return the context for a block's forward in which its saved activations belong to ``micro`` and may be
+    offloaded."""
     return _Offloading(manager, selector, micro)
 
 
@@ -123,7 +125,7 @@ def _unpack(packed: _KeptTensor | _MovedTensor) -> Tensor:
 
 
 def _changed(counter: Tensor, expected: int, saved: Tensor) -> RuntimeError:
-    """What torch says."""
+    """Return the error that torch raises without hooks."""
     shape = "" if saved.is_nested else f" {list(saved.shape)}"
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "

@@ -1,29 +1,35 @@
-"""The swap manager: saved activations leave the device early or when room is needed, and come back just in time.
+"""The swap manager: offloads saved activations when they are saved or when memory is short, and prefetches them.
 
-Records are of storages, not tensors: views and aliases share one, so nothing is copied twice and every stride
-comes back as it was. A record lives exactly as long as autograd keeps the :class:`Entry` that claims it, so a
-second unpack finds it, and a graph that never sees its backward leaves nothing behind.
+A record stands for one storage, not one tensor. Views and aliases share a storage, so no byte is copied twice and
+every stride is restored. Autograd keeps a record alive through the :class:`Entry` that claims it. So a second
+unpack finds the record, and a graph without a backward frees it.
 
 ::
 
                  pack                      written                fetch, unpack
-    (computed) ───────▶ QUEUED on device ───────────▶ STORED below ──────────────▶ LOADED ──▶ (freed with
+    (computed) ───────▶ QUEUED on device ───────────▶ STORED (offloaded) ────────▶ LOADED ──▶ (freed with
         │                  ▲ └──── fetch before the write began: cancelled ──────────▲ ▲       the graph)
-        └─────▶ KEPT ──────┘ room is needed                                            │
+        └─────▶ KEPT ──────┘ memory is short                                           │
                   └──────────────────────── fetch, unpack ─────────────────────────────┘
 
-``limit_bytes`` bounds what records hold on the device. Where the next one would not fit, the manager first
-drops what is already written, then lets the oldest of what was kept leave, then waits for writes (back-pressure),
-then gives up what stayed by preference, copies fetched too early, and those that were used and may be used again
-(a shared storage, a retained graph); and raises :class:`~parallax.errors.BudgetExceeded` with the arithmetic when
-none of these is left. :class:`~parallax.swap.activations.policy.Policy` says what is kept, what stays by preference
-and how early it comes back.
+``limit_bytes`` bounds the bytes of records on the device. If a new record does not fit, the manager takes the
+first of these steps that frees memory:
 
-Whoever knows the next micro-batch calls ``fetch``; otherwise the first use of what a micro-batch saved does.
+1. free device copies whose writes have ended
+2. evict kept records, oldest first
+3. wait for writes (back-pressure)
+4. evict records that the policy prefers to keep
+5. drop records that were prefetched and not used yet
+6. drop records that were used and may be used again (a shared storage, a retained graph)
 
-Where nothing has to leave before room is needed, no books are kept until it is
-(:class:`~parallax.swap.activations.plenty.Plenty`).
-"""
+If none is possible, it raises :class:`~parallax.errors.BudgetExceeded` with the arithmetic.
+:class:`~parallax.swap.activations.policy.Policy` decides which records are kept and how early they are prefetched.
+
+A caller that knows the next micro-batch calls ``fetch``. Otherwise the first use of a micro-batch's records
+prefetches the others.
+
+If the policy evicts only when memory is short, :class:`~parallax.swap.activations.queues.FastPath` skips the
+record queues until then."""
 
 from __future__ import annotations
 
@@ -36,21 +42,19 @@ from torch import Tensor
 
 from parallax.errors import SwapError
 from parallax.machine.host import relieve_memory
-from parallax.swap.activations.books import Books
-from parallax.swap.activations.checks import Checks, NoChecks, SumChecks
-from parallax.swap.activations.home import Home
-from parallax.swap.activations.leaving import Leaving
-from parallax.swap.activations.plenty import Plenty
-from parallax.swap.activations.policy import NoPreferences, Policy
+from parallax.swap.activations.accounting import MemoryAccounting
+from parallax.swap.activations.evictor import Evictor
+from parallax.swap.activations.policy import Policy
+from parallax.swap.activations.prefetcher import Prefetcher
+from parallax.swap.activations.queues import FastPath, RecordQueues
 from parallax.swap.activations.records import Batch, Claim, Entry, Record, State, tier_closed
-from parallax.swap.activations.returning import Returning
-from parallax.swap.activations.transfers import Transfers
-from parallax.swap.statistics import Ledger, SwapStatistics
-from parallax.swap.stores.forks import mind_forks
+from parallax.swap.activations.transfers import SwapStream, Transfers, check_sum, store_sum
+from parallax.swap.statistics import SwapStatistics
+from parallax.swap.stores.forks import call_after_fork
 from parallax.swap.stores.store import Store
 
 _DEFAULT_POLICY = Policy()
-_FITTED = "kept while there was room"
+_FITS = "kept within the limit"
 
 
 class SwapManager:
@@ -64,332 +68,339 @@ class SwapManager:
         policy: Policy = _DEFAULT_POLICY,
         verify: bool = False,
     ) -> None:
-        self._store, self._ledger = store, Ledger(store, limit_bytes)
-        self._policy, self._preferences = policy, policy.preferences()
-        self._checks: Checks = SumChecks() if verify else NoChecks()
-        self.home = Home()
-        self._transfers = Transfers(store, self._ledger, self._checks)
-        self.forked()
-        mind_forks(self)
-        self.closed = False  # nothing is taken any more
+        self._store, self._accounting = store, MemoryAccounting(store, limit_bytes)
+        self._policy, self._preferences, self._verify = policy, policy.preferences(), verify
+        self.swap_stream = SwapStream()
+        self._transfers = Transfers(store, self._accounting)
+        self.after_fork()
+        call_after_fork(self)
+        self.closed = False
         self._clock = self._uses = 0
-        self._unclaimed: deque[Claim] = deque()  # filled without the lock, by claims that end
-        self._ending: deque[Record] = deque()  # unclaimed, but a transfer still runs
-        self._books = Books()
-        self._operation: int | None = None  # that operator's place among those of its thread
-        self._open: dict[int, Batch] = {}  # micro-batch → what it saves now
-        self._returning = Returning(self._transfers, self._ledger, self._preferences, self._books)
-        self._leaving = Leaving(self._transfers, self._ledger, self._books, self._returning)
-        self._records: dict[int, Record] = {}  # those that are alive, by their clocks
-        self._known: dict[int, Record] = {}
-        indifferent = isinstance(self._preferences, NoPreferences)
-        self._can_do_without_books = indifferent and not policy.eager and not verify
-        self._plenty = Plenty(self._ledger, self._records, self._known, self._unclaimed)
-        self._plenty.now = self._can_do_without_books
+        self._unclaimed: deque[Claim] = (
+            deque()
+        )  # claims append themselves as they end, without the lock
+        self._draining: deque[Record] = deque()  # unclaimed, with a transfer under way
+        self._queues = RecordQueues()
+        self._operation: int | None = (
+            None  # sequence number of the operator that saves now, in its thread
+        )
+        self._open: dict[int, Batch] = {}  # by micro-batch, before its backward
+        self._prefetcher = Prefetcher(
+            self._transfers, self._accounting, self._preferences, self._queues
+        )
+        self._evictor = Evictor(self._transfers, self._accounting, self._queues, self._prefetcher)
+        self._records: dict[int, Record] = {}  # living records by clock
+        self._known: dict[int, Record] = {}  # the same by address
+        self._may_use_fast_path = self._preferences is None and not policy.eager and not verify
+        self._fast_path = FastPath(self._accounting, self._records, self._known, self._unclaimed)
+        self._fast_path.active = self._may_use_fast_path
 
-    def forked(self) -> None:
-        """Another thread may have held the lock."""
+    def after_fork(self) -> None:
+        """Replace the lock, which another thread of the parent may have held."""
         self._lock = threading.RLock()
 
     @property
     def stall_seconds(self) -> float:
-        """How long anyone has waited for transfers since the manager was made."""
-        return self._ledger.stall_seconds
+        """Seconds that threads have waited for transfers since the manager was made."""
+        return self._accounting.stall_seconds
 
     @property
     def limit_bytes(self) -> int:
-        """What records may hold on the device. Where they hold more after a change, they leave when room is needed."""
-        return self._ledger.limit
+        """Bytes that records may hold on the device. After the limit is lowered, records are evicted at the next
+        save."""
+        return self._accounting.limit_bytes
 
     @limit_bytes.setter
     def limit_bytes(self, size: int) -> None:
-        self._ledger.limit = size
+        self._accounting.limit_bytes = size
 
     @property
-    def saved(self) -> int:
-        """How many storages of living graphs it knows."""
+    def record_count(self) -> int:
+        """Number of storages of living graphs."""
         return len(self._records)
 
     @property
     def empty(self) -> bool:
-        """Whether no graph is alive that holds a claim."""
+        """Whether no graph holds a claim."""
         return len(self._records) <= len(self._unclaimed)
 
     @property
     def resident_bytes(self) -> int:
         """Bytes that records hold on the device now."""
         with self._lock:
-            with contextlib.suppress(SwapError):  # for add, fetch and load to report
-                self._reap()
-            return self._ledger.resident
+            with contextlib.suppress(SwapError):  # save, fetch and load report it
+                self._collect_ended()
+            return self._accounting.resident_bytes
 
     @property
-    def resident_at_most(self) -> int:
-        """The same and what has ended since the manager looked last, for who asks often."""
-        return self._ledger.resident
+    def resident_bytes_at_most(self) -> int:
+        """Upper bound of :attr:`resident_bytes`, for frequent callers: ended transfers are not accounted for first."""
+        return self._accounting.resident_bytes
 
     @property
     def stored_bytes(self) -> int:
         """Bytes in use in the store now."""
         with self._lock:
             with contextlib.suppress(SwapError):
-                self._reap()
+                self._collect_ended()
             return self._store.slots.used_bytes
 
-    def add(self, tensor: Tensor, micro: int, operation: int | None = None) -> Entry:
-        """The entry of a saved tensor's storage; a new one begins to leave, or is kept, as the policy says."""
-        return self.save(tensor, micro, operation)[0]
-
     def save(
-        self, tensor: Tensor, micro: int, operation: int | None
+        self, tensor: Tensor, micro: int, operation: int | None = None
     ) -> tuple[Entry, Tensor | None]:
-        """The same, and the record's alias if it is one of ``tensor``, whose storage nobody had saved.
-        ``operation``: which operator saves it. Some write into what they have saved already (the noise of ``rrelu``,
-        running statistics), so while there is room nothing leaves before another operator saves, or :meth:`settle`."""
+        """Return a claim on the storage of a saved tensor; a new record is evicted or kept, as the policy decides.
+
+        The second value is the record's alias if that is an alias of ``tensor``, whose storage had no record; else
+        None. ``operation`` identifies the operator that saves. Some operators write into tensors that they have saved
+        (the noise of ``rrelu``, running statistics), so while memory suffices no record of an operator is evicted
+        before the next operator saves, or :meth:`settle` is called.
+        """
         with self._lock:
             if self.closed:
                 raise tier_closed()
-            self._reap()
+            self._collect_ended()
             storage = tensor.untyped_storage()
             known = self._known.get(storage.data_ptr())
             if known is not None and known.origin() is not storage:
                 known = None
             if operation is None or operation != self._operation:
-                if not self._plenty.now:
-                    self._turn_to(known)
+                if not self._fast_path.active:
+                    self._begin_operation(known)
                 elif known is not None:
-                    self._plenty.save_again(known, self._operation, operation)
+                    self._fast_path.save_again(known, self._operation, operation)
                 self._operation = operation
             if known is not None:
                 claim = known.claim()
                 if claim is not None and known.version == tensor._version:
-                    self._ledger.decide("shares memory with another", 0)
+                    self._accounting.count_decision("shares memory with another", 0)
                     return claim, None
             size = storage.nbytes()
-            if not self._plenty.fits(size):
-                if self._plenty.now:
-                    self._plenty.book(self._books, self._operation)
-                self._make_room(size, micro)
+            if not self._fast_path.fits(size):
+                if self._fast_path.active:
+                    self._fast_path.fill_queues(self._queues, self._operation)
+                self._free_bytes_for(size, micro)
             self._clock += 1
             batch = self._open.get(micro)
             if batch is None:
                 batch = self._open[micro] = Batch(micro)
             record = Record(tensor, storage, batch, self._clock, operation)
             entry = Entry(record, self._unclaimed)
-            self._ledger.resize(size)
+            self._accounting.add_resident(size)
             self._records[record.clock] = record
-            if self._plenty.now:
+            if self._fast_path.active:
                 batch.saved += 1
-                record.undecided = _FITTED
+                record.uncounted_reason = _FITS
             else:
-                self._enter(record)
+                self._queue_new(record)
             self._known[record.address] = record
             relieve_memory(size)
             return entry, record.alias
 
-    def _enter(self, record: Record) -> None:
-        """A new record is in the books from now on."""
-        self._checks.saved(record)
-        record.batch.enter(record)
+    def _queue_new(self, record: Record) -> None:
+        if self._verify:
+            store_sum(record)
+        record.batch.append(record)
         if record.operation is None:
-            self._place(record)
+            self._decide(record)
         else:
-            self._books.put(record, self._books.fresh)
+            self._queues.append(record, self._queues.fresh)
 
-    def _turn_to(self, known: Record | None) -> None:
-        """Another operator saves, so what the one before it saved may leave; ``known`` not, if both saved it."""
-        if known is not None and known in self._books.fresh:
-            self._books.take(known)
+    def _begin_operation(self, known: Record | None) -> None:
+        """Make the records of the previous operator evictable, except ``known`` if this operator saved it as well."""
+        if known is not None and known in self._queues.fresh:
+            self._queues.remove(known)
             self._settle()
-            self._books.put(known, self._books.fresh)
+            self._queues.append(known, self._queues.fresh)
         else:
             self._settle()
 
     def settle(self) -> None:
-        """No operator runs that saved anything: what it saved may leave."""
+        """Make all records evictable: no operator runs that saved one."""
         with self._lock:
-            if self._books.fresh and not self.closed:
+            if self._queues.fresh and not self.closed:
                 self._settle()
             self._operation = None
 
     def fetch(self, micro: int) -> None:
-        """Begin to bring back what a micro-batch saved, last saved first, as far as the limit allows."""
+        """Begin to prefetch the records of a micro-batch, last saved first, as far as the limit allows."""
         with self._lock:
             if self.closed:
                 raise tier_closed()
-            self._reap()
+            self._collect_ended()
             self._settle()
             if micro in self._open:
-                self._begin(self._open[micro])
-            self._returning.pump(self._leaving.let_go)
+                self._begin_backward(self._open[micro])
+            self._prefetcher.start_reads(self._evictor.evict_kept)
 
     def load(self, entry: Entry) -> torch.UntypedStorage:
-        """The bytes of an entry, on the device and ready for its current stream."""
+        """Return the storage of an entry, on the device and ready for the device's current stream."""
         with self._lock:
             record = entry.record
-            self._reap()
-            if not self._plenty.now:
+            self._collect_ended()
+            if not self._fast_path.active:
                 if record.state is not State.LOADED:
-                    self._bring(record)
+                    self._reload(record)
                 if record.state is State.LOADED:
                     if record.transfer is not None:
-                        self._transfers.arrive(record)
-                    self._books.put(record, self._books.used)
-                self._checks.returned(record)
-            self._use(record)
+                        self._transfers.wait_for_read(record)
+                    self._queues.append(record, self._queues.used)
+                check_sum(record)
+            self._mark_used(record)
             storage, size = record.storage, record.size
             assert storage is not None
-            if self._returning.waits and not self.closed:
-                self._returning.pump(self._leaving.let_go)
+            if self._prefetcher.has_reads and not self.closed:
+                self._prefetcher.start_reads(self._evictor.evict_kept)
             relieve_memory(size)
             origin = record.origin()
             if origin is storage or origin is None or origin.nbytes() != size:
                 return storage
             return origin
 
-    def _bring(self, record: Record) -> None:
-        """What has left, or may leave, is needed now."""
+    def _reload(self, record: Record) -> None:
+        """Put a record on the device that was evicted or may be evicted."""
         if record.state is State.KEPT:
             record.state = State.LOADED
         elif record.state is State.QUEUED:
-            self._leaving.spare(record)
+            self._evictor.keep(record)
         else:
             if self.closed:
                 raise tier_closed()
-            self._make_room(record.size, record.batch.micro)
+            self._free_bytes_for(record.size, record.batch.micro)
             self._transfers.read(record)
 
-    def decide(self, reason: str, size: int) -> None:
-        """Count a saved tensor that is not given to :meth:`add`, and why."""
+    def count_kept(self, reason: str, size: int) -> None:
+        """Count a saved tensor that is not passed to :meth:`save`, by its reason."""
         with self._lock:
-            self._ledger.decide(reason, size)
+            self._accounting.count_decision(reason, size)
         relieve_memory(size)
 
     def take_statistics(self) -> SwapStatistics:
-        """What happened since the last call."""
+        """Return the statistics since the last call."""
         with self._lock:
-            self._reap()
-            return self._ledger.take()
+            self._collect_ended()
+            return self._accounting.take_statistics()
 
     def close(self) -> None:
-        """End all transfers and give the store back. What is on the device stays usable, the rest is lost."""
+        """End all transfers and close the store. Records on the device stay usable; offloaded records are lost."""
         with self._lock:
             if self.closed:
                 return
             self.closed = True
             self._store.close()
-            for record in [*self._leaving.writing, *self._ending]:
+            for record in [*self._evictor.writing, *self._draining]:
                 if record.state is State.QUEUED:
                     record.state, record.transfer = State.LOADED, None
-            self._leaving.writing.clear()
-            self._returning.clear()
+            self._evictor.writing.clear()
+            self._prefetcher.clear()
 
     def _settle(self) -> None:
-        """Decide about what was fresh. Where a write fails, the rest stays fresh for the next who asks."""
-        fresh = self._books.fresh
+        """Decide about every fresh record. If a write fails, the remaining records stay fresh for the next call."""
+        fresh = self._queues.fresh
         while fresh:
-            self._place(next(iter(fresh)))
+            self._decide(next(iter(fresh)))
 
-    def _place(self, record: Record) -> None:
-        """Decide about a new record."""
-        if self._preferences.stays(record):
-            self._books.put(record, self._books.preferred)
-            record.undecided = "kept by policy"
+    def _decide(self, record: Record) -> None:
+        """Keep a new record or begin to evict it."""
+        if self._preferences is not None and self._preferences.keeps(record):
+            self._queues.append(record, self._queues.preferred)
+            record.uncounted_reason = "kept by policy"
         elif not self._policy.eager:
-            self._books.put(record, self._books.kept)
-            record.undecided = _FITTED
+            self._queues.append(record, self._queues.kept)
+            record.uncounted_reason = _FITS
         else:
-            self._leaving.write(record)
+            self._evictor.evict(record)
 
-    def _use(self, record: Record) -> None:
-        """A record is handed out: for the first time, perhaps, and as the first of its micro-batch."""
+    def _mark_used(self, record: Record) -> None:
+        """Note a use of a record; the first use in a micro-batch begins to prefetch the others."""
         if not record.used:
-            self._ledger.decide_about(record, record.undecided)
-            self._preferences.used(record, self._clock)
+            self._accounting.count_record(record, record.uncounted_reason)
+            if self._preferences is not None:
+                self._preferences.note_use(record, self._clock)
         self._uses += 1
         record.used = self._uses
-        if not record.batch.begun and not self.closed:
-            self._begin(record.batch)
+        if not record.batch.prefetching and not self.closed:
+            self._begin_backward(record.batch)
 
-    def _begin(self, batch: Batch) -> None:
-        """From now on a micro-batch comes back; what it saves later is another."""
-        batch.begun = True
+    def _begin_backward(self, batch: Batch) -> None:
+        """Begin to prefetch a micro-batch; records saved for it later form a new :class:`Batch`."""
+        batch.prefetching = True
         if self._open.get(batch.micro) is batch:
             del self._open[batch.micro]
-        for record in batch.last_first():
+        for record in batch.records_last_first():
             if record.state is State.KEPT:
-                self._books.stay(record)
+                self._queues.mark_loaded(record)
             elif record.state is State.QUEUED:
-                self._leaving.spare(record)
+                self._evictor.keep(record)
             elif record.state is State.STORED:
                 batch.waiting.append(record)
-        self._returning.add(batch)
+        self._prefetcher.add(batch)
 
-    def _make_room(self, size: int, micro: int) -> None:
-        """Return when ``size`` more bytes fit; the order of the remedies is the module's promise."""
-        while self._ledger.resident + size > self._ledger.limit:
-            if self._ending:
-                self._transfers.end(self._ending[0], micro)
-                self._reap()
+    def _free_bytes_for(self, size: int, micro: int) -> None:
+        """Return when ``size`` more bytes fit, by the steps that the module docstring lists."""
+        while self._accounting.resident_bytes + size > self._accounting.limit_bytes:
+            if self._draining:
+                self._transfers.wait_ignoring_errors(self._draining[0], micro)
+                self._collect_ended()
                 continue
-            self._leaving.let_go(size)
-            writing = next((r for r in self._leaving.writing if r.state is State.QUEUED), None)
+            self._evictor.evict_kept(size)
+            writing = next((r for r in self._evictor.writing if r.state is State.QUEUED), None)
             if writing is not None and writing.transfer is not None:
-                self._ledger.stall(writing.transfer, micro)
-            elif self._books.preferred:
-                self._leaving.write(next(iter(self._books.preferred)))
+                self._accounting.wait_for(writing.transfer, micro)
+            elif self._queues.preferred:
+                self._evictor.evict(next(iter(self._queues.preferred)))
             elif not (
-                self._leaving.leave_fresh(silent=False)
-                or self._leaving.drop_early()
-                or self._leaving.drop_used()
-                or self._leaving.leave_fresh(silent=True)
+                self._evictor.evict_fresh(writable=False)
+                or self._evictor.drop_upcoming()
+                or self._evictor.drop_used()
+                or self._evictor.evict_fresh(writable=True)
             ):
-                raise self._ledger.exceeded(size)
-            self._reap()
+                raise self._accounting.budget_exceeded(size)
+            self._collect_ended()
 
-    def _reap(self) -> None:
-        """Account for what ended since the last call: claims, transfers, uses."""
-        if self._plenty.now:
-            self._plenty.count_ended(self._open)
+    def _collect_ended(self) -> None:
+        """Account for claims, transfers and references that ended since the last call."""
+        if self._fast_path.active:
+            self._fast_path.collect_ended(self._open)
             return
         ended = bool(self._unclaimed)
         while self._unclaimed:
             record = self._records.pop(self._unclaimed.popleft().clock)
-            self._ledger.decide_about(record, record.undecided)
+            self._accounting.count_record(record, record.uncounted_reason)
             self._forget(record)
-            if record.transfer is None and not self._ending:
-                self._end(record)
+            if record.transfer is None and not self._draining:
+                self._release(record)
             else:
-                self._ending.append(record)
-        if self._ending:
-            for _ in range(len(self._ending)):
-                record = self._ending.popleft()
-                if self._transfers.ended(record):
-                    self._end(record)
+                self._draining.append(record)
+        if self._draining:
+            for _ in range(len(self._draining)):
+                record = self._draining.popleft()
+                if self._transfers.is_finished(record):
+                    self._release(record)
                 else:
-                    self._ending.append(record)
-        self._leaving.count_left()
-        self._ledger.measure()
-        if ended and self._leaving.idle and not (self._records or self._ending):
-            self._plenty.now = self._can_do_without_books and not self._leaving.moved
-            self._leaving.moved = False
+                    self._draining.append(record)
+        self._evictor.finish_writes()
+        self._accounting.time_finished()
+        if ended and self._evictor.idle and not (self._records or self._draining):
+            self._fast_path.active = self._may_use_fast_path and not self._evictor.has_evicted
+            self._evictor.has_evicted = False
 
-    def _end(self, record: Record) -> None:
-        """No transfer touches its bytes any more, and nobody claims them."""
+    def _release(self, record: Record) -> None:
+        """Free an unclaimed record whose bytes no transfer touches."""
         if record.slot is not None:
-            self._transfers.free(record)
+            self._transfers.free_slot(record)
         if record.storage is not None:
-            record.end()
-            self._ledger.resize(-record.size)
+            record.free()
+            self._accounting.add_resident(-record.size)
 
     def _forget(self, record: Record) -> None:
-        self._books.drop(record)
+        self._queues.forget(record)
         batch = record.batch
         batch.claims.pop(record.ordinal, None)
         if not batch.claims:
-            self._preferences.learn(batch)
+            if self._preferences is not None:
+                self._preferences.learn(batch)
             if self._open.get(batch.micro) is batch:
                 del self._open[batch.micro]
-            self._returning.forget(batch)
+            self._prefetcher.remove(batch)
         if self._known.get(record.address) is record:
             del self._known[record.address]

@@ -1,4 +1,4 @@
-"""The swap manager's books: one record per storage, the claims that keep it, and the micro-batch that saved it."""
+"""Records of the swap manager: one per storage, with the claims that keep it and the micro-batch that saved it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from parallax.swap.stores.store import Pending
 
 
 class State:
-    """Where the bytes of a record are. No enum, of which each look at a member takes as long as a call."""
+    """Location of a record's bytes. Strings instead of an enum, because reading an enum member costs as much as a
+    call."""
 
     KEPT: Final = "on the device, to be written when room is needed"
     QUEUED: Final = "on the device, to be written"
@@ -31,56 +32,56 @@ Layout = tuple[int | torch.SymInt, torch.Size, tuple[int, ...]]
 
 @cache
 def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A tensor without bytes: torch lets ``.data`` change within a kind of device only."""
+    """Return a tensor without bytes: torch allows assigning to ``.data`` only within one device type and dtype."""
     return torch.empty(0, device=device, dtype=dtype)
 
 
 def bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    """All of a storage."""
+    """Return a whole storage as bytes."""
     return _nothing(device, torch.uint8).new_empty(0).set_(storage)
 
 
 def new_bytes(size: int, device: torch.device) -> Tensor:
-    """Memory of that size on ``device``: made of a tensor, which takes two thirds of what torch.empty takes."""
+    """Return new memory on ``device``; ``new_empty`` of a tensor takes two thirds of the time of ``torch.empty``."""
     return _nothing(device, torch.uint8).new_empty(size)
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """Where it is in its storage."""
+    """Return offset, size and strides of a tensor in its storage."""
     return tensor.storage_offset(), tensor.size(), tensor.stride()
 
 
 def empty(alias: Tensor) -> None:
-    """Take the bytes from ``alias``, and leave it no more than the version counter that it shares."""
+    """Replace the bytes of ``alias``, which keeps the version counter that it shares."""
     alias.data = _nothing(alias.device, alias.dtype)
 
 
 class Batch:
-    """What one micro-batch saved between two of its backwards, in order, and how far it is on its way back. Holds
-    its records by their claims, since a record holds its batch."""
+    """The records of one micro-batch, from its first save to its backward, and the progress of their prefetch.
+
+    It holds records by their claims, because a record holds its batch."""
 
     def __init__(self, micro: int) -> None:
         self.micro = micro
-        # Records so far; places in the order of need that are behind us.
+        # Records saved so far; records passed so far in the order of use.
         self.saved = self.passed = 0
         self.claims: dict[int, Claim] = {}  # ordinal → claim, of records that are alive
-        self.waiting: deque[Record] = deque()  # in the store, in the order of need
+        self.waiting: deque[Record] = deque()  # in the store, in the order of use
         self.uses: dict[
             int, tuple[int, int]
         ] = {}  # ordinal → size, and records saved before the first use
-        self.begun = False
+        self.prefetching = False
 
-    def enter(self, record: Record) -> None:
-        """Take in what was saved now."""
+    def append(self, record: Record) -> None:
         self.claims[record.ordinal] = record.claim
         self.saved += 1
 
-    def place(self, record: Record) -> int:
-        """Its place in the order of need: last saved, first needed."""
+    def need_index(self, record: Record) -> int:
+        """Return the index of a record in the order of use: last saved, first used."""
         return self.saved - 1 - record.ordinal
 
-    def last_first(self) -> Iterator[Record]:
-        """The records that are alive, in the order of need."""
+    def records_last_first(self) -> Iterator[Record]:
+        """Yield the living records in the order of use."""
         for claim in [*reversed(self.claims.values())]:
             entry = claim()
             if entry is not None:
@@ -88,35 +89,37 @@ class Batch:
 
 
 class Record:
-    """What the manager knows of one storage. ``origin`` finds the storage that was saved for as long as anybody, the
-    record or the caller, holds it: what is written there behind autograd's back (``.data``, numpy) is what autograd
-    would find there. ``alias`` is the tensor that was saved, without its history: it shares the version counter, and
-    the bytes for as long as they never left. ``layout`` is its offset, size and strides, from when they leave.
-    ``book``: the number of that of the manager's books in which it stands. ``operation``: which operator saved it
-    last."""
+    """One storage that the manager knows.
+
+    ``origin``: weak reference to the saved storage while the record or the caller holds it. Data written there
+    behind autograd's back (``.data``, numpy) is data that autograd would use. ``alias``: the saved tensor,
+    detached; it shares the version counter, and the bytes until they are offloaded. ``layout``: offset, size and
+    strides, set when the bytes are offloaded. ``queue``: number of the record queue that holds it. ``operation``:
+    the operator that saved it last. ``wanted``: under write and needed again. ``evicting``: its bytes count as
+    being freed. ``read_back``: it was offloaded and read again."""
 
     __slots__ = (
         "address",
         "alias",
         "batch",
-        "book",
         "claim",
         "clock",
         "device",
         "differentiable",
+        "evicting",
         "layout",
-        "leaving",
         "operation",
         "ordinal",
         "origin",
-        "returned",
+        "queue",
+        "read_back",
         "size",
         "slot",
         "state",
         "storage",
         "sum",
         "transfer",
-        "undecided",
+        "uncounted_reason",
         "used",
         "version",
         "wanted",
@@ -140,34 +143,38 @@ class Record:
         self.state: str = State.KEPT
         self.transfer: Pending | None = None
         self.slot: StoreSlot | None = None
-        self.book: int | None = None
-        self.wanted = self.leaving = self.returned = False
-        self.used = 0  # which of all uses was its last; 0: none
+        self.queue: int | None = None
+        self.wanted = self.evicting = self.read_back = False
+        self.used = 0  # sequence number of its last use; 0: none
         self.differentiable = tensor.requires_grad
-        self.undecided = "kept"  # why it stays, until it leaves, is used or dies
+        self.uncounted_reason = (
+            "kept"  # reason to count once it is evicted, used or freed; empty: counted
+        )
         self.sum: Tensor | None = None
         self.layout: Layout | None = None
         self.claim: Claim
 
-    def leave(self) -> None:
-        """Let go of the device's copy."""
+    def offload(self) -> None:
+        """Release the device copy, whose bytes are in the store."""
         self.storage = self.transfer = None
         self.state = State.STORED
         if self.alias is not None:
-            # First, for who finds it empty on another thread.
+            # First, because another thread may find the alias empty.
             self.layout = self.layout or layout_of(self.alias)
             empty(self.alias)
 
-    def end(self) -> None:
-        """Nobody claims it any more, and no transfer touches its bytes."""
+    def free(self) -> None:
+        """Release the bytes of a record that no graph claims and no transfer touches."""
         self.storage = self.transfer = self.alias = None
         self.state = State.STORED
 
 
 class Entry:
-    """A claim on a record. Made by ``SwapManager.add``; whoever holds it keeps its bytes recoverable. When it ends,
-    ``unclaimed`` gets its claim, wherever that is, perhaps inside the manager. No Python runs there: an interrupt from
-    the keyboard that arrives in a ``__del__`` is lost."""
+    """A claim on a record, made by ``SwapManager.save``: the record's bytes can be recovered while the entry is
+    alive.
+
+    When an entry dies, its claim is appended to ``unclaimed``, possibly in the middle of a manager call. No Python
+    code runs there, because a KeyboardInterrupt that arrives in a ``__del__`` is lost."""
 
     __slots__ = ("__weakref__", "record")
 
@@ -178,14 +185,14 @@ class Entry:
 
 
 class Claim(weakref.ref[Entry]):
-    """Finds an entry for as long as it lives, and knows its record by the clock, since the record holds it."""
+    """A weak reference to an entry. It identifies the record by its clock, because the record holds the claim."""
 
     __slots__ = ("clock",)
     clock: int
 
 
 def tier_closed() -> SwapError:
-    """What is to be raised where a record is asked for too late."""
+    """Return the error for a record that is requested after the store was closed."""
     return SwapError(
         "the swap tier is closed: what was offloaded is gone; run backward before closing it"
     )

@@ -1,21 +1,28 @@
-"""The way of one record's bytes to the store and back: what begins, what is waited for, what is counted of it."""
+"""Transfers of one record's bytes: begin, cancel, wait and count; checksums for ``swap.verify``; the swap stream."""
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 
+import torch
+from torch import Tensor
+
+from parallax.common.units import format_bytes
 from parallax.errors import SwapError
-from parallax.swap.activations.checks import Checks
+from parallax.swap.activations.accounting import MemoryAccounting
 from parallax.swap.activations.records import Record, State, bytes_of, new_bytes
-from parallax.swap.statistics import Ledger
 from parallax.swap.stores.store import Store
+from parallax.swap.verify import checksum, sum_bytes
+
+_UNWRITTEN = 0xA5  # a byte that no tensor of a training run consists of
 
 
 class Transfers:
-    """Those of one manager, which calls this with its lock held."""
+    """The transfers of one manager, which calls with its lock held."""
 
-    def __init__(self, store: Store, ledger: Ledger, checks: Checks) -> None:
-        self._store, self._ledger, self._checks = store, ledger, checks
+    def __init__(self, store: Store, accounting: MemoryAccounting) -> None:
+        self._store, self._accounting = store, accounting
 
     def write(self, record: Record) -> None:
         assert record.storage is not None
@@ -23,64 +30,120 @@ class Transfers:
         record.slot, record.transfer = self._store.write(flat)
         record.state, record.wanted = State.QUEUED, False
 
-    def take_back(self, record: Record) -> bool:
-        """Whether a write was stopped before it began; its place is free then."""
+    def cancel_write(self, record: Record) -> bool:
+        """Free the record's slot if its write has not begun; return whether that is so."""
         assert record.slot is not None
         assert record.transfer is not None
         if not record.transfer.cancel():
             return False
-        self.free(record)
+        self.free_slot(record)
         record.transfer = None
-        self._ledger.cancelled(record.size)
+        self._accounting.count_cancelled(record.size)
         return True
 
     def read(self, record: Record) -> None:
         """Begin to read into new memory."""
         assert record.slot is not None
         flat = new_bytes(record.size, record.device)
-        self._checks.reading(flat)
+        if record.sum is not None:
+            # The allocator may return the very block that held the right bytes: a missing wait would not show.
+            flat.fill_(_UNWRITTEN)
         record.transfer = self._store.read(record.slot, flat)
-        record.storage, record.state, record.returned = flat.untyped_storage(), State.LOADED, True
-        self._ledger.resize(record.size)
+        record.storage, record.state, record.read_back = flat.untyped_storage(), State.LOADED, True
+        self._accounting.add_resident(record.size)
 
-    def arrive(self, record: Record) -> None:
+    def wait_for_read(self, record: Record) -> None:
         if record.transfer is not None:
-            self._ledger.stall(record.transfer, record.batch.micro)
+            self._accounting.wait_for(record.transfer, record.batch.micro)
             self.count(record)
             record.transfer = None
 
-    def end(self, record: Record, micro: int) -> None:
-        """Wait for the transfer of a record that nobody needs any more; whether it failed does not matter."""
+    def wait_ignoring_errors(self, record: Record, micro: int) -> None:
+        """Wait for the transfer of a record that no graph claims any more."""
         if record.transfer is not None:
             with contextlib.suppress(SwapError):
-                self._ledger.stall(record.transfer, micro)
+                self._accounting.wait_for(record.transfer, micro)
                 self.count(record)
             record.transfer = None
 
-    def ended(self, record: Record) -> bool:
+    def is_finished(self, record: Record) -> bool:
         """Whether no transfer touches the bytes of an unclaimed record any more."""
         if record.transfer is None:
             return True
         if record.transfer.cancel():
             if record.state is State.QUEUED:
-                self._ledger.cancelled(record.size)
+                self._accounting.count_cancelled(record.size)
             return True
         try:
             if not record.transfer.done():
                 return False
         except SwapError:
-            return True  # nobody needs them: the next write that is needed will say what is wrong
+            return True  # no graph needs the bytes; the next write reports the error
         self.count(record)
         return True
 
     def count(self, record: Record) -> None:
-        """A transfer has ended, or is waited for by the device's stream."""
+        """Count a transfer that has ended or that the device's stream waits for."""
         assert record.transfer is not None
         out = record.state is State.QUEUED
-        self._ledger.count(record.transfer, record.size, record.batch.micro, out=out)
+        self._accounting.count_transfer(record.transfer, record.size, record.batch.micro, out=out)
 
-    def free(self, record: Record) -> None:
-        """Give the place in the store back, if there is one."""
+    def free_slot(self, record: Record) -> None:
+        """Free the record's slot in the store, if it has one."""
         if record.slot is not None:
             self._store.free(record.slot)
             record.slot = None
+
+
+def store_sum(record: Record) -> None:
+    """Sum the bytes of a new record for ``swap.verify``, without waiting for the device."""
+    assert record.storage is not None
+    record.sum = sum_bytes(bytes_of(record.storage, record.device))
+
+
+def check_sum(record: Record) -> None:
+    """Raise :class:`SwapError` if the bytes read back differ from the bytes saved."""
+    if record.sum is None or not record.read_back:
+        return
+    assert record.storage is not None
+    assert record.layout is not None
+    expected, found = int(record.sum), checksum(bytes_of(record.storage, record.device))
+    if found != expected:
+        raise SwapError(
+            f"swap.verify: {format_bytes(record.size)} that micro-batch {record.batch.micro} saved with a tensor "
+            f"of shape {list(record.layout[1])} came back changed (sum {found:x}, saved {expected:x}): test this "
+            "machine's memory and disk; if they are sound, a wait is missing in Parallax: train without "
+            "swap (swap=off) and report it"
+        )
+
+
+class SwapStream:
+    """The stream whose activations are offloaded: the one that saved the most bytes in the previous step.
+
+    Copies to the store are ordered after this stream, and prefetched tensors belong to it. Tensors that another
+    stream saves stay on the device, where autograd orders their uses.
+
+    The stream changes only while no graph is alive. If the chosen stream has saved nothing since, the current
+    stream replaces it once it has saved more bytes than the chosen stream had."""
+
+    def __init__(self) -> None:
+        self._stream: torch.Stream | None = None
+        self._most = 0  # bytes that it saved when it was chosen
+        self._saved_bytes: Counter[torch.Stream] = Counter()  # since then
+
+    def is_other(self, tensor: Tensor, *, graphs_ended: bool) -> bool:
+        """Whether another stream is saving ``tensor``, which is on an accelerator."""
+        now = torch.accelerator.current_stream(tensor.device.index)
+        if graphs_ended:
+            self._choose(now)
+        self._saved_bytes[now] += tensor.nbytes
+        return now != self._stream
+
+    def _choose(self, now: torch.Stream) -> None:
+        if self._stream is None:
+            self._stream = now
+        elif self._saved_bytes[self._stream]:
+            ((self._stream, self._most),) = self._saved_bytes.most_common(1)
+            self._saved_bytes.clear()
+        elif self._saved_bytes[now] > self._most:
+            self._stream = now

@@ -413,7 +413,7 @@ def _saving(
         for each in states:
             held += each.device_bytes + each.fixed_bytes
         # Nearly always all fits, as the manager counted last: it need not look for what has ended since.
-        if not held or manager.resident_at_most + held + size <= share.room:
+        if not held or manager.resident_bytes_at_most + held + size <= share.room:
             return 0
         return manager.resident_bytes + held + size - share.room
 

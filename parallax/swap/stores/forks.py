@@ -1,9 +1,8 @@
-"""What a forked child does about threads that it has not and locks that nobody will release.
+"""Callbacks in a forked child, for locks that no thread will release and threads that do not exist there.
 
-A child has the parent's memory and only the thread that forked. Whoever works with threads or holds a lock says here
-what is to be done there, before anything else runs in the child; whoever waits for a thread asks whether it is still in
-the process that began it.
-"""
+A child has the parent's memory and only the thread that forked. An object with a lock or threads registers here,
+and its ``after_fork`` runs before any other code of the child. Code that waits for a thread compares
+:func:`generation` with that of the process that started the thread."""
 
 from __future__ import annotations
 
@@ -13,23 +12,23 @@ from typing import Protocol
 
 
 class Forked(Protocol):
-    """Somebody who lives on in a child."""
+    """An object whose ``after_fork`` runs in a forked child."""
 
-    def forked(self) -> None:
-        """Runs in the child, which has one thread."""
+    def after_fork(self) -> None:
+        """Run in the child, which has one thread."""
 
 
 _ALIVE: weakref.WeakSet[Forked] = weakref.WeakSet()
 _generation = 0
 
 
-def mind_forks(who: Forked) -> None:
-    """From now on ``who`` hears of forks, for as long as it lives."""
+def call_after_fork(who: Forked) -> None:
+    """Call ``who.after_fork()`` in forked children while ``who`` is alive."""
     _ALIVE.add(who)
 
 
 def generation() -> int:
-    """How many forks there were between the first process and this one."""
+    """Return the number of forks between the first process and this one."""
     return _generation
 
 
@@ -37,7 +36,7 @@ def _in_child() -> None:
     global _generation  # of the process
     _generation += 1
     for who in list(_ALIVE):
-        who.forked()
+        who.after_fork()
 
 
 os.register_at_fork(after_in_child=_in_child)

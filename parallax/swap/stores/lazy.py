@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from parallax.common.signals import uninterrupted
-from parallax.swap.stores.forks import mind_forks
+from parallax.swap.stores.forks import call_after_fork
 from parallax.swap.stores.slots import SlotMap, StoreSlot
 from parallax.swap.stores.store import Pending, Store
 
@@ -20,10 +20,10 @@ class LazyStore:
         self.tier, self.slots = tier, SlotMap(0, "the unopened tier")
         self._open: Callable[[], Store] | None = open_store
         self._store: Store | None = None
-        self.forked()
-        mind_forks(self)
+        self.after_fork()
+        call_after_fork(self)
 
-    def forked(self) -> None:
+    def after_fork(self) -> None:
         """Another thread may have held the lock."""
         self._lock = threading.Lock()
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from parallax.common.units import format_bytes
 from parallax.errors import SwapError
-from parallax.swap.stores.forks import mind_forks
+from parallax.swap.stores.forks import call_after_fork
 
 _ALIGNMENT = 4096
 _SLACK = 1.25  # a line may be so many times as long as the most bytes that were ever in use in it
@@ -49,10 +49,10 @@ class SlotMap:
         self._gaps: dict[int, int] = {}  # offset → bytes; no two are neighbours, none ends the line
         self._ends: dict[int, int] = {}  # where a gap ends → its offset
         self._sorted: list[tuple[int, int]] = []  # (bytes, offset) of each gap
-        self.forked()
-        mind_forks(self)
+        self.after_fork()
+        call_after_fork(self)
 
-    def forked(self) -> None:
+    def after_fork(self) -> None:
         """Another thread may have held the lock."""
         self._lock = threading.Lock()
 

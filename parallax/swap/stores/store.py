@@ -20,7 +20,7 @@ from parallax.machine.device import CopyEngine, Event, no_delay
 from parallax.machine.pinned import Arena
 from parallax.plan.tier import DISK, HOST, Tier
 from parallax.swap.stores.files import private_file
-from parallax.swap.stores.forks import generation, mind_forks
+from parallax.swap.stores.forks import call_after_fork, generation
 from parallax.swap.stores.remedies import ENGINE, Remedies
 from parallax.swap.stores.slots import SlotMap, StoreSlot
 
@@ -116,12 +116,12 @@ class HostStore:
         self._capacity, self._copies = capacity, copies
         self._slab_bytes = slab_bytes or max(1, capacity)
         self._slabs: list[Arena] = []
-        self.forked()
-        mind_forks(self)
+        self.after_fork()
+        call_after_fork(self)
         if not slab_bytes:
             self._allocate(capacity)
 
-    def forked(self) -> None:
+    def after_fork(self) -> None:
         """Another thread may have held the lock."""
         self._growing = threading.Lock()
 
@@ -290,9 +290,9 @@ class DiskStore:
         self._written: dict[StoreSlot, tuple[int, int]] = {}  # the file that holds it, and the sum
         self._inherited: list[int] = []
         self._closed = False
-        mind_forks(self)
+        call_after_fork(self)
 
-    def forked(self) -> None:
+    def after_fork(self) -> None:
         """Read what the parent wrote before, for as long as it leaves that as it is, and write to a file of one's own,
         both without threads: a child may only load data, or do no more than leave."""
         if self._file is not None:

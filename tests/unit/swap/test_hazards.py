@@ -245,10 +245,10 @@ def test_a_failed_transfer_keeps_nothing(
                 watch = weakref.ref(tensor.untyped_storage())
                 root = save(manager, tensor)
                 del tensor
-                while not manager._leaving.writing[0].transfer._future.done():
+                while not manager._evictor.writing[0].transfer._future.done():
                     time.sleep(0.001)
                 with pytest.raises(SwapError, match="No space left"):
-                    manager.add(torch.ones(10), 1)
+                    manager.save(torch.ones(10), 1)[0]
             del root
             settle(manager)
             assert watch() is None

@@ -42,9 +42,9 @@ def store() -> ManualStore:
 
 def test_back_pressure_waits_for_the_oldest_write(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100 * KIB)
-    entries = [manager.add(tensor(40 * KIB, i), 0) for i in range(2)]
+    entries = [manager.save(tensor(40 * KIB, i), 0)[0] for i in range(2)]
     assert store.log == []
-    entries.append(manager.add(tensor(60 * KIB, 2), 0))
+    entries.append(manager.save(tensor(60 * KIB, 2), 0)[0])
     assert store.log == [f"write {40 * KIB}"]
     assert manager.resident_bytes == 100 * KIB
     statistics = manager.take_statistics()
@@ -57,7 +57,7 @@ def test_high_water_never_passes_the_limit(scratch: Path) -> None:
     disk = DiskStore(scratch, 2**30, CpuCopies(), threads=3)
     manager = SwapManager(disk, limit_bytes=200 * KIB)
     entries = [
-        manager.add(tensor(generator.randint(1, 100 * KIB), i % 251), i % 4) for i in range(300)
+        manager.save(tensor(generator.randint(1, 100 * KIB), i % 251), i % 4)[0] for i in range(300)
     ]
     for micro in (2, 0, 3, 1):
         manager.fetch(micro)
@@ -73,7 +73,7 @@ def test_high_water_never_passes_the_limit(scratch: Path) -> None:
 
 def test_budget_exceeded_carries_the_arithmetic(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100 * KIB)
-    first, second = manager.add(tensor(64 * KIB), 0), manager.add(tensor(64 * KIB), 0)
+    first, second = manager.save(tensor(64 * KIB), 0)[0], manager.save(tensor(64 * KIB), 0)[0]
     store.finish(9)
     held = manager.load(first)
     expected = re.escape(
@@ -85,7 +85,7 @@ def test_budget_exceeded_carries_the_arithmetic(store: ManualStore) -> None:
     with pytest.raises(
         BudgetExceeded, match=r"101\.0 KiB more are needed: raise cluster\.device_memory"
     ):
-        manager.add(tensor(101 * KIB), 0)
+        manager.save(tensor(101 * KIB), 0)[0]
     del held
     assert values(manager.load(second)).eq(1).all()
     assert manager.take_statistics().high_water <= 100 * KIB
@@ -93,7 +93,7 @@ def test_budget_exceeded_carries_the_arithmetic(store: ManualStore) -> None:
 
 def test_used_bytes_leave_only_when_nobody_works_on_them(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100 * KIB)
-    entries = [manager.add(tensor(40 * KIB, i), 0) for i in range(4)]
+    entries = [manager.save(tensor(40 * KIB, i), 0)[0] for i in range(4)]
     store.finish(9)
     running = [manager.load(entries[0]), manager.load(entries[1])]
     with pytest.raises(BudgetExceeded):
@@ -107,7 +107,7 @@ def test_used_bytes_leave_only_when_nobody_works_on_them(store: ManualStore) -> 
 def test_last_saved_comes_first_as_far_as_it_fits(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100)
     entries = [
-        manager.add(tensor(size), micro) for size, micro in [(31, 0), (32, 0), (33, 0), (34, 1)]
+        manager.save(tensor(size), micro)[0] for size, micro in [(31, 0), (32, 0), (33, 0), (34, 1)]
     ]
     store.finish(9)
     store.log.clear()
@@ -127,12 +127,12 @@ def test_last_saved_comes_first_as_far_as_it_fits(store: ManualStore) -> None:
 
 def test_spared_before_the_write_and_given_up_when_room_is_needed(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100)
-    spared = [manager.add(tensor(40, 7), 0), manager.add(tensor(20, 8), 0)]
+    spared = [manager.save(tensor(40, 7), 0)[0], manager.save(tensor(20, 8), 0)[0]]
     manager.fetch(0)
     statistics = manager.take_statistics()
     assert (statistics.bytes_cancelled, statistics.bytes_out) == (60, 0)
     assert manager.stored_bytes == 0
-    more = manager.add(tensor(60, 9), 1)  # needs room: the one needed last goes, after all
+    more = manager.save(tensor(60, 9), 1)[0]  # needs room: the one needed last goes, after all
     assert store.log == ["write 40"]
     assert manager.resident_bytes == 80
     for entry, value in [(spared[1], 8), (spared[0], 7), (more, 9)]:
@@ -143,12 +143,12 @@ def test_spared_before_the_write_and_given_up_when_room_is_needed(store: ManualS
 
 def test_fetched_while_being_written(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100)
-    entry = manager.add(tensor(60, 5), 0)
+    entry = manager.save(tensor(60, 5), 0)[0]
     store.transfers[0].running = True
     manager.fetch(0)
     store.finish(1)
     assert manager.resident_bytes == 60  # wanted, so it stays although it is written
-    other = manager.add(tensor(60, 6), 1)  # nothing is to be written to make room for it
+    other = manager.save(tensor(60, 6), 1)[0]  # nothing is to be written to make room for it
     assert store.log == ["write 60"]
     assert values(manager.load(entry)).eq(5).all()
     assert values(manager.load(other)).eq(6).all()
@@ -156,7 +156,7 @@ def test_fetched_while_being_written(store: ManualStore) -> None:
 
 def test_a_place_is_not_reused_while_its_transfer_runs(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100)
-    dead = manager.add(tensor(60, 1), 0)
+    dead = manager.save(tensor(60, 1), 0)[0]
     store.transfers[0].running = True
     watch = weakref.ref(dead.record.storage)
     del dead
@@ -164,7 +164,7 @@ def test_a_place_is_not_reused_while_its_transfer_runs(store: ManualStore) -> No
     assert manager.stored_bytes > 0
     assert watch() is not None, "a device could give the block to someone else"
     # Waits for the dead one's write, and only then takes its place.
-    entry = manager.add(tensor(60, 2), 0)
+    entry = manager.save(tensor(60, 2), 0)[0]
     store.finish(9)
     assert values(manager.load(entry)).eq(2).all()
     assert watch() is None
@@ -172,7 +172,7 @@ def test_a_place_is_not_reused_while_its_transfer_runs(store: ManualStore) -> No
 
 def test_dead_before_the_write_began(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100)
-    del_me = manager.add(tensor(60), 0)
+    del_me = manager.save(tensor(60), 0)[0]
     del del_me
     assert (manager.resident_bytes, manager.stored_bytes) == (0, 0)
     store.finish(9)
@@ -182,26 +182,26 @@ def test_dead_before_the_write_began(store: ManualStore) -> None:
 
 def test_a_failed_write_is_told_and_stays_told(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100)
-    entry = manager.add(tensor(60), 0)
+    entry = manager.save(tensor(60), 0)[0]
     store.transfers[0].error = SwapError("no space")
     store.finish(1)
     for _ in range(2):
         with pytest.raises(SwapError, match="no space"):
-            manager.add(tensor(10), 0)
+            manager.save(tensor(10), 0)[0]
         with pytest.raises(SwapError, match="no space"):
             manager.load(entry)
         assert manager.resident_bytes == 60
     del entry
     assert (manager.resident_bytes, manager.stored_bytes) == (0, 0)
-    manager.add(tensor(10), 0)
+    manager.save(tensor(10), 0)[0]
 
 
 def test_a_failed_transfer_of_the_dead_harms_nobody(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100)
-    dead = manager.add(tensor(60), 0)
+    dead = manager.save(tensor(60), 0)[0]
     store.transfers[0].error, store.transfers[0].running = SwapError("no space"), True
     del dead
-    entry = manager.add(tensor(60), 0)
+    entry = manager.save(tensor(60), 0)[0]
     assert manager.resident_bytes == 60
     del entry
     assert (manager.resident_bytes, manager.stored_bytes) == (0, 0)
@@ -209,7 +209,7 @@ def test_a_failed_transfer_of_the_dead_harms_nobody(store: ManualStore) -> None:
 
 def test_a_failed_read_is_told_each_time(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100)
-    entry = manager.add(tensor(60), 0)
+    entry = manager.save(tensor(60), 0)[0]
     store.finish(1)
     manager.fetch(0)
     manager.take_statistics()
@@ -222,9 +222,9 @@ def test_a_failed_read_is_told_each_time(store: ManualStore) -> None:
 
 def test_a_full_tier_leaves_no_trace() -> None:
     manager = SwapManager(ManualStore(capacity=8192), limit_bytes=100 * KIB)
-    entry = manager.add(tensor(8000), 0)
+    entry = manager.save(tensor(8000), 0)[0]
     with pytest.raises(SwapError, match=r"8\.0 KiB in use of 8\.0 KiB, 7\.8 KiB more asked"):
-        manager.add(tensor(8000), 0)
+        manager.save(tensor(8000), 0)[0]
     assert manager.resident_bytes == 8000
     del entry
     assert (manager.resident_bytes, manager.stored_bytes) == (0, 0)
@@ -233,10 +233,10 @@ def test_a_full_tier_leaves_no_trace() -> None:
 @pytest.mark.parametrize("running", [False, True])
 def test_close_with_transfers_under_way(store: ManualStore, running: bool) -> None:
     manager = SwapManager(store, limit_bytes=200)
-    stored, reading = manager.add(tensor(40), 0), manager.add(tensor(40), 1)
+    stored, reading = manager.save(tensor(40), 0)[0], manager.save(tensor(40), 1)[0]
     store.finish(9)
     manager.fetch(1)
-    queued = manager.add(tensor(40, 3), 0)
+    queued = manager.save(tensor(40, 3), 0)[0]
     store.transfers[-1].running = running
     manager.close()
     manager.close()
@@ -244,7 +244,7 @@ def test_close_with_transfers_under_way(store: ManualStore, running: bool) -> No
     with pytest.raises(SwapError, match="closed"):
         manager.load(stored)
     with pytest.raises(SwapError, match="closed"):
-        manager.add(tensor(1), 0)
+        manager.save(tensor(1), 0)[0]
     with pytest.raises(SwapError, match="closed"):
         manager.fetch(0)
     del stored, reading, queued
@@ -253,7 +253,7 @@ def test_close_with_transfers_under_way(store: ManualStore, running: bool) -> No
 
 def test_statistics_start_anew(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100 * KIB)
-    entry = manager.add(tensor(60 * KIB), 0)
+    entry = manager.save(tensor(60 * KIB), 0)[0]
     store.finish(1)
     manager.load(entry)
     first = manager.take_statistics()
@@ -273,7 +273,7 @@ def test_statistics_start_anew(store: ManualStore) -> None:
 def test_books_do_not_grow(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100 * KIB)
     for step in range(200):
-        entries = [manager.add(tensor(1 + step + i), i) for i in range(5)]
+        entries = [manager.save(tensor(1 + step + i), i)[0] for i in range(5)]
         store.finish(step % 4)
         manager.fetch(step % 5)
         del entries
@@ -293,7 +293,7 @@ def test_claims_end_on_any_thread(scratch: Path) -> None:
             while not stop.is_set():
                 value = generator.randrange(251)
                 held.append(
-                    (manager.add(tensor(generator.randint(1, 8 * KIB), value), seed), value)
+                    (manager.save(tensor(generator.randint(1, 8 * KIB), value), seed)[0], value)
                 )
                 if generator.random() < 0.5:
                     entry, value = held.pop(generator.randrange(len(held)))
@@ -362,7 +362,7 @@ def check_any_order(
     for count, (name, a, b) in enumerate(operations):
         alive = list(expected)
         if name == "add":
-            expected[manager.add(tensor(a, count), b)] = count
+            expected[manager.save(tensor(a, count), b)[0]] = count
         elif name == "fetch":
             manager.fetch(a)
         elif name == "load" and alive:

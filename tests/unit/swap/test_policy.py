@@ -42,7 +42,7 @@ def manager_of(
 
 
 def add(manager: SwapManager, *sizes: int, micro: int = 0) -> list[Entry]:
-    return [manager.add(tensor(size, i), micro) for i, size in enumerate(sizes)]
+    return [manager.save(tensor(size, i), micro)[0] for i, size in enumerate(sizes)]
 
 
 def use(manager: SwapManager, entries: list[Entry]) -> None:
@@ -60,7 +60,7 @@ def test_nothing_moves_where_all_fits() -> None:
     statistics = manager.take_statistics()
     assert store.transfers == []
     assert (statistics.bytes_out, statistics.bytes_in, statistics.bytes_cancelled) == (0, 0, 0)
-    assert statistics.decisions == {"kept while there was room": (3, 1000)}
+    assert statistics.decisions == {"kept within the limit": (3, 1000)}
     assert manager.resident_bytes == 0
 
 
@@ -92,7 +92,7 @@ def test_a_lead_is_a_wish_where_the_tier_is_full() -> None:
     entries = add(manager, *[1000] * 9)
     assert manager.resident_bytes == 8000
     with pytest.raises(SwapError, match="manual tier is full"):
-        manager.add(tensor(1000), 0)
+        manager.save(tensor(1000), 0)[0]
     use(manager, entries)
     assert manager.stored_bytes == 0
 
@@ -188,7 +188,7 @@ def test_the_limit_is_the_rule(policy: Policy) -> None:
     statistics = manager.take_statistics()
     assert 800 < statistics.high_water <= 1000
     with pytest.raises(BudgetExceeded):
-        manager.add(tensor(1001), 0)
+        manager.save(tensor(1001), 0)[0]
     for i in reversed(range(30)):
         assert value(manager.load(entries.pop())) == i
 

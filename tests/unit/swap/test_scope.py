@@ -204,7 +204,7 @@ def test_nothing_moves_while_all_fits(scratch: Path) -> None:
         assert threading.active_count() == threads
     assert swapping.statistics.bytes_out == swapping.states[0].bytes_out == 0
     assert not scratch.exists()
-    assert "kept while there was room" in swapping.report()
+    assert "kept within the limit" in swapping.report()
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

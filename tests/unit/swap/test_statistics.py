@@ -29,7 +29,7 @@ def tensor(size: int) -> Tensor:
 def test_each_micro_batch_has_its_bytes() -> None:
     store = ManualStore()
     manager = SwapManager(store, limit_bytes=1000)
-    entries = [manager.add(tensor(100 + micro), micro) for micro in (0, 1, 1, 2)]
+    entries = [manager.save(tensor(100 + micro), micro)[0] for micro in (0, 1, 1, 2)]
     store.finish(9)
     manager.load(entries[1])
     manager.load(entries[2])
@@ -48,7 +48,7 @@ def test_each_micro_batch_has_its_bytes() -> None:
 
 def test_a_wait_for_room_is_that_of_who_needs_it() -> None:
     manager = SwapManager(ManualStore(), limit_bytes=100)
-    entries = [manager.add(tensor(80), micro) for micro in (0, 1)]
+    entries = [manager.save(tensor(80), micro)[0] for micro in (0, 1)]
     found = manager.take_statistics()
     assert found.micro[1].stall_seconds == found.stall_seconds > 0
     assert found.micro[0] == MicroStatistics(bytes_out=80)
@@ -61,7 +61,7 @@ def test_transfers_are_timed(kind: str, scratch: Path) -> None:
     with storing(kind, scratch, delay=lambda: 0.01 if kind == "disk" else 0.0) as (store, _):
         manager = SwapManager(store, limit_bytes=40_000)
         start = time.perf_counter()
-        entries = [manager.add(tensor(16_000), 0) for _ in range(6)]
+        entries = [manager.save(tensor(16_000), 0)[0] for _ in range(6)]
         while entries:
             manager.load(entries.pop())
         settle(manager)
@@ -88,7 +88,7 @@ def test_overlap(transfer: float, stall: float, overlap: float) -> None:
 def test_samples_follow_every_change() -> None:
     store = ManualStore()
     manager = SwapManager(store, limit_bytes=100_000)
-    entries = [manager.add(tensor(5000), 0), manager.add(tensor(3000), 0)]
+    entries = [manager.save(tensor(5000), 0)[0], manager.save(tensor(3000), 0)[0]]
     store.finish(9)
     del entries
     samples = manager.take_statistics().samples
@@ -153,12 +153,12 @@ def test_reasons_of_single_tensors(reason: str, saved: int) -> None:
 def test_what_was_kept_is_decided_when_it_is_known() -> None:
     store = ManualStore()
     manager = SwapManager(store, limit_bytes=100, policy=Policy(eager=False))
-    entries = [manager.add(tensor(60), 0)]
+    entries = [manager.save(tensor(60), 0)[0]]
     assert manager.take_statistics().decisions == {}
-    entries.append(manager.add(tensor(60), 0))
+    entries.append(manager.save(tensor(60), 0)[0])
     assert manager.take_statistics().decisions == {"moved": (1, 60)}
     manager.load(entries.pop())
-    assert manager.take_statistics().decisions == {"kept while there was room": (1, 60)}
+    assert manager.take_statistics().decisions == {"kept within the limit": (1, 60)}
     entries.clear()
     assert manager.take_statistics().decisions == {}
 

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from parallax.errors import SwapError
 from parallax.machine.device import BounceRing, CpuCopies, DoneEvent, Event, no_delay
 from parallax.model.saved import Selector
+from parallax.swap.activations.accounting import MemoryAccounting
+from parallax.swap.activations.evictor import Evictor
 from parallax.swap.activations.hooks import offloading
-from parallax.swap.activations.leaving import Leaving
 from parallax.swap.activations.manager import SwapManager
 from parallax.swap.activations.policy import Policy
 from parallax.swap.activations.records import Entry, Record
 from parallax.swap.activations.transfers import Transfers
 from parallax.swap.config import SwapConfig
-from parallax.swap.statistics import Ledger
 from parallax.swap.stores.store import DiskStore, Pending
 from parallax.swap.verify import Delays, checksum
 from tests.unit.swap_fakes import KINDS, MIB, LateCopies, LateEvent, settle, storing
@@ -95,7 +95,7 @@ def churn(manager: SwapManager, seed: int) -> None:
 
     def add(pages: int) -> Entry:
         data = torch.randint(0, 256, (pages * PAGE,), dtype=torch.uint8, generator=bytes_of)
-        return manager.add(data, 0)
+        return manager.save(data, 0)[0]
 
     # One dies while it is written, the next takes its place below, a third drives it out.
     for _ in range(4):
@@ -122,7 +122,7 @@ def no_arrival(self: Transfers, record: Record) -> None:
 
 def no_end_of_write(self: SwapManager) -> None:
     """Written as soon as it began."""
-    for record in [r for r in self._leaving.writing if r.transfer is not None]:
+    for record in [r for r in self._evictor.writing if r.transfer is not None]:
         record.transfer.done = lambda: True  # type: ignore[method-assign]
     REAP(self)
 
@@ -153,42 +153,72 @@ def no_wait_before_the_next_piece(
     self._free.put(buffer)
 
 
-def no_stall(self: Ledger, transfer: Pending, micro: int) -> None:
+def no_stall(self: MemoryAccounting, transfer: Pending, micro: int) -> None:
     return
 
 
-REAP = SwapManager._reap
+REAP = SwapManager._collect_ended
 WAITS: list[tuple[str, str, type, str, Any]] = [
-    ("the arrival of a read", "disk", Transfers, "arrive", no_arrival),
-    ("the arrival of a read", "late disk", Transfers, "arrive", no_arrival),
-    ("the arrival of a read", "late host", Transfers, "arrive", no_arrival),
+    ("the arrival of a read", "disk", Transfers, "wait_for_read", no_arrival),
+    ("the arrival of a read", "late disk", Transfers, "wait_for_read", no_arrival),
+    ("the arrival of a read", "late host", Transfers, "wait_for_read", no_arrival),
     ("a copy up, before it is used", "late host", LateEvent, "wait_stream", lambda self: None),
-    ("the end of a write, before its bytes go", "disk", SwapManager, "_reap", no_end_of_write),
-    ("the end of a write, before its bytes go", "late disk", SwapManager, "_reap", no_end_of_write),
-    ("the end of a write, before its bytes go", "late host", SwapManager, "_reap", no_end_of_write),
+    (
+        "the end of a write, before its bytes go",
+        "disk",
+        SwapManager,
+        "_collect_ended",
+        no_end_of_write,
+    ),
+    (
+        "the end of a write, before its bytes go",
+        "late disk",
+        SwapManager,
+        "_collect_ended",
+        no_end_of_write,
+    ),
+    (
+        "the end of a write, before its bytes go",
+        "late host",
+        SwapManager,
+        "_collect_ended",
+        no_end_of_write,
+    ),
     (
         "the end of a dead write, before its place is reused",
         "disk",
         Transfers,
-        "ended",
+        "is_finished",
         no_end_of_the_dead,
     ),
     (
         "the end of a dead write, before its place is reused",
         "late disk",
         Transfers,
-        "ended",
+        "is_finished",
         no_end_of_the_dead,
     ),
     (
         "the end of a dead write, before its place is reused",
         "late host",
         Transfers,
-        "ended",
+        "is_finished",
         no_end_of_the_dead,
     ),
-    ("a dead write, when room is needed", "disk", Transfers, "end", no_wait_for_the_dead),
-    ("a dead write, when room is needed", "late host", Transfers, "end", no_wait_for_the_dead),
+    (
+        "a dead write, when room is needed",
+        "disk",
+        Transfers,
+        "wait_ignoring_errors",
+        no_wait_for_the_dead,
+    ),
+    (
+        "a dead write, when room is needed",
+        "late host",
+        Transfers,
+        "wait_ignoring_errors",
+        no_wait_for_the_dead,
+    ),
     (
         "a copy down, before the file is written",
         "late disk",
@@ -203,7 +233,7 @@ WAITS: list[tuple[str, str, type, str, Any]] = [
         "up",
         no_wait_before_the_next_piece,
     ),
-    ("every wait of the training thread", "disk", Ledger, "stall", no_stall),
+    ("every wait of the training thread", "disk", MemoryAccounting, "wait_for", no_stall),
 ]
 
 
@@ -256,15 +286,17 @@ def test_a_read_into_a_block_that_was_given_up_is_a_stray(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No sum can tell: the bytes belong to someone else. The copies of these tests can."""
-    monkeypatch.setattr(Leaving, "drop_early", give_up_without_waiting)
+    monkeypatch.setattr(Evictor, "drop_upcoming", give_up_without_waiting)
     found = 0
     for seed in range(30):
         with storing("late host", scratch, delay=Delays(seed)) as (store, copies):
             manager = SwapManager(store, limit_bytes=40_000, verify=True)
-            entries = [manager.add(torch.full((8192,), i, dtype=torch.uint8), 0) for i in range(6)]
+            entries = [
+                manager.save(torch.full((8192,), i, dtype=torch.uint8), 0)[0] for i in range(6)
+            ]
             settle(manager)
             manager.fetch(0)
-            manager.add(torch.zeros(30_000, dtype=torch.uint8), 1)
+            manager.save(torch.zeros(30_000, dtype=torch.uint8), 1)[0]
             del entries
             manager.close()
             assert isinstance(copies, LateCopies)
@@ -272,19 +304,19 @@ def test_a_read_into_a_block_that_was_given_up_is_a_stray(
     assert found
 
 
-def give_up_without_waiting(self: Leaving) -> bool:
-    if not self._books.early:
+def give_up_without_waiting(self: Evictor) -> bool:
+    if not self._queues.upcoming:
         return False
-    record, _ = self._books.early.popitem()
+    record, _ = self._queues.upcoming.popitem()
     record.transfer = None
-    self.release(record)
+    self.free_copy(record)
     return True
 
 
 def test_the_complaint_names_bytes_micro_batch_shape_and_remedy(scratch: Path) -> None:
     with storing("host", scratch) as (store, _):
         manager = SwapManager(store, limit_bytes=MIB, verify=True)
-        entry = manager.add(torch.ones(30, 100), 3)
+        entry = manager.save(torch.ones(30, 100), 3)[0]
         settle(manager)
         store._slabs[0].data[:12000:5] += 1  # type: ignore[attr-defined]
         for _ in range(2):

@@ -1,0 +1,163 @@
+"""Evicts records from the device to the store."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+import torch
+
+from parallax.errors import SwapError
+from parallax.swap.activations.accounting import MemoryAccounting
+from parallax.swap.activations.prefetcher import Prefetcher
+from parallax.swap.activations.queues import RecordQueues
+from parallax.swap.activations.records import Record, State
+from parallax.swap.activations.transfers import Transfers
+
+_LEAD = 8  # once memory is short, 1/8 of the limit is evicted ahead of need, beside computing
+
+
+class _HeldCopies:
+    """Freed device copies that somebody else still references; their bytes count until the references end."""
+
+    def __init__(self) -> None:
+        self._watched: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
+
+    def add(self, watch: weakref.ref[torch.UntypedStorage], size: int) -> None:
+        """Count ``size`` bytes for as long as ``watch`` is alive."""
+        self._watched.append((watch, size))
+
+    def __len__(self) -> int:
+        return len(self._watched)
+
+    def take_freed_bytes(self) -> int:
+        """Return the bytes whose references ended since the last call."""
+        before = sum(size for _, size in self._watched)
+        self._watched = [(watch, size) for watch, size in self._watched if watch() is not None]
+        return before - sum(size for _, size in self._watched)
+
+
+class Evictor:
+    """The evictor of one manager, which calls it with its lock held."""
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        accounting: MemoryAccounting,
+        queues: RecordQueues,
+        prefetcher: Prefetcher,
+    ) -> None:
+        self._transfers, self._accounting = transfers, accounting
+        self._queues, self._prefetcher = queues, prefetcher
+        self.writing: deque[Record] = deque()
+        self._held = _HeldCopies()
+        self.has_evicted = False  # something has, since whoever asks has set it
+
+    @property
+    def idle(self) -> bool:
+        """Whether no write is under way and no freed copy is still referenced."""
+        return not (self.writing or self._held)
+
+    def evict(self, record: Record) -> None:
+        """Begin to write a record; if that fails, the record stays in its queue."""
+        self._transfers.write(record)
+        self.has_evicted = True
+        self._queues.remove(record)
+        self.writing.append(record)
+        self._queues.mark_evicting(record)
+        self._accounting.count_record(record, "moved")
+        self._accounting.sample()
+
+    def keep(self, record: Record) -> None:
+        """Cancel the write of a record that is needed again, or keep its device copy if the write has begun."""
+        record.wanted = True
+        self._queues.unmark_evicting(record)
+        if self._transfers.cancel_write(record):
+            self._queues.mark_loaded(record)
+
+    def evict_kept(self, size: int) -> None:
+        """Evict kept records, oldest first, until ``size`` more bytes will fit.
+
+        A further eighth of the limit is evicted ahead of need, so that the next save does not wait for a whole
+        write."""
+        missing = self._accounting.resident_bytes + size - self._accounting.limit_bytes
+        while (
+            self._queues.kept
+            and self._queues.evicting_bytes < missing + self._accounting.limit_bytes // _LEAD
+        ):
+            try:
+                self.evict(next(iter(self._queues.kept)))
+            except SwapError:
+                if self._queues.evicting_bytes < missing:
+                    raise
+                return  # the tier is full, and the lead is optional
+
+    def evict_fresh(self, *, writable: bool) -> bool:
+        """Evict one record of the running operator; return whether there was one.
+
+        Records of non-differentiable tensors are evicted only if ``writable``: the operator may still write into
+        them unnoticed. A write into any other tensor raises its version, and autograd rejects it."""
+        record = next(
+            (record for record in self._queues.fresh if writable or record.differentiable), None
+        )
+        if record is None:
+            return False
+        self.evict(record)
+        return True
+
+    def drop_upcoming(self) -> bool:
+        """Drop the unused record that is needed last; return whether there was one."""
+        if not self._queues.upcoming:
+            return False
+        record = next(reversed(self._queues.upcoming))
+        self._queues.remove(record)
+        self._prefetcher.requeue(record)
+        if record.slot is None:
+            self.evict(record)
+            return True
+        if record.transfer is not None and record.transfer.cancel():
+            record.transfer = None
+        self._transfers.wait_for_read(record)
+        self.free_copy(record)
+        return True
+
+    def drop_used(self) -> bool:
+        """Drop the least recently used record; return whether memory was freed or a write began."""
+        while self._queues.used:
+            record = next(iter(self._queues.used))
+            self._queues.remove(record)
+            if record.slot is None:
+                self.evict(record)
+                return True
+            if self.free_copy(record):
+                return True
+        return False
+
+    def free_copy(self, record: Record) -> bool:
+        """Free the device copy; return False while somebody else references it."""
+        self._queues.unmark_evicting(record)
+        assert record.storage is not None
+        watch = weakref.ref(record.storage)
+        record.offload()
+        if record.used and watch() is not None:
+            self._held.add(watch, record.size)
+            return False
+        self._accounting.add_resident(-record.size)
+        return True
+
+    def finish_writes(self) -> None:
+        """Free the device copies whose writes or last references have ended."""
+        if self._held and (freed := self._held.take_freed_bytes()):
+            self._accounting.add_resident(-freed)
+        while self.writing:
+            record = self.writing[0]
+            if record.state is State.QUEUED and record.claim() is not None:
+                assert record.transfer is not None
+                if not record.transfer.done():
+                    return
+                self._transfers.count(record)
+                if record.wanted:
+                    self._queues.mark_loaded(record)
+                else:
+                    self.free_copy(record)
+            self.writing.popleft()

@@ -1,0 +1,142 @@
+"""Record queues of the swap manager, and the fast path without them while every record fits."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+from parallax.swap.activations.accounting import MemoryAccounting
+from parallax.swap.activations.records import Batch, Claim, Record, State
+
+
+# next(iter(dict)) is O(deleted entries), so this is an OrderedDict.
+class RecordQueue(OrderedDict[Record, None]):
+    """Records in order. A record stores the queue's ``number``, because a reference to the queue would be a cycle."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+class RecordQueues:
+    """The queues of one manager; a record is in one of them at most.
+
+    ``fresh``: saved by an operator that may still run. ``kept``: to be evicted when memory is short, oldest first.
+    ``preferred``: kept by the policy, evicted after ``kept``, oldest first. ``upcoming``: on the device and not used
+    yet, in the order of use. ``used``: loaded and used, least recently used first. ``evicting_bytes``: bytes under
+    write whose device copy will be freed.
+    """
+
+    def __init__(self) -> None:
+        self._all = tuple(RecordQueue(number) for number in range(5))
+        self.fresh, self.kept, self.preferred, self.upcoming, self.used = self._all
+        self.evicting_bytes = 0
+
+    def append(self, record: Record, queue: RecordQueue) -> None:
+        """Move ``record`` to the end of ``queue``."""
+        if record.queue is not None:
+            self._all[record.queue].pop(record, None)
+        record.queue = queue.number
+        queue[record] = None
+
+    def remove(self, record: Record) -> None:
+        """Remove ``record`` from its queue."""
+        if record.queue is not None:
+            self._all[record.queue].pop(record, None)
+            record.queue = None
+
+    def mark_evicting(self, record: Record) -> None:
+        """Count the bytes of ``record`` as free once its write ends."""
+        self.evicting_bytes += 0 if record.evicting else record.size
+        record.evicting = True
+
+    def unmark_evicting(self, record: Record) -> None:
+        """Undo :meth:`mark_evicting`: the record stays, or its bytes are free."""
+        if record.evicting:
+            record.evicting = False
+            self.evicting_bytes -= record.size
+
+    def mark_loaded(self, record: Record) -> None:
+        """Queue a record that is on the device as used, or as one to be used next."""
+        record.state, record.transfer = State.LOADED, None
+        self.append(record, self.used if record.used else self.upcoming)
+
+    def forget(self, record: Record) -> None:
+        """Remove a record that no graph claims any more."""
+        if record.evicting:
+            self.unmark_evicting(record)
+        if record.queue is not None:
+            self._all[record.queue].pop(record, None)
+            record.queue = None
+
+
+class FastPath:
+    """Bookkeeping while every record fits: bytes are counted, and nothing else is decided.
+
+    Queues cost more time than everything else that is done for a saved tensor, and a step that evicts nothing never
+    reads them. So they are filled when memory is short for the first time, in the order in which they would have been
+    filled record by record.
+
+    ``records`` (living records by clock) and ``known`` (by address) are the manager's; it calls with its lock held.
+    """
+
+    def __init__(
+        self,
+        accounting: MemoryAccounting,
+        records: dict[int, Record],
+        known: dict[int, Record],
+        unclaimed: deque[Claim],
+    ) -> None:
+        self._accounting, self._records, self._known = accounting, records, known
+        self._unclaimed = unclaimed
+        self.active = False
+
+    def fits(self, size: int) -> bool:
+        """Whether the fast path is active and ``size`` more bytes fit into the limit."""
+        return (
+            self.active and self._accounting.resident_bytes + size <= self._accounting.limit_bytes
+        )
+
+    def save_again(self, record: Record, before: int | None, operation: int | None) -> None:
+        """Attribute a record of operator ``before`` to ``operation``, which saves it too."""
+        if _saved_by(record, before):
+            record.operation = operation
+            self._records[record.clock] = self._records.pop(record.clock)  # the last again
+
+    def fill_queues(self, queues: RecordQueues, operation: int | None) -> None:
+        """Queue every living record and end the fast path.
+
+        ``operation`` may still run, so its records are fresh. Of several micro-batches in their backward, the records
+        saved last are used first.
+        """
+        alive = [record for record in self._records.values() if record.claim() is not None]
+        for record in alive:
+            queues.append(record, queues.fresh if _saved_by(record, operation) else queues.kept)
+        for record in sorted(alive, key=lambda record: record.clock):
+            record.batch.claims[record.ordinal] = record.claim
+        for record in sorted(alive, key=lambda record: (record.used, -record.clock)):
+            if record.batch.prefetching:
+                queues.mark_loaded(record)
+        self.active = False
+
+    def collect_ended(self, batches: dict[int, Batch]) -> None:
+        """Free unclaimed records; clear the open ``batches`` once no record is alive."""
+        if not self._unclaimed:
+            return
+        freed = 0
+        try:
+            while self._unclaimed:
+                record = self._records.pop(self._unclaimed.popleft().clock)
+                freed += record.size
+                self._accounting.count_record(record, record.uncounted_reason)
+                if self._known.get(record.address) is record:
+                    del self._known[record.address]
+                record.free()
+        finally:
+            self._accounting.add_resident(-freed)
+        if not self._records:
+            batches.clear()
+
+
+def _saved_by(record: Record, operation: int | None) -> bool:
+    """Whether ``operation``, which may still run, saved the record last."""
+    return operation is not None and record.operation == operation
