@@ -1,8 +1,8 @@
 """``python -m parallax`` is the command ``parallax``."""
 
-from parallax.common.signals import heed_from_the_start
+from parallax.common.signals import install_early_handlers
 
-heed_from_the_start()  # what follows imports for seconds
+install_early_handlers()  # what follows imports for seconds
 
 import sys  # noqa: E402
 

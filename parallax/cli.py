@@ -21,10 +21,10 @@ from typing import NoReturn
 
 from parallax import __version__
 from parallax.common.signals import (
-    ending_at_once,
+    ending_at_interrupt,
     exit_code,
-    heed_from_the_start,
-    heed_to_the_end,
+    exit_on_request,
+    install_early_handlers,
     stopped_by,
     under_torchrun,
 )
@@ -56,19 +56,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     those of the process where left out."""
     code = _main(arguments)
     if arguments is None:
-        heed_to_the_end(code)
+        exit_on_request(code)
     return code
 
 
 def _main(arguments: Sequence[str] | None) -> int:
     typed = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None:
-        heed_from_the_start()
+        install_early_handlers()
     try:
-        with ending_at_once(), _no_collection(own_process=arguments is None):
-            from parallax.common.terminal import SafeFormatter, print_anything
+        with ending_at_interrupt(), _no_collection(own_process=arguments is None):
+            from parallax.common.terminal import SafeFormatter, accept_any_text
 
-            print_anything()
+            accept_any_text()
             parsed = _parse(typed)
             parsed.own_process = arguments is None
     except UserError as error:

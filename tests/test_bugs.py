@@ -93,10 +93,10 @@ def test_curves_are_loaded_without_a_trace(tmp_path: Path, monkeypatch: pytest.M
 def test_new_sizes_fit_into_a_tier_that_grew_to_its_end() -> None:
     slots = SlotMap(100 * PAGE, "the tier")
     for pages in range(1, 30):
-        taken = [slots.take(pages * PAGE) for _ in range(100 // pages)]
+        taken = [slots.allocate(pages * PAGE) for _ in range(100 // pages)]
         for slot in taken[1:]:
-            slots.give(slot)
-        slots.give(taken[0])
+            slots.release(slot)
+        slots.release(taken[0])
 
 
 # swap.directory=/tmp, as root, closed /tmp to everyone: the folder was made private, whosever it was.

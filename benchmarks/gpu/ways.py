@@ -142,7 +142,7 @@ class Trainer:
         self._limit, self._since = limit_bytes, self._steps
         return True
 
-    def keep_to(self, budget_bytes: int, tier_bytes: int) -> Turn:
+    def limit_device_memory(self, budget_bytes: int, tier_bytes: int) -> Turn:
         """Find, within a few turns, a limit whose peak is at most ``budget_bytes`` above what stays between steps.
         What operators need while they run is in the peak and not in the limit; a turn in which nothing has to move
         shows how much that is. Where no limit is small enough for the budget and large enough to run, the smallest

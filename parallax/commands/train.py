@@ -9,13 +9,13 @@ from pathlib import Path
 
 from parallax.commands.options import add_overrides, trusting, words_of
 from parallax.common.lock import locked
-from parallax.common.signals import heeding, interrupt, under_torchrun
+from parallax.common.signals import handling_requests, interrupt, under_torchrun
 from parallax.common.terminal import safe_console
 from parallax.common.trust import KEYS
 from parallax.config.multirun import wants_sweep
 from parallax.config.printed import CFG, settings_text
 from parallax.errors import ConfigError, printable
-from parallax.machine.variables import check_interfaces, left_over
+from parallax.machine.variables import check_interfaces, leftover_warning
 from parallax.report.scaling import WIDTH
 from parallax.run.prepare import PreparedRun, prepare
 from parallax.run.processes.launch import launch
@@ -77,11 +77,11 @@ def run(parsed: argparse.Namespace) -> int:
     if under_torchrun():
         return run_rank(parsed.overrides, parsed.run_dir, trusts)
     check_interfaces()
-    if words := left_over():
+    if words := leftover_warning():
         print(f"parallax: {words}", file=sys.stderr)
     with ExitStack() as held:
         if parsed.run_dir is None:
-            with heeding(interrupt):
+            with handling_requests(interrupt):
                 run = prepare(parsed.overrides, safe_console(), held)
         else:
             run = PreparedRun.read(parsed.run_dir, trusts)

@@ -1,1 +1,1 @@
-"""What every room uses: files, units, signals, the words of others."""
+"""Code shared by all packages: files, units, signals, untrusted text and documents."""

@@ -1,11 +1,10 @@
-"""Files that somebody else may have written, as plain data: read no larger than they can be, and strictly.
+"""Strict reading of plain data from files that others may have written.
 
-A plan, a profile, a manifest or a stored configuration may be damaged, or made to do harm: a file without end, a pipe
-that nobody writes to, three letters that become a hundred bytes each, a number of a million digits. So a file is read
-up to what its kind can take, nothing becomes data before it was counted, nothing but data comes out of it, and nothing
-of it is lost in silence. What is wrong with JSON is an OSError or a ValueError, which every reader turns into its own
-one line. What was read is changed by path.
-"""
+A plan, a profile, a manifest or a stored configuration may be damaged or malicious: an endless file, a pipe that
+nobody writes to, aliases that expand a hundredfold, a number of a million digits. So files are read up to the
+size limit of their kind, values are counted before they are parsed, only plain data is parsed, and no data is
+dropped silently. Invalid JSON raises OSError or ValueError, which each reader turns into a message of one line.
+The last functions change such data by path."""
 
 from __future__ import annotations
 
@@ -24,17 +23,17 @@ from parallax.errors import ConfigError, printable
 
 DOCUMENT_BYTES = 16 * 2**20  # a profile of 8,000 blocks
 MANIFEST_BYTES = 256 * 2**20  # a checkpoint of a million tensors
-SMALL_BYTES = 2**20  # what was measured of a machine, what became of a point
-MOST_VALUES = 4 * 2**20  # of one file: about 100 bytes each
-MOST_DIGITS = 300  # of a whole number: more are no floating-point number
+SMALL_BYTES = 2**20  # measurements of a machine, the outcome of a sweep point
+MOST_VALUES = 4 * 2**20  # in one file; about 100 bytes each
+MOST_DIGITS = 300  # of a whole number; larger ones exceed floating point
 LARGEST_NUMBER = 10**36  # bytes, seconds, rows: sums and products of such numbers are finite
-LARGEST = 2**17  # letters, and values, of a stored configuration: tens of times what one takes
-DEEPEST = 50  # levels of a file that is read by a loader written in C
-MOST_EVENTS = 2**19  # of such a file, which are a microsecond and a hundred bytes each
+LARGEST = 2**17  # characters, and values, of a stored configuration: tens of times the usual
+DEEPEST = 50  # nesting levels of a file read by a loader written in C
+MOST_EVENTS = 2**19  # YAML events of such a file; a microsecond and a hundred bytes each
 
 
 def read_bytes(path: Path, most_bytes: int) -> bytes:
-    """All of a plain file. Raises ValueError for what is none, and for more than ``most_bytes``."""
+    """Return the content of a regular file. Raises ValueError for other files, and for more than ``most_bytes``."""
     with os.fdopen(_open(path), "rb") as file:
         found = file.read(most_bytes + 1)
     if len(found) > most_bytes:
@@ -43,13 +42,13 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
 
 
 def read_text(path: Path, most_bytes: int) -> str:
-    """The same as text."""
+    """Return the content of a regular file as text; see :func:`read_bytes`."""
     return read_bytes(path, most_bytes).decode("utf-8")
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a plain file of any length, but for a last one that was cut short. Raises ValueError for one that
-    is no text, or longer than any of ours."""
+    """Yield the lines of a regular file of any length, without a last line that was cut short. Raises ValueError for
+    lines that are not text or too long."""
     handle = _open(path)
     with os.fdopen(handle, "rb") as file:
         while (line := file.readline(SMALL_BYTES)).endswith(b"\n"):
@@ -59,13 +58,12 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def read_json(path: Path, most_bytes: int, *, largest: float = math.inf) -> Any:
-    """What a file of :func:`plain_json` holds."""
+    """Return the data of a JSON file; see :func:`plain_json`."""
     return plain_json(read_text(path, most_bytes), largest=largest)
 
 
 def plain_json(text: str, *, largest: float = math.inf) -> Any:
-    """JSON as data, in which all numbers are finite, and none is above ``largest``. Raises ValueError for anything
-    else."""
+    """Return JSON as data with finite numbers up to ``largest``. Raises ValueError for anything else."""
     return _loaded(
         text,
         parse_float=partial(_finite, largest),
@@ -75,7 +73,7 @@ def plain_json(text: str, *, largest: float = math.inf) -> Any:
 
 
 def any_json(text: str) -> Any:
-    """The same with NaN and infinity, which people's own states may hold."""
+    """Return JSON as data, including NaN and infinity, which users' own states may contain."""
     return _loaded(text, parse_int=partial(_whole, math.inf))
 
 
@@ -89,7 +87,7 @@ def _loaded(text: str, **options: Any) -> Any:
 
 
 def _open(path: Path) -> int:
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe would block
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise ValueError("it is no plain file")
@@ -117,7 +115,7 @@ def _refused(name: str) -> NoReturn:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as data, in which a key that is there twice is a mistake: one of its values would be lost."""
+    """A YAML loader of plain data that rejects duplicate keys, of which one value would be lost."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         found = super().construct_mapping(node, deep=deep)
@@ -129,7 +127,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def plain_yaml(text: str) -> Any:
-    """The data of a stored configuration, whatever it is; no larger than a configuration can be."""
+    """Return the data of a stored configuration, within the size limit."""
     if len(text) > LARGEST:
         raise ConfigError(
             f"the stored configuration is not plain YAML: it is longer than {LARGEST:,} letters"
@@ -148,8 +146,8 @@ def plain_yaml(text: str) -> Any:
 
 
 def check_flat(text: str, loader: Any) -> None:
-    """Raise :class:`yaml.YAMLError` where YAML is nested deeper than any file of ours, which loaders written in C do
-    not survive, has more values, or repeats itself by anchors, which none of ours does."""
+    """Raise :class:`yaml.YAMLError` for YAML that a loader written in C may not survive: nested deeper than any file
+    of Parallax, with more values, or with aliases, which Parallax never writes."""
     depth = 0
     for count, event in enumerate(yaml.parse(text, Loader=loader)):
         if count > MOST_EVENTS:
@@ -166,7 +164,7 @@ def check_flat(text: str, loader: Any) -> None:
 
 
 def _size(tree: Any, known: dict[int, int]) -> int:
-    """Values in ``tree``, those that anchors repeat as often as they are repeated; a loop counts for nothing."""
+    """Return the number of values in ``tree``, counting aliases each time; a cycle counts as zero."""
     if not isinstance(tree, dict | list):
         return 1
     if id(tree) not in known:
@@ -179,8 +177,9 @@ def _size(tree: Any, known: dict[int, int]) -> int:
 def take_options(
     tree: dict[str, Any], groups: list[str], plain: dict[str, Any], fresh: dict[str, Any]
 ) -> None:
-    """Change ``tree`` by options: ``plain`` is what there is without any, ``fresh`` with them. Their ``groups`` are
-    taken whole, and so are those that became another kind; of the others what the options set."""
+    """Change ``tree`` by options. ``plain`` is the configuration without them, ``fresh`` with them. The ``groups``,
+    and groups of another kind than before, are replaced as a whole; in others, only the values that the options
+    set."""
     for group, value in fresh.items():
         if group in groups or _kind(value) != _kind(plain[group]):
             tree[group] = value
@@ -191,7 +190,7 @@ def take_options(
 
 
 def take_keys(tree: dict[str, Any], keys: list[str], merged: dict[str, Any]) -> None:
-    """Set dotted ``keys`` of ``tree`` to what they are in ``merged``; of what lies in a list, the whole list."""
+    """Set dotted ``keys`` of ``tree`` to their values in ``merged``; for a key inside a list, the whole list."""
     for key in keys:
         place: tuple[str, ...] = ()
         node: Any = merged
@@ -202,7 +201,7 @@ def take_keys(tree: dict[str, Any], keys: list[str], merged: dict[str, Any]) -> 
 
 
 def leaf_values(tree: dict[str, Any], prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    """Paths and values of what is no dictionary."""
+    """Return paths and values of everything that is not a dictionary."""
     found: dict[tuple[str, ...], Any] = {}
     for key, value in tree.items():
         path = (*prefix, str(key))
@@ -211,24 +210,24 @@ def leaf_values(tree: dict[str, Any], prefix: tuple[str, ...] = ()) -> dict[tupl
 
 
 def leaves(tree: dict[str, Any]) -> dict[str, str]:
-    """Dotted keys and their values as one line each."""
+    """Return dotted keys and their values as one line each."""
     return {".".join(path): printable(shown(value)) for path, value in leaf_values(tree).items()}
 
 
 def shown(value: Any) -> str:
-    """As YAML on one line, so that the text '3' and the number 3 look different."""
+    """Return ``value`` as YAML on one line, so that the text '3' and the number 3 differ."""
     return (
         yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
     )
 
 
 def _kind(group: Any) -> Any:
-    """The name that says which dataclass a group is."""
+    """Return the name that selects a group's dataclass."""
     return group.get("name") if isinstance(group, dict) else None
 
 
 def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    """Set what is at ``path``."""
+    """Set the value at ``path``."""
     for part in path[:-1]:
         if not isinstance(tree.get(part), dict):
             tree[part] = {}

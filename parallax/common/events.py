@@ -1,9 +1,8 @@
-"""What happened, one line each: every layer drops spans down here, the monitor reads them from above.
+"""Spans of actions, one JSON line each: every layer writes them, the monitor reads them.
 
-A span is one action of one rank: what it was, for which step, stage and micro-batch, when it began and ended
-on this host's monotonic clock, and how many of those seconds the rank only waited. The planner's simulator
-produces the same record from predicted costs, so prediction and measurement are compared field by field.
-"""
+A span is one action of one rank: its kind, step, stage and micro-batch, its start and end on this host's
+monotonic clock, and the seconds of it that the rank waited. The planner's simulator produces the same record from
+predicted costs, so prediction and measurement are compared field by field."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from parallax.common.documents import plain_json, read_lines
 from parallax.common.files import AppendedFile
 from parallax.errors import ConfigError, printable
 
-COMPUTES = ("forward", "backward", "backward_weight")  # kinds of spans
+COMPUTES = ("forward", "backward", "backward_weight")  # kinds of spans that compute
 
 
 class Span(NamedTuple):
@@ -35,7 +34,7 @@ class Span(NamedTuple):
 
 
 class EventLog:
-    """Appends spans to ``events-rank<r>.jsonl``; nothing touches the disk before :meth:`flush`."""
+    """Appends spans to ``events-rank<r>.jsonl``; nothing is written before :meth:`flush`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,11 +42,11 @@ class EventLog:
         self._file = AppendedFile(path)
 
     def extend(self, spans: list[Span]) -> None:
-        """Remember the spans of one step."""
+        """Collect the spans of one step."""
         self._pending.extend(spans)
 
     def flush(self) -> None:
-        """Write what was remembered, and forget it, even where it cannot be written."""
+        """Write the collected spans and clear them, even if writing fails."""
         spans, self._pending = self._pending, []
         if spans:
             self._file.append("".join(json.dumps(span._asdict()) + "\n" for span in spans).encode())
@@ -68,8 +67,8 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[Span]:
-    """The spans of a file in order; a last line cut short by a crash is skipped. Raises :class:`ConfigError` for what
-    is no span."""
+    """Yield the spans of a file in order; a last line cut short by a crash is skipped. Raises :class:`ConfigError`
+    for invalid lines."""
     read = 0
     try:
         for line in read_lines(path):
@@ -83,7 +82,7 @@ def read_events(path: Path) -> Iterator[Span]:
 
 
 def span_of(data: Any) -> Span:
-    """What a file says of one action. Raises ValueError or TypeError unless its numbers are numbers."""
+    """Return the span of a parsed line. Raises ValueError or TypeError for invalid values."""
     span = Span(**data)
     whole, timed = (span.rank, span.step, span.stage, span.micro), (span.start, span.end, span.wait)
     good = all(type(value) is int for value in whole) and all(
@@ -100,16 +99,16 @@ def span_of(data: Any) -> Span:
 
 
 def busy_seconds(spans: Iterable[Span]) -> float:
-    """How long these actions computed, without what they waited."""
+    """Return the seconds that these actions computed, without waits."""
     return sum(s.end - s.start - s.wait for s in spans if s.kind in COMPUTES)
 
 
 def bubble_fraction(spans: Sequence[Span]) -> float:
-    """Idle share of the pipeline: 1 − compute seconds / (ranks × seconds from first to last compute).
+    """Return the idle fraction of the pipeline: 1 − compute seconds / (ranks × seconds from first to last compute).
 
-    Only forward and backward (both of its halves) count as compute, and their waits for swapped data do not: the same
-    definition for a predicted and for a measured timeline (GPipe, Huang et al. 2019, section 2).
-    """
+    Only forward and backward (both its input-gradient and its weight-gradient pass) count as compute, without
+    their waits for swapped data. The definition is the same for predicted and measured timelines (GPipe, Huang et
+    al. 2019, section 2)."""
     compute = [span for span in spans if span.kind in COMPUTES]
     if not compute:
         return 0.0

@@ -1,4 +1,4 @@
-"""Files that are replaced whole, and where they may go."""
+"""Atomic replacement of files and folders, cache and temporary folders."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _UNFINISHED = "unfinished-"
 
 
 def cache_directory() -> Path:
-    """Where what can be made again is kept: ``$XDG_CACHE_HOME/parallax`` or ``~/.cache/parallax``; a folder of this
-    user's in the temporary one where the home directory cannot be written. That is said once, and this process and
-    those that it starts keep other libraries' caches there too."""
+    """Return the folder for data that can be made again: ``$XDG_CACHE_HOME/parallax`` or ``~/.cache/parallax``.
+
+    If the home directory cannot be written, it is a private folder in the temporary directory. A warning is
+    logged once, and this process and its children keep other libraries' caches there, too."""
     if named := os.environ.get("XDG_CACHE_HOME"):
         return Path(named) / "parallax"
     try:
@@ -35,7 +36,7 @@ def cache_directory() -> Path:
         reason = f"{home} cannot be written"
     except OSError as error:
         reason = f"{error.filename or '~/.cache'}: {error.strerror}"
-    except RuntimeError:  # no HOME, and no entry of this user
+    except RuntimeError:  # no HOME, and no passwd entry for this user
         reason = "HOME is not set"
     os.environ["XDG_CACHE_HOME"] = instead = str(_own_temporary())
     os.environ.setdefault("MPLCONFIGDIR", str(Path(instead) / "matplotlib"))
@@ -47,7 +48,7 @@ def cache_directory() -> Path:
 
 
 def _own_temporary() -> Path:
-    """A folder that nobody else can write to, the same for all processes of this user."""
+    """Return a folder that only this user can write, the same for all processes of the user."""
     folder = Path(tempfile.gettempdir()) / f"parallax-cache-{os.getuid()}"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -63,8 +64,8 @@ def _own_temporary() -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of ``path`` when the block ends well: temporary file, fsync, rename. What a process
-    that was killed has left of such a file goes with the next."""
+    """Yield a file that replaces ``path`` atomically at the end of the block: temporary file, fsync, rename.
+    Temporary files of killed processes are removed by the next call."""
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.{_UNFINISHED}"
     _sweep(path.parent, prefix)
@@ -81,9 +82,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write ``text`` in place of ``path``, whole, with the rights of any new file, so that others may read it."""
+    """Replace the content of ``path`` with ``text`` atomically, with the default mode, so that others may read it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)  # of an earlier process of the same number; or a link
+    temporary.unlink(missing_ok=True)  # of an earlier process with the same id; or a link
     try:
         with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -95,18 +96,15 @@ def replace_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def making_folder(path: Path) -> Iterator[Path]:
-    """A folder that becomes ``path``, where there is none or an empty one, when the block ends well: a folder in
-    another one beside it, fsync of all that is in it, rename. What a process that was killed has left goes with the
-    next."""
+    """Yield a folder that becomes ``path`` (missing or empty) at the end of the block: temporary folder beside it,
+    fsync of its content, rename. Temporary folders of killed processes are removed by the next call."""
     alone = not path.parent.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.{_UNFINISHED}"
     _sweep(path.parent, prefix)
     handle, name = _own(lambda: _new_folder(path.parent, prefix))
     try:
-        made = (
-            Path(name) / path.name
-        )  # with the rights of any new folder, which the one around it has not
+        made = Path(name) / path.name  # has the default mode, unlike the temporary folder around it
         made.mkdir()
         yield made
         for inside in (*made.rglob("*"), made):
@@ -117,12 +115,12 @@ def making_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(name, ignore_errors=True)
         os.close(handle)
         if alone:
-            with contextlib.suppress(OSError):  # it holds something
+            with contextlib.suppress(OSError):  # not empty
                 path.parent.rmdir()
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or what a folder lists, is on the disk."""
+    """Wait until a file, or the entries of a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -132,7 +130,7 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder that is gone afterwards. One that a killed process has left goes with the next."""
+    """Yield a folder that is removed at the end. Folders of killed processes are removed by the next call."""
     base = Path(tempfile.gettempdir())
     _sweep(base, _FOLDER)
     handle, name = _own(lambda: _new_folder(base, _FOLDER))
@@ -144,27 +142,28 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def _new_folder(base: Path, prefix: str) -> tuple[int, str]:
-    """One that is open, and its name."""
+    """Return the handle and the name of a new folder."""
     while True:
         name = tempfile.mkdtemp(prefix=prefix, dir=base)
-        with contextlib.suppress(FileNotFoundError):  # somebody took it for left over
+        with contextlib.suppress(FileNotFoundError):  # another process removed it as left over
             return os.open(name, os.O_RDONLY | os.O_DIRECTORY), name
 
 
 def _own(make: Callable[[], tuple[int, str]]) -> tuple[int, str]:
-    """What ``make`` makes, open and by name, locked as long as it stays open: others see that its maker lives."""
+    """Return the handle and the name from ``make``, locked while it is open, so that other processes see that its
+    maker lives."""
     while True:
         handle, name = make()
-        # A file system without locks, where nothing is swept either.
+        # on a file system without locks, nothing is removed either
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
-        if Path(name).exists():  # nobody took it for left over before it was locked
+        if Path(name).exists():  # no other process removed it as left over before it was locked
             return handle, name
         os.close(handle)
 
 
 def _sweep(folder: Path, prefix: str) -> None:
-    """Remove what begins with ``prefix`` in ``folder``, is this user's, and whose maker has gone."""
+    """Remove this user's entries of ``folder`` that begin with ``prefix`` and whose makers have ended."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith(prefix) and not entry.is_symlink():
@@ -187,14 +186,14 @@ def _remove_if_left(entry: os.DirEntry[str]) -> None:
 
 
 class AppendedFile:
-    """A file that grows by pieces, each of which is there whole or not at all: what a full disk took of one is given
-    back, so that the next begins a line. OSError says so."""
+    """A file of appended records, each written completely or not at all: if the disk is full, a partial record is
+    truncated, so that the next one begins a line, and OSError is raised."""
 
     def __init__(self, path: Path) -> None:
         self._handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
     def append(self, data: bytes) -> None:
-        """Write ``data``, past any buffer."""
+        """Write ``data`` without buffering."""
         size, rest = os.fstat(self._handle).st_size, memoryview(data)
         try:
             while rest:
@@ -209,11 +208,11 @@ class AppendedFile:
 
 
 def existing_parent(path: Path) -> Path:
-    """``path`` or the nearest folder above it that exists: the file system that ``path`` will be on."""
+    """Return ``path`` or its nearest existing parent folder, which is on the file system of ``path``."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 def disk_free_bytes(path: Path) -> int:
-    """Bytes that this user can still write on the file system of ``path`` (which need not exist yet)."""
+    """Return the bytes that this user can still write on the file system of ``path``, which need not exist yet."""
     return psutil.disk_usage(str(existing_parent(path))).free

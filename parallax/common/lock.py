@@ -1,8 +1,7 @@
-"""One run to a directory: two that train into one would overwrite each other's checkpoints.
+"""Locks of run directories: two runs in one directory would overwrite each other's checkpoints.
 
-Whoever trains holds a lock of the operating system on a file in the directory, for as long as the process lives: it
-cannot be left behind, whatever ends the process. The file says who holds it.
-"""
+A training process holds an operating-system lock on a file in the directory until it ends, so no lock is ever
+left over. The file names its holder."""
 
 from __future__ import annotations
 
@@ -19,19 +18,19 @@ from pathlib import Path
 from parallax.errors import ConfigError, printable
 
 LOCK = ".lock"
-PRIVATE = 0o700  # of a run's folder: checkpoints and settings are its owner's
-_NOBODYS = 0, 65534  # root's, and what servers of files make of root
+PRIVATE = 0o700  # mode of a run's folder: only its owner reads checkpoints and settings
+_ROOT_USERS = 0, 65534  # root, and nobody, to which file servers map root
 _POLL_SECONDS = 0.1
 _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def locked(directory: Path, patience_seconds: float = 0.0) -> Iterator[None]:
-    """Hold the run directory, made where it is missing; what was made and stays empty is removed at the end.
+    """Hold the lock of the run directory, which is made if missing; folders made here that stay empty are removed at
+    the end.
 
-    Raises :class:`ConfigError` where another process still holds it after ``patience_seconds``, naming that one, where
-    it cannot be made, or where there are symbolic links in it.
-    """
+    Raises :class:`ConfigError` if another process still holds it after ``patience_seconds``, if it cannot be
+    made, or if it contains symbolic links."""
     made = _make(directory)
     try:
         handle = _acquire(directory / LOCK, time.monotonic() + patience_seconds)
@@ -49,7 +48,7 @@ def locked(directory: Path, patience_seconds: float = 0.0) -> Iterator[None]:
 
 
 def is_locked(directory: Path) -> bool:
-    """Whether a process holds ``directory``; none where its file system knows no locks."""
+    """Whether a process holds ``directory``; False if its file system has no locks."""
     try:
         handle = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -66,7 +65,7 @@ def is_locked(directory: Path) -> bool:
 
 
 def _make(directory: Path) -> list[Path]:
-    """Make ``directory`` and those above it; the new ones, innermost first."""
+    """Make ``directory`` and its missing parents; return the new folders, innermost first."""
     try:
         missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
         directory.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
@@ -77,21 +76,21 @@ def _make(directory: Path) -> list[Path]:
 
 
 def _check_own(directory: Path) -> None:
-    """Refuse a directory in whose place another user can put other files: what a run reads there, it believes."""
+    """Refuse a symbolic link, and a directory of another user, who could replace the files that the run reads."""
     found = os.lstat(directory)
     if stat.S_ISLNK(found.st_mode):
         raise ConfigError(
             f"{printable(str(directory))} is a symbolic link: give the folder that it leads to, or another name"
         )
-    if found.st_uid not in (os.getuid(), *_NOBODYS):
+    if found.st_uid not in (os.getuid(), *_ROOT_USERS):
         raise ConfigError(
             f"{printable(str(directory))} is another user's (uid {found.st_uid}): choose another name, or copy it"
         )
 
 
 def _check_no_links(directory: Path) -> None:
-    """Refuse a directory with symbolic links in it: what is written there would change, or what is removed there would
-    take away, something elsewhere. Somebody may have made them for that, in a folder that was unpacked."""
+    """Refuse a directory that contains symbolic links: writing or removing through them would change files
+    elsewhere. In a folder from an archive, links may have been placed for that purpose."""
     for folder, folders, files in os.walk(directory):
         for name in (*folders, *files):
             path = os.path.join(folder, name)
@@ -103,7 +102,7 @@ def _check_no_links(directory: Path) -> None:
 
 
 def _acquire(path: Path, until: float) -> int:
-    """An open file that is locked, and still the one of that name."""
+    """Return the handle of the locked file, which still has that name."""
     while True:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -132,7 +131,7 @@ def _acquire(path: Path, until: float) -> int:
                 os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
                 return handle
         except FileNotFoundError:
-            pass  # the one before has just removed it: again, with a new one
+            pass  # the previous holder has just removed it: retry with a new file
         except OSError as error:
             os.close(handle)
             raise _refusal(path.parent, error) from error
@@ -142,6 +141,6 @@ def _acquire(path: Path, until: float) -> int:
 def _refusal(directory: Path, error: OSError) -> ConfigError:
     where = printable(str(error.filename or directory))
     return ConfigError(
-        f"cannot write the run directory {printable(str(directory))}: {where}: {error.strerror}; make room or make it "
+        f"cannot write the run directory {printable(str(directory))}: {where}: {error.strerror}; free space or make it "
         "writable, choose another name, or start from another folder"
     )

@@ -1,4 +1,4 @@
-"""Seeds of single places, so that what is drawn in one does not depend on what is drawn in another."""
+"""Seeds per block, step and row, so that draws in one place do not depend on draws in another."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import hashlib
 
 
 def block_seed(seed: int, *where: int) -> int:
-    """A 63-bit seed for one place (block, step, rows …), unrelated between places."""
+    """Return a 63-bit seed for one place (block, step, rows …), unrelated to the seeds of other places."""
     digest = hashlib.blake2b(repr((seed, *where)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

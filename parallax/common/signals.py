@@ -1,9 +1,7 @@
-"""Signals that ask a run to end, and what is made of them.
+"""Signals that request the end of a run.
 
-A batch system, a terminal and a person have four ways to say the same: SIGTERM, SIGINT (Ctrl-C), SIGHUP (the terminal
-has gone) and SIGUSR1 (Slurm's warning, ``--signal=USR1@60``). A run that trains saves what it has and ends; anything
-else just ends.
-"""
+There are four: SIGTERM, SIGINT (Ctrl-C), SIGHUP (the terminal was closed) and SIGUSR1 (Slurm's warning,
+``--signal=USR1@60``). A training run saves its state and ends; any other process just ends."""
 
 from __future__ import annotations
 
@@ -20,14 +18,15 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-# Within which signals are one request: whoever passes them on sends a second one at once.
+# signals within this time are one request: launchers forward a signal right after the original
 SAME_SECONDS = 0.5
 
 Handler = Callable[[int, FrameType | None], object]
 
 
 class Stopped(KeyboardInterrupt):
-    """A process was asked to end by signal ``number``. Like its parent it is no error, and passes handlers of these."""
+    """A process was requested to end by signal ``number``. Like KeyboardInterrupt it is no error, and passes
+    ``except Exception``."""
 
     def __init__(self, number: int) -> None:
         super().__init__(stopped_by(number))
@@ -35,25 +34,25 @@ class Stopped(KeyboardInterrupt):
 
 
 def stopped_by(number: int) -> str:
-    """How the message about it begins."""
+    """Return the begin of the message about it."""
     return f"stopped by {signal.Signals(number).name}"
 
 
 def exit_code(number: int, *, saved: bool = False) -> int:
-    """Of a process that ends because of signal ``number``: as a shell has it, and 0 where all that was asked for is
-    done: SIGUSR1 asks for an end, SIGTERM for one that loses nothing (``saved``)."""
+    """Return the exit code of a process that ends because of signal ``number``: the shell's, or 0 if the request is
+    fulfilled: SIGUSR1 requests an end, SIGTERM an end without loss (``saved``)."""
     done = number == signal.SIGUSR1 or (saved and number == signal.SIGTERM)
     return 0 if done else 128 + number
 
 
 @contextlib.contextmanager
-def heeding(handler: Handler, *others: int) -> Iterator[None]:
-    """Call ``handler`` for each request, and for ``others``, while inside, on the main thread; on any other thread
-    nothing is changed."""
+def handling_requests(handler: Handler, *others: int) -> Iterator[None]:
+    """Call ``handler`` on the main thread for each request, and for ``others``, inside the block; a no-op on other
+    threads."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in (*heeded(), *others)}
+    before = {number: signal.signal(number, handler) for number in (*handled_signals(), *others)}
     try:
         yield
     finally:
@@ -61,15 +60,15 @@ def heeding(handler: Handler, *others: int) -> Iterator[None]:
             signal.signal(number, each if each is not None else signal.SIG_DFL)
 
 
-def heeded() -> list[signal.Signals]:
-    """The requests that are meant for this process: under ``nohup`` a terminal that goes is none."""
+def handled_signals() -> list[signal.Signals]:
+    """Return the requests that are meant for this process: under ``nohup``, SIGHUP is not."""
     return [n for n in REQUESTS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
 
 
 @contextlib.contextmanager
-def ending_at_once() -> Iterator[None]:
-    """Ctrl-C while inside ends the process, with its line: for imports, which may go on without what an exception in
-    their middle has left out, or fail with another. There is nothing to put in order yet."""
+def ending_at_interrupt() -> Iterator[None]:
+    """Make Ctrl-C end the process at once, with its message, during imports. An exception in the middle of an import
+    may leave a module incomplete or be replaced by another, and nothing needs saving yet."""
     before = signal.getsignal(signal.SIGINT)
     on_main = threading.current_thread() is threading.main_thread()
     if not on_main or before not in (signal.default_int_handler, _end):
@@ -84,68 +83,67 @@ def ending_at_once() -> Iterator[None]:
 
 def _end(number: int, frame: FrameType | None) -> None:
     del frame
-    if not under_torchrun():  # whoever started the ranks speaks
+    if not under_torchrun():  # the launcher prints the message
         os.write(2, f"parallax: {stopped_by(number)}\n".encode())
     os._exit(exit_code(number))
 
 
-def heed_to_the_end(code: int) -> None:
-    """Called when the work of a process is done, which ends with ``code``: whoever asks it to end now gets that at
-    once. Python's way down takes a moment, and tells on many lines in what it was interrupted; its last part, in which
-    no handler runs any more, comes to its end."""
+def exit_on_request(code: int) -> None:
+    """Make requests end a finished process at once with ``code``. Python's shutdown takes a moment and would print
+    where it was interrupted; its last part, in which no handler runs, is completed."""
     if threading.current_thread() is not threading.main_thread():
         return
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    for number in heeded():
+    for number in handled_signals():
         signal.signal(number, lambda *_: os._exit(code))
 
 
-def _heed_no_more() -> None:
-    """Python takes its handlers away before it takes down modules: a request would be the process's death by it."""
-    for number in heeded():
+def _ignore_requests() -> None:
+    """Ignore requests: Python removes its handlers before it tears down modules, so a request would kill the
+    process."""
+    for number in handled_signals():
         signal.signal(number, signal.SIG_IGN)
 
 
-def heed_from_the_start() -> None:
-    """Called in the first line of a process: what Python makes of a request to end that comes while it imports is its
-    death by that signal, which a launcher takes for a failure.
+def install_early_handlers() -> None:
+    """Install handlers in the first line of a process: without them, a request during imports kills the process by
+    the signal, which a launcher takes for a failure.
 
     ::
 
         python -m parallax ── imports torch ── meets the other ranks ── watches ── trains
-          a rank of torchrun   keeps SIGUSR1 and SIGHUP until ────────> all ranks end together, with the code of such
+          a rank of torchrun   keeps SIGUSR1 and SIGHUP until ────────> all ranks end together, with the exit code
           any other process    ends at once, in one line, with the same code; so does a rank at SIGTERM
 
-    Torchrun sends SIGTERM where all is over anyway. Ctrl-C ends any process at once until :func:`ending_at_once` is
-    over.
-    """
+    Torchrun sends SIGTERM when the run is over anyway. Ctrl-C ends any process at once until
+    :func:`ending_at_interrupt` exits."""
     if threading.current_thread() is not threading.main_thread():
-        return  # whose process it is
+        return  # the main thread handles signals
     if any(signal.getsignal(number) is _early for number in REQUESTS):
         return
-    for number in heeded():
+    for number in handled_signals():
         before = signal.getsignal(number)
-        # Who starts ranks may ignore what they heed.
+        # A launcher may ignore signals that its ranks handle.
         if before is signal.SIG_DFL or (before is signal.SIG_IGN and under_torchrun()):
             signal.signal(number, _early)
         elif before is signal.default_int_handler:
             signal.signal(number, _end)
     os.register_at_fork(after_in_child=_forget)
-    # Behind those of all that is imported from here on, which can be ended.
-    atexit.register(_heed_no_more)
+    # Runs after the exit handlers of all modules imported later, which can still be interrupted.
+    atexit.register(_ignore_requests)
 
 
 def _forget() -> None:
-    """A forked child dies by these signals, as its parent expects who sends them."""
+    """Restore default handlers in a forked child, which these signals kill, as its parent expects."""
     for number in REQUESTS:
         if signal.getsignal(number) is _early:
             signal.signal(number, signal.SIG_DFL)
 
 
 class _EarlyHandler:
-    """Keeps the first request of a rank until it is :meth:`taken`."""
+    """Keeps the first request of a rank until :meth:`take_first`."""
 
     def __init__(self) -> None:
         self.first, self._keeps = 0, True
@@ -156,7 +154,7 @@ class _EarlyHandler:
         else:
             _end(number, frame)
 
-    def taken(self) -> int:
+    def take_first(self) -> int:
         self._keeps, found, self.first = False, self.first, 0
         return found
 
@@ -165,22 +163,23 @@ _early = _EarlyHandler()
 
 
 def early_request() -> int:
-    """The signal that came since :func:`heed_from_the_start`; 0 where none has. Whoever asks heeds those to come."""
-    return _early.taken()
+    """Return the signal received since :func:`install_early_handlers`; 0 if none. The caller handles later ones."""
+    return _early.take_first()
 
 
 @contextlib.contextmanager
-def ending_after(seconds: float, end: Callable[[int], object]) -> Iterator[None]:
-    """A request that came early, or comes while inside, calls ``end`` with its number after so many ``seconds``, at
-    SIGTERM at once, from another thread, where the block still runs then. For blocks that wait in calls in which no
-    handler runs; what need not be waited for is kept."""
+def ending_after_request(seconds: float, end: Callable[[int], object]) -> Iterator[None]:
+    """Call ``end`` with the number of a request if the block still runs ``seconds`` after it, from another thread;
+    at SIGTERM at once.
+
+    For blocks that wait in calls in which no handler runs. Requests received before the block count, too."""
     woken, wake = socket.socketpair()
     wake.setblocking(False)
     before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     if _early.first:
         wake.send(bytes([_early.first]))
 
-    def look_on() -> None:
+    def watch() -> None:
         asked, deadline = 0, float("inf")
         while time.monotonic() < deadline:
             left = None if not asked else max(0.0, deadline - time.monotonic())
@@ -194,7 +193,7 @@ def ending_after(seconds: float, end: Callable[[int], object]) -> Iterator[None]
                     deadline = time.monotonic() + (0 if number == signal.SIGTERM else seconds)
         end(asked)
 
-    thread = threading.Thread(target=look_on, name="parallax-asked", daemon=True)
+    thread = threading.Thread(target=watch, name="parallax-asked", daemon=True)
     thread.start()
     try:
         yield
@@ -214,13 +213,13 @@ def under_torchrun() -> bool:
 
 
 def interrupt(number: int, frame: FrameType | None = None) -> None:
-    """A handler that raises :class:`Stopped`."""
+    """Raise :class:`Stopped`; a signal handler."""
     del frame
     raise Stopped(number)
 
 
 class _KeptHandler:
-    """A handler that keeps an interrupt for later; one of an impatient person is taken at once."""
+    """A handler that defers an interrupt; a repeated one is handled at once."""
 
     def __init__(self, before: Handler) -> None:
         self.before, self.requests = before, Requests()
@@ -233,8 +232,8 @@ class _KeptHandler:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C comes at the end of the block, not in the middle of books that would stay half written. Whoever presses it
-    again does not want to wait, and does not; two at once are one. On other threads than the main one none arrives."""
+    """Defer Ctrl-C to the end of the block, so that no data structure is left half updated. A second Ctrl-C
+    interrupts at once, unless it follows immediately. A no-op on other threads, which receive none."""
     before = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
     if not main or not callable(before) or isinstance(before, _KeptHandler):
@@ -251,8 +250,8 @@ def uninterrupted() -> Iterator[None]:
 
 
 class Requests:
-    """Requests so far: the ``first`` signal counts, what follows at once is the same request, and a second Ctrl-C is
-    ``impatient``: the process is to end whatever it is doing."""
+    """Requests received so far. The ``first`` signal counts; a signal right after it is the same request. A second
+    Ctrl-C is ``impatient``: the process must end at once."""
 
     def __init__(self) -> None:
         self.first, self.impatient = 0, False
@@ -260,11 +259,11 @@ class Requests:
 
     @property
     def seconds(self) -> float:
-        """Since the first; 0 where there is none."""
+        """Seconds since the first request; 0 if there is none."""
         return time.monotonic() - self._when if self.first else 0.0
 
     def add(self, number: int) -> None:
-        """Take note of a signal."""
+        """Note a signal."""
         now = time.monotonic()
         if not self.first:
             self.first, self._when = number, now

@@ -1,9 +1,8 @@
 """Functions that the user names in a configuration. Names come from the user's own configuration only, never from a
 checkpoint, a plan or a profile.
 
-What such a function raises is the user's to read, with its traceback. But arguments that it does not take are wrong
-input: they are compared with its signature before it is called.
-"""
+Exceptions of such a function are shown with their traceback. But unknown arguments are invalid input: they are
+compared with the function's signature before the call."""
 
 from __future__ import annotations
 
@@ -21,9 +20,9 @@ _UNEXPECTED = re.compile(r"^([\w.<>]+)\(\) got an unexpected keyword argument '(
 
 
 def load_target(key: str, target: str) -> Callable[..., Any]:
-    """The object named by ``package.module:factory``; ``key`` is the setting named in errors."""
+    """Return the object named by ``package.module:factory``; errors name the setting ``key``."""
     module, _, name = target.partition(":")
-    if not name or not all(module.split(".")):  # a file's name need be no identifier
+    if not name or not all(module.split(".")):  # a module file's name need not be an identifier
         raise ConfigError(f"{key}={target or '(empty)'}: accepted is package.module:factory")
     try:
         loaded = importlib.import_module(module)
@@ -47,18 +46,19 @@ def load_target(key: str, target: str) -> Callable[..., Any]:
 
 
 def call_target(group: str, target: str, kwargs: Mapping[str, Any]) -> Any:
-    """What the function of the setting ``group.target`` returns for ``group.kwargs``.
+    """Call the function of the setting ``group.target`` with ``group.kwargs`` and return its result.
 
-    Raises :class:`ConfigError`, with the nearest name, for a keyword that neither it nor what it hands it on to takes,
-    and for one that it lacks.
-    """
+    Raises :class:`ConfigError` with the nearest name for a keyword that neither the function nor a function it
+    passes it to accepts, and for a missing one."""
     function = load_target(f"{group}.target", target)
     _check_keywords(group, target, function, kwargs)
     try:
         return function(**kwargs)
     except TypeError as error:
         found = _UNEXPECTED.match(str(error))
-        frames = [each for each, _ in traceback.walk_tb(error.__traceback__)][1:]  # below this one
+        frames = [each for each, _ in traceback.walk_tb(error.__traceback__)][
+            1:
+        ]  # without this frame
         if found is None or found[2] not in kwargs or not _handed_on(found[2], frames):
             raise
         name, (accepted, place) = found[2], _callee(error.__traceback__, found[1])
@@ -69,8 +69,8 @@ def call_target(group: str, target: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 def check_call(what: str, function: Callable[..., Any], *names: str) -> None:
-    """Raise :class:`ConfigError` where ``function``, which is ``what`` to the user, cannot be called with as many
-    arguments as there are ``names``."""
+    """Raise :class:`ConfigError` if ``function``, described to the user as ``what``, cannot be called with as many
+    arguments as ``names``."""
     signature = _signature(function)
     try:
         if signature is not None:
@@ -105,7 +105,7 @@ def _choice(name: str, accepted: list[str]) -> str:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """None for what is not written in Python, which may have none."""
+    """Return the signature; None for functions not written in Python without one."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -118,8 +118,9 @@ def _keywords(signature: inspect.Signature) -> list[str]:
 
 
 def _handed_on(name: str, frames: Sequence[FrameType]) -> bool:
-    """Whether what the last frame calls by keyword ``name`` can be the user's argument: in the target's own frame, and
-    in one that got it through a ``**kwargs`` of all above. Elsewhere it is an argument of somebody else's."""
+    """Whether the keyword ``name`` in the call of the last frame can be the user's argument: in the target's own
+    frame, or in one that received it through ``**kwargs`` of all frames above. In other frames the argument is
+    the library's own."""
     if len(frames) < 2:
         return True
     *above, last = frames
@@ -132,7 +133,7 @@ def _handed_on(name: str, frames: Sequence[FrameType]) -> bool:
 
 
 def _variable_keywords(frame: FrameType) -> Mapping[str, Any]:
-    """What the function's ``**kwargs`` holds, whatever its name."""
+    """Return the values of the function's ``**kwargs``."""
     code = frame.f_code
     if not code.co_flags & inspect.CO_VARKEYWORDS:
         return {}
@@ -142,8 +143,8 @@ def _variable_keywords(frame: FrameType) -> Mapping[str, Any]:
 
 
 def _callee(trace: TracebackType | None, name: str) -> tuple[list[str], str]:
-    """The keywords of the function that the last frame of ``trace`` wanted to call by ``name``, none where it cannot be
-    found by that, and the line of the call."""
+    """Return the keywords of the function that the last frame of ``trace`` called as ``name`` (empty if it is not
+    found), and the line of the call."""
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     if trace is None:

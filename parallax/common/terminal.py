@@ -1,6 +1,6 @@
-"""The doors to the terminal: text of others (names, paths, messages of exceptions) goes through them as it was written,
-but for what would steer a terminal or begin a line of its own. Only tracebacks have several lines, and what a table
-gives as a :class:`~rich.text.Text`."""
+"""Output to the terminal: foreign text (names, paths, messages of exceptions) is printed as written, except that
+characters that would control the terminal or start a new line are escaped. Only tracebacks, and tables with
+:class:`~rich.text.Text`, have several lines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rich.text import Text
 
 from parallax.errors import printable
 
-OURS = "parallax: "  # how the line begins that says why a run ended
+OURS = "parallax: "  # prefix of the line with the reason why a run ended
 
 
 def lines(text: str) -> str:
-    """Escape what is not printable but the ends of lines; no line but the first can pass for one of ours."""
+    """Escape unprintable characters except line ends; only the first line can begin like one of Parallax."""
     first, *more = text.split("\n")
     return "\n".join([printable(first), *(_indented(printable(line)) for line in more)])
 
@@ -31,22 +31,22 @@ def _indented(line: str) -> str:
 
 
 def print_exception(error: BaseException) -> str:
-    """A traceback as Python writes it, escaped."""
+    """Return Python's traceback of ``error``, escaped."""
     text = "".join(traceback.format_exception(error)).rstrip("\n")
     return lines(text) + "\n"
 
 
 class SafeConsole(Console):
-    """A console that takes no markup and no control characters from what it prints; its own styles stay."""
+    """A console that escapes control characters and ignores markup in printed text; its own styles stay."""
 
     def render_str(self, text: str, **given: Any) -> Text:
-        """What a line or a cell says, on one line: whoever wants several gives a :class:`~rich.text.Text`."""
+        """Render a line or a cell on one line; pass a :class:`~rich.text.Text` for several."""
         return super().render_str(printable(text), **given)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Segments of text, escaped, and rich's own control segments."""
+        """Yield segments of escaped text, and rich's own control segments."""
         for segment in super().render(renderable, options):
             text = segment.text
             if segment.control or text.replace("\n", "").isprintable():
@@ -55,23 +55,23 @@ class SafeConsole(Console):
                 yield segment._replace(text="\n".join(map(printable, text.split("\n"))))
 
 
-def print_anything() -> None:
-    """Let the output and error streams take any text: what their encoding has no sign for (ASCII, Latin-1) becomes
-    ``?``. Tables have lines of ASCII there (rich looks at the encoding)."""
+def accept_any_text() -> None:
+    """Make the output and error streams accept any text: characters outside their encoding (ASCII, Latin-1) become
+    ``?``. Tables use ASCII lines there (rich checks the encoding)."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")
 
 
 def safe_console(*, stderr: bool = False, width: int | None = None) -> Console:
-    """Where tables and lines for people go."""
+    """Return the console for tables and lines of text."""
     return SafeConsole(stderr=stderr, width=width, markup=False, emoji=False)
 
 
 class SafeFormatter(logging.Formatter):
-    """Log records, escaped: one line each, but for the traceback of an exception."""
+    """Formats escaped log records, one line each except tracebacks."""
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # as logging calls it
+    def formatMessage(self, record: logging.LogRecord) -> str:  # the name in logging
         return printable(super().formatMessage(record))
 
     def format(self, record: logging.LogRecord) -> str:

@@ -1,11 +1,10 @@
-"""Class paths in files: what a run directory or a plan names is imported at the user's own word only.
+"""Class paths in files are imported only if the user has named them.
 
-A configuration may name functions of the user's own (``model.target=package.module:factory``), and a run directory
-keeps the configuration. Whoever copies a directory from somebody else has said nothing about what it names: importing
-that would run their code, or any function of any installed package with arguments of their choice. So there is one
-rule. A class path from a file counts only where the user has named it: on this command line, or on the one that made
-the files, which is remembered in the user's cache by folder, key and class path.
-"""
+A configuration may name the user's own functions (``model.target=package.module:factory``), and a run directory
+stores the configuration. A user who copies a directory from someone else has not agreed to its class paths:
+importing them would run foreign code, or any function of any installed package with foreign arguments. So a class
+path from a file counts only if the user has typed it: on this command line, or on the command line that made the
+files, which is remembered in the user's cache by folder, key and class path."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _WRITABLE_BY_OTHERS = 0o022
 
 
 def class_paths(text: str) -> dict[str, str]:
-    """The functions that a stored configuration names, key by key; nothing is imported."""
+    """Return the class paths of a stored configuration by key; nothing is imported."""
     tree, found = plain_yaml(text), {}
     for key in KEYS:
         group, name = key.split(".")
@@ -37,8 +36,8 @@ def class_paths(text: str) -> dict[str, str]:
 
 
 def remember(folder: Path, named: Mapping[str, str]) -> None:
-    """The user has named these class paths, key by key, for the files in ``folder``. Where the cache cannot be written
-    they must be named again."""
+    """Remember that the user has typed these class paths for the files in ``folder``. If the cache cannot be
+    written, they must be typed again."""
     known = _known()
     lines = [
         line
@@ -55,8 +54,8 @@ def remember(folder: Path, named: Mapping[str, str]) -> None:
 
 
 def check_named(file: Path, found: Mapping[str, str], typed: Collection[str] = ()) -> None:
-    """Raise :class:`ConfigError`, saying what to add to the command, where ``file`` names class paths that the user has
-    not. ``typed``: ``key=value`` words of this command."""
+    """Raise :class:`ConfigError` if ``file`` names class paths that the user has not typed. ``typed``: ``key=value``
+    words of this command."""
     known = _known()
     words = {f"{key}={target}" for key, target in found.items()}
     unknown = [
@@ -67,8 +66,8 @@ def check_named(file: Path, found: Mapping[str, str], typed: Collection[str] = (
     if unknown:
         listed = printable(" ".join(sorted(unknown)))
         raise ConfigError(
-            f"{printable(str(file))} names {listed}, and what a file names is imported at your own word only: if you "
-            f"trust it, add {listed} to the command"
+            f"{printable(str(file))} names {listed}: class paths in files are not imported unless you type them; if "
+            f"you trust it, add {listed} to the command"
         )
 
 
@@ -80,7 +79,7 @@ def _known() -> frozenset[str]:
     try:
         found = _file().stat()
         if found.st_uid != os.getuid() or found.st_mode & _WRITABLE_BY_OTHERS:
-            return frozenset()  # who can write it can name whatever they like
+            return frozenset()  # other users could add class paths
         return frozenset(read_bytes(_file(), DOCUMENT_BYTES).decode("ascii").split())
     except (OSError, ValueError):
         return frozenset()

@@ -1,4 +1,4 @@
-"""Plain data, as YAML gives it, into dataclasses: exactly their keys, each value as its annotation wants it."""
+"""Conversion of plain data from YAML to dataclasses: exact keys, and each value of the annotated type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parallax.errors import ConfigError, UnknownKeyError, nearest, printable
 
 
 def defaults(kind: type) -> dict[str, Any]:
-    """What the fields of ``kind`` start from, also where ``kind()`` alone is refused."""
+    """Return the default of each field of ``kind``, even if ``kind()`` without arguments is invalid."""
     made = [
         (field.name, field.default_factory() if callable(field.default_factory) else field.default)
         for field in dataclasses.fields(kind)
@@ -24,36 +24,36 @@ def defaults(kind: type) -> dict[str, Any]:
     return {name: value for name, value in made if value is not dataclasses.MISSING}
 
 
-MOST_NAMED = 6  # mistakes in one line
+MOST_NAMED = 6  # most mistakes in one message
 
 
 class Mistakes:
-    """Errors of one command line or file, collected so that all of them are said at once."""
+    """Errors of one command line or file, collected to be reported together."""
 
     def __init__(self) -> None:
-        self.found: list[ConfigError] = []
+        self.collected: list[ConfigError] = []
 
     @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
-        """Around what may raise one; the block ends there, and nothing else."""
+    def collecting(self) -> Iterator[None]:
+        """Collect a :class:`ConfigError` raised in the block, which ends there."""
         try:
             yield
         except ConfigError as error:
-            self.found.extend(error.parts or [error])
+            self.collected.extend(error.parts or [error])
 
-    def tell(self) -> None:
-        """Raise one :class:`ConfigError` for all that were noted, in one line."""
-        if len(self.found) < 2:
-            for error in self.found:
+    def raise_collected(self) -> None:
+        """Raise one :class:`ConfigError` for all collected errors, in one line."""
+        if len(self.collected) < 2:
+            for error in self.collected:
                 raise error
             return
-        unknown = [error for error in self.found if isinstance(error, UnknownKeyError)]
-        others = [str(error) for error in self.found if not isinstance(error, UnknownKeyError)]
+        unknown = [error for error in self.collected if isinstance(error, UnknownKeyError)]
+        others = [str(error) for error in self.collected if not isinstance(error, UnknownKeyError)]
         named = list(dict.fromkeys([*(e.short for e in unknown), *others]))
         more = [f"and {len(named) - MOST_NAMED} more"] if len(named) > MOST_NAMED else []
         accepted = dict.fromkeys(e.accepted for e in unknown)
         error = ConfigError("; ".join([*named[:MOST_NAMED], *more, *accepted]))
-        error.parts = tuple(self.found)
+        error.parts = tuple(self.collected)
         raise error
 
 
@@ -64,8 +64,8 @@ def checked(
     label: str = "",
     elsewhere: Callable[[str], str] = lambda key: "",
 ) -> dict[str, Any]:
-    """A copy of ``tree`` that has exactly the keys of ``kind``; ``elsewhere`` gives the hint for a key that is known by
-    another name or in another group."""
+    """Return a copy of ``tree``, which has exactly the keys of ``kind``; ``elsewhere`` returns the hint for a key of
+    another name or group."""
     prefix, hints = f"{group}." if group else "", typing.get_type_hints(kind)
     accepted = (
         f"{label} accepts {', '.join(sorted(hints))}"
@@ -79,10 +79,10 @@ def checked(
     mistakes = Mistakes()
     for key in tree:
         if key not in hints:
-            with mistakes.noting():
+            with mistakes.collecting():
                 hint = elsewhere(f"{prefix}{key}") or nearest(str(key), hints)
                 unknown(f"{prefix}{key}={shown(tree[key])}", accepted, hint)
-    mistakes.tell()
+    mistakes.raise_collected()
     for key in hints:
         if key not in tree:
             default = (
@@ -93,26 +93,26 @@ def checked(
 
 
 def build(kind: type, values: dict[str, Any], prefix: str) -> Any:
-    """``kind`` from ``values``, each as its annotation wants it; the dataclass judges what they mean."""
+    """Build ``kind`` from ``values`` converted to the annotated types; the dataclass checks their meaning."""
     read, mistakes, usual = {}, Mistakes(), defaults(kind)
     for key, hint in typing.get_type_hints(kind).items():
         if isinstance(values[key], str) and values[key] == usual.get(key):
-            read[key] = values[key]  # auto, where only the dataclass knows what it means
+            read[key] = values[key]  # such as auto, which only the dataclass interprets
             continue
         try:
             read[key] = _read(hint, values[key])
         except (ValueError, OverflowError):
             accepted = _accepted(hint, usual.get(key))
-            with mistakes.noting():
+            with mistakes.collecting():
                 refuse(f"{prefix}{key}={shown(values[key])}", f"accepted is {accepted}")
-    mistakes.tell()
+    mistakes.raise_collected()
     with in_one_line():
         return kind(**read)
 
 
 @contextlib.contextmanager
 def in_one_line() -> Iterator[None]:
-    """What is wrong with a value, as a terminal can show it."""
+    """Escape the message of a :class:`ConfigError` raised in the block for a terminal."""
     try:
         yield
     except ConfigError as error:
@@ -120,13 +120,13 @@ def in_one_line() -> Iterator[None]:
 
 
 def members(hint: Any) -> list[Any]:
-    """The alternatives of a union, text last: almost everything can be read as text."""
+    """Return the alternatives of a union, text last, because almost any value can be read as text."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return sorted(typing.get_args(hint), key=lambda kind: kind is str) if union else [hint]
 
 
 def _read(hint: Any, value: Any) -> Any:
-    """``value`` as ``hint`` wants it, or ValueError."""
+    """Return ``value`` converted to ``hint``; raise ValueError if that is impossible."""
     for kind in members(hint):
         with contextlib.suppress(ValueError):
             return _read_as(kind, value)
@@ -134,11 +134,12 @@ def _read(hint: Any, value: Any) -> Any:
 
 
 def _read_as(kind: Any, value: Any) -> Any:
-    """One alternative. Text that spells a number is one, for ``${oc.env:STEPS}`` is always text."""
+    """Convert to one alternative. Text that spells a number becomes a number, because ``${oc.env:STEPS}`` is always
+    text."""
     origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
     scalar = isinstance(value, int | float | str) and not isinstance(value, bool) and value != "???"
     if dataclasses.is_dataclass(origin) and type(value) is origin:
-        return value  # a group that has been read before
+        return value  # a group that was converted before
     if origin is bool and (isinstance(value, bool) or value in ("true", "false")):
         return value in (True, "true")
     if origin is int and scalar and re.fullmatch(r"[+-]?[0-9]+", str(value)):
@@ -170,7 +171,7 @@ def _plain(value: Any) -> Any:
 
 
 def _accepted(hint: Any, default: Any) -> str:
-    """What ``hint`` accepts, in words."""
+    """Return a text for the values that ``hint`` accepts."""
     words = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
     if len(kinds := members(hint)) > 1:
         example = f" such as {default}" if isinstance(default, str) else ""
@@ -185,12 +186,12 @@ def _accepted(hint: Any, default: Any) -> str:
 
 
 def refuse(subject: str, why: str) -> NoReturn:
-    """Raise :class:`ConfigError` in one line, whatever was typed."""
+    """Raise :class:`ConfigError` in one escaped line."""
     raise ConfigError(printable(f"{_cut(subject)}: {why}"))
 
 
 def unknown(subject: str, accepted: str, hint: str) -> NoReturn:
-    """Raise for a key that nobody knows."""
+    """Raise :class:`UnknownKeyError`."""
     raise UnknownKeyError.of(_cut(subject), accepted, hint)
 
 
@@ -198,25 +199,27 @@ def _cut(subject: str) -> str:
     return subject if len(subject) <= 120 else f"{subject[:117]}..."
 
 
-def fitting(hint: Any, value: Any, where: str = "") -> Any:
-    """``value``, plain data that a file holds, as the annotation ``hint``, where it fits exactly: nothing is converted
-    but lists into tuples and mappings into dataclasses. Raises ValueError, saying where it does not."""
+def convert_exactly(hint: Any, value: Any, where: str = "") -> Any:
+    """Return ``value``, plain data from a file, as the annotation ``hint`` if it fits exactly: only lists are
+    converted to tuples, and mappings to dataclasses. Raises ValueError naming the place otherwise."""
     origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if dataclasses.is_dataclass(origin) and isinstance(origin, type):
-        return origin(**_fitting_fields(origin, value, where))
+        return origin(**_convert_fields(origin, value, where))
     if origin is tuple and isinstance(value, list | tuple):
         hints = inner[:1] * len(value) if inner[-1] is ... else inner
         if len(hints) == len(value):
             pairs = enumerate(zip(hints, value))
-            return tuple(fitting(each, item, f"{where}[{index}]") for index, (each, item) in pairs)
-    elif type(value) in _FITTING.get(origin, ()):
+            return tuple(
+                convert_exactly(each, item, f"{where}[{index}]") for index, (each, item) in pairs
+            )
+    elif type(value) in _EXACT_TYPES.get(origin, ()):
         return value
     raise ValueError(
         f"{where or 'it'}={f'{value!r:.40}'}: accepted is {_NAMES.get(origin, 'a list')}"
     )
 
 
-def _fitting_fields(kind: type, value: Any, where: str) -> dict[str, Any]:
+def _convert_fields(kind: type, value: Any, where: str) -> dict[str, Any]:
     hints, known = typing.get_type_hints(kind), {each.name for each in dataclasses.fields(kind)}
     if not isinstance(value, dict):
         raise ValueError(f"{where or 'it'}={f'{value!r:.40}'}: accepted are keys and values")
@@ -225,10 +228,10 @@ def _fitting_fields(kind: type, value: Any, where: str) -> dict[str, Any]:
     required = known - defaults(kind).keys()
     if missing := sorted(required - value.keys()):
         raise ValueError(f"{where}.{missing[0]}: missing")
-    return {key: fitting(hints[key], item, f"{where}.{key}") for key, item in value.items()}
+    return {key: convert_exactly(hints[key], item, f"{where}.{key}") for key, item in value.items()}
 
 
-_FITTING: dict[Any, tuple[type, ...]] = {
+_EXACT_TYPES: dict[Any, tuple[type, ...]] = {
     int: (int,),
     float: (int, float),
     str: (str,),

@@ -1,4 +1,4 @@
-"""Bytes and seconds as people write and read them."""
+"""Formatting and parsing of bytes and seconds."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from parallax.errors import ConfigError, printable
 
 
 def format_bytes(count: float) -> str:
-    """Bytes as people write them.
+    """Return bytes as text.
 
     >>> format_bytes(1536 * 1024)
-    '1.5 MiB'
-    """
+    '1.5 MiB'"""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     for unit in units:
         if abs(size) < 1024 or unit == units[-1]:
@@ -22,11 +21,10 @@ def format_bytes(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds with three digits that count, in the unit that suits them.
+    """Return seconds with three significant digits, in a suitable unit.
 
     >>> format_seconds(0.01234), format_seconds(2.5)
-    ('12.3 ms', '2.50 s')
-    """
+    ('12.3 ms', '2.50 s')"""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if abs(seconds) >= size:
             return f"{_three_digits(seconds / size)} {unit}"
@@ -51,11 +49,10 @@ _UNITS |= {
 
 
 def parse_bytes(value: int | str, key: str) -> int:
-    """Bytes from ``8GiB``, ``500 MB`` or a number; ``key`` names the setting in the error.
+    """Return bytes from ``8GiB``, ``500 MB`` or a number; errors name the setting ``key``.
 
     >>> parse_bytes("1.5KiB", "cluster.device_memory")
-    1536
-    """
+    1536"""
     text = str(value).strip().lower().replace(" ", "")
     number = text.rstrip("abcdefghijklmnopqrstuvwxyz")
     try:

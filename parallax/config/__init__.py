@@ -111,15 +111,15 @@ def compose(overrides: Sequence[str], base: RunConfig | None = None) -> RunConfi
     """
     mistakes = Mistakes()
     asked = _Asked.read(overrides, mistakes)
-    if not all(isinstance(each, UnknownKeyError) for each in mistakes.found):
-        mistakes.tell()  # an option that is not known has keys that are not known either
+    if not all(isinstance(each, UnknownKeyError) for each in mistakes.collected):
+        mistakes.raise_collected()  # an option that is not known has keys that are not known either
     try:
         tree = asked.merge() if base is None else _onto(base, asked)
     except ConfigError:
-        mistakes.tell()
+        mistakes.raise_collected()
         raise
     for key in asked.removed:
-        with mistakes.noting():
+        with mistakes.collecting():
             _remove(tree, key)
     return _read_run(tree, mistakes)
 
@@ -128,7 +128,7 @@ def composed_tree(overrides: Sequence[str], *, resolve: bool) -> dict[str, Any]:
     """Return the settings of :func:`compose` as plain data, with interpolations as written or resolved."""
     mistakes = Mistakes()
     asked = _Asked.read(overrides, mistakes)
-    mistakes.tell()
+    mistakes.raise_collected()
     tree = asked.merge(resolve=resolve)
     for key in asked.removed:
         _remove(tree, key)
@@ -290,7 +290,7 @@ class _Asked:
         options, words = OptionFolders.of(overrides)
         asked = cls(options, {}, {}, [])
         for text in words:
-            with mistakes.noting():
+            with mistakes.collecting():
                 override = parse(text, options)
                 key = str(override.key_or_group)
                 if override.is_delete():
@@ -435,7 +435,7 @@ def _read_run(tree: Any, mistakes: Mistakes) -> RunConfig:
     for group in groups:
         named = {defaults(kind).get("name", group): kind for kind in _kinds(group)}
         chosen, label = _kinds(group)[0], group
-        with mistakes.noting():
+        with mistakes.collecting():
             if len(named) > 1 and isinstance(parts[group], dict):
                 name = parts[group].get("name", "")
                 check_choice(f"{group}.name", name, sorted(named))
@@ -443,11 +443,11 @@ def _read_run(tree: Any, mistakes: Mistakes) -> RunConfig:
             kinds[group] = chosen
             hint = functools.partial(elsewhere, accepted=typing.get_type_hints(chosen))
             parts[group] = checked(chosen, parts[group], group, label, hint)
-    mistakes.tell()
+    mistakes.raise_collected()
     for group, kind in kinds.items():
-        with mistakes.noting():
+        with mistakes.collecting():
             parts[group] = build(kind, parts[group], f"{group}.")
-    mistakes.tell()
+    mistakes.raise_collected()
     run = typing.cast(RunConfig, build(RunConfig, parts, ""))
     with in_one_line():
         run.plan.load_schedule()

@@ -216,7 +216,7 @@ def _typed(words: Sequence[str], options: OptionFolders) -> tuple[str, dict[str,
     new, as in ``model.kwargs``, need a prefix."""
     name, typed, mistakes = "auto", {}, Mistakes()
     for word in words:
-        with mistakes.noting():
+        with mistakes.collecting():
             override = configuration.parse(word, options, sweeps=True)
             key = str(override.key_or_group)
             if key == "name":
@@ -227,7 +227,7 @@ def _typed(words: Sequence[str], options: OptionFolders) -> tuple[str, dict[str,
             else:
                 typed.pop(key, None)
                 typed[key] = word if override.is_delete() else f"++{word.lstrip('+')}"
-    mistakes.tell()
+    mistakes.raise_collected()
     return name, typed
 
 

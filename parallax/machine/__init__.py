@@ -1,1 +1,1 @@
-"""This machine: its devices, cores, memory and links, and what is wrong with it."""
+"""This machine: its devices, cores, memory and links, and checks of them."""

@@ -1,10 +1,9 @@
-"""Kinds of devices beside the CPU.
+"""Kinds of devices other than the CPU.
 
-torch.accelerator offers streams, events, memory counts and devices of any accelerator by the same names. What it does
-not offer for all of them is here: each method has a default that works wherever torch does, and a kind of device that
-does better overrides it (:mod:`parallax.machine.cuda`). Nothing else in the package asks which accelerator it is on. A
-kind of one's own is one class and one registration (:func:`parallax.machine.accelerators.register_accelerator`).
-"""
+torch.accelerator offers streams, events, memory counts and devices of any accelerator under the same names. This
+class has what it lacks. Each method has a default that works wherever torch does; a kind of device may override
+it (:mod:`parallax.machine.cuda`). No other code of the package asks for the kind of accelerator. A custom kind is
+one class and one registration (:func:`parallax.machine.accelerators.register_accelerator`)."""
 
 from __future__ import annotations
 
@@ -33,40 +32,40 @@ class DeviceFacts:
 
 
 class Accelerator:
-    """One kind of device, by the name that torch gives its devices. ``backend`` is the process-group backend that
-    carries its tensors from device to device; without one they are staged through the host. ``shared_backend`` reduces
-    them where ranks share a device or have none of ``backend``."""
+    """One kind of device, by torch's name. ``backend``: the process-group backend that carries its tensors between
+    devices; without one they are staged through the host. ``shared_backend``: the backend for reductions if ranks
+    share a device or have no ``backend``."""
 
     def __init__(self, kind: str, backend: str = "", shared_backend: str = "") -> None:
         self.kind, self.backend, self.shared_backend = kind, backend, shared_backend
 
     @property
     def module(self) -> Any:
-        """torch's own module for the kind, as torch.cuda."""
+        """torch's module for the kind, such as torch.cuda."""
         return torch.get_device_module(self.kind)
 
     @property
     def reserve_bytes(self) -> int:
-        """Of torch's allocator, what is no tensor of the model: an allocation takes whole pieces of some hundred bytes,
-        and optimizers keep a number for each parameter."""
+        """Bytes of torch's allocator beside the model's tensors: allocations are multiples of 512 bytes, and
+        optimizers keep a scalar per parameter."""
         return SMALL_TENSORS_BYTES
 
     @property
     def collective_bytes(self) -> int:
-        """What a group of ranks of ``backend`` that sum tensors takes on a device, beside torch's allocator."""
+        """Device bytes beside torch's allocator of a group of ranks of ``backend`` that all-reduces."""
         return 0
 
     @property
     def edge_bytes(self) -> int:
-        """The same of a way between two ranks."""
+        """The same for a point-to-point connection between two ranks."""
         return 0
 
     def usual_context_bytes(self, name: str) -> int:  # noqa: ARG002
-        """What a context and its libraries take on a device that calls itself so, where nobody has measured it."""
+        """Bytes of a context and its libraries on a device of that name, if nothing was measured."""
         return 0
 
     def unaccounted_bytes(self, device: torch.device) -> int:
-        """What is taken of ``device`` by now, and not by this process's allocator; 0 where torch does not say."""
+        """Bytes in use on ``device`` beside this process's allocator; 0 if torch does not report them."""
         if not hasattr(self.module, "mem_get_info"):
             return 0
         free, total = self.module.mem_get_info(device)
@@ -74,30 +73,30 @@ class Accelerator:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of the processes that train on it, where the user has not set them."""
+        """Environment variables for processes that train on it, unless the user has set them."""
         return {}
 
     @property
     def in_use(self) -> bool:
-        """Whether this process may have used a device of the kind: what torch holds there for it, it holds to its end.
-        Asking for the properties of devices counts, too, in torch."""
+        """Whether this process may have used a device of the kind, whose memory torch then holds until the process
+        ends. In torch, reading device properties counts as use."""
         return bool(self.module.is_initialized())
 
     def devices(self) -> tuple[DeviceFacts, ...]:
-        """The visible devices. Only their properties are read: no context is made, so no memory is taken."""
+        """Return the visible devices. Only properties are read: no context is made and no memory is allocated."""
         if not self.module.is_available():
             return ()
         found = [self.module.get_device_properties(i) for i in range(self.module.device_count())]
         return tuple(DeviceFacts(i, each.name, each.total_memory) for i, each in enumerate(found))
 
     def identity(self, index: int) -> str:
-        """What tells a device from every other one of all hosts, however ranks number those that they see."""
+        """Return an identity of the device, unique over all hosts, whatever index a rank uses for it."""
         own = self.lasting_identity(index)
         return own or f"{socket.gethostname()}/{self.kind}:{index} of process {os.getpid()}"
 
     def lasting_identity(self, index: int) -> str:
-        """The same, equal in all processes that see the device; '' where torch says too little. Its place on the bus
-        is a part of it: some drivers give all devices of a model one UUID."""
+        """Return the identity that is equal in all processes that see the device; '' if torch reports too little. It
+        includes the place on the bus, because some drivers report one UUID for all devices of a model."""
         found = self.module.get_device_properties(index)
         if not (uuid := getattr(found, "uuid", None)):
             return ""
@@ -105,35 +104,34 @@ class Accelerator:
         return f"{boot_identity()}/{uuid}@{':'.join(place)}"
 
     def generator(self, index: int) -> torch.Generator:
-        """The default one of a device."""
+        """Return the default generator of a device."""
         found: torch.Generator = self.module.default_generators[index]
         return found
 
     def limit_memory(self, device: torch.device, limit_bytes: int) -> None:
-        """Let torch's allocator refuse what goes beyond ``limit_bytes`` on ``device``, as if the device were so small,
-        where torch offers that."""
+        """Make torch's allocator reject allocations beyond ``limit_bytes`` on ``device``, if torch supports that."""
         if hasattr(self.module, "set_per_process_memory_fraction"):
             total = self.module.get_device_properties(device.index or 0).total_memory
             self.module.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
 
     def arena(self, device: torch.device, count: int, remedy: str) -> Arena:  # noqa: ARG002
-        """``count`` bytes of host memory that is pinned for ``device``. Raises :class:`SwapError`, which ends with
-        ``remedy``, where there is not so much."""
+        """Return ``count`` bytes of host memory pinned for ``device``; raise :class:`SwapError` ending with
+        ``remedy`` if that fails."""
         return TorchArena(count, remedy)
 
     def cache_bytes(self, device: torch.device) -> int:
-        """The largest cache between the device's memory and its processors; 0 where torch does not say."""
+        """Bytes of the largest cache between the device's memory and its processors; 0 if torch does not report it."""
         return int(
             getattr(self.module.get_device_properties(device.index or 0), "L2_cache_size", 0)
         )
 
     def hold(self, seconds: float) -> None:
-        """Keep the current stream busy for about so long; tests of waits hold copies up. No time at all by default."""
+        """Keep the current stream busy for about ``seconds``, to delay copies in tests of waits. A no-op by default."""
 
     def allocation_history(
         self, path: Path, device: torch.device, entries: int
     ) -> tuple[Callable[[], None], Callable[[], None]] | None:
-        """What begins to record the last ``entries`` allocations on ``device``, and what ends it and writes ``path``;
-        None where torch records none."""
+        """Return two functions: one starts recording the last ``entries`` allocations on ``device``, the other stops
+        and writes ``path``. None if torch records none."""
         del path, device, entries
         return None

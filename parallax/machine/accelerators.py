@@ -1,9 +1,8 @@
-"""The kinds of accelerators that are known here, by the names of torch's devices.
+"""Registry of accelerator kinds, by the names of torch's devices.
 
-A kind of one's own is registered in every process that plans or trains::
+A custom kind is registered in every process that plans or trains::
 
-    register_accelerator(MyAccelerator("mine"))            # torch.device("mine", 0), cluster.kind=mine
-"""
+    register_accelerator(MyAccelerator("mine"))            # torch.device("mine", 0), cluster.kind=mine"""
 
 from __future__ import annotations
 
@@ -23,23 +22,23 @@ from parallax.machine.cuda import Cuda
 NVIDIA_DEVICE = Path("/dev/nvidia0")
 _KNOWN: dict[str, Accelerator] = {
     each.kind: each
-    # Of devices' tensors gloo takes CUDA's alone.
+    # gloo accepts device tensors of CUDA only
     for each in (Cuda("cuda", "nccl", "gloo"), Accelerator("xpu", "xccl"))
 }
 
 
 def register_accelerator(accelerator: Accelerator) -> None:
-    """Make a kind of device known as ``cluster.kind``, and to everything that runs on one."""
+    """Register a kind of device for ``cluster.kind``, and for all code that runs on one."""
     _KNOWN[accelerator.kind] = accelerator
 
 
 def accelerator_of(device: torch.device) -> Accelerator:
-    """What is known of the kind of ``device``, which is no CPU."""
+    """Return the accelerator of ``device``, which is not a CPU."""
     return accelerator_named(device.type)
 
 
 def accelerator_named(kind: str) -> Accelerator:
-    """The same by the kind's name. Raises :class:`ConfigError` for one that was not registered."""
+    """Return the accelerator of a kind; raise :class:`ConfigError` if it is not registered."""
     if kind not in _KNOWN:
         raise ConfigError(
             f"devices of kind {printable(kind)} are not known: use cpu, {', '.join(known_kinds())}, or "
@@ -49,32 +48,31 @@ def accelerator_named(kind: str) -> Accelerator:
 
 
 def unset_variables(kind: str) -> dict[str, str]:
-    """Variables of the processes that train on a kind of device, but for those that the user has set: to nothing is as
-    good as not at all."""
+    """Return the environment variables for training on a kind of device that are unset or empty."""
     wanted = accelerator_named(kind).environment
     return {key: value for key, value in wanted.items() if not os.environ.get(key)}
 
 
 def known_kinds() -> list[str]:
-    """The names of all kinds that were registered."""
+    """Return the names of all registered kinds."""
     return sorted(_KNOWN)
 
 
 def present_kind() -> str | None:
-    """The kind of accelerator that torch can use on this host; None where there is none, or nobody registered it."""
+    """Return the kind of accelerator that torch can use on this host; None if there is none or it is not registered."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found.type if found is not None and found.type in _KNOWN else None
 
 
 def present_devices(kind: str | None = None) -> tuple[DeviceFacts, ...]:
-    """The devices of ``kind``, or of the kind that is present, which torch sees here. No memory of them is taken."""
+    """Return the devices of ``kind``, or of the present kind, that torch sees here. No device memory is allocated."""
     kind = kind or present_kind()
     return accelerator_named(kind).devices() if kind is not None else ()
 
 
 def unusable_device() -> tuple[str, str] | None:
-    """Of an accelerator that is there, and that torch cannot use: what is wrong, and what to do; None where there is
-    none. One that was hidden, or that this process may not open, is none."""
+    """Return the problem and the remedy for a device that torch cannot use; None if there is no such device. Hidden
+    devices, and devices that this process may not open, are ignored."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
     shown = first.isdecimal() or first.startswith(("GPU-", "MIG-"))
     usable = os.access(NVIDIA_DEVICE, os.R_OK | os.W_OK)
@@ -87,8 +85,8 @@ def unusable_device() -> tuple[str, str] | None:
 
 
 def select_device(kind: str, local_rank: int) -> torch.device:
-    """The device of a local rank; several ranks may share one. The variables of its kind, which libraries read when
-    they are first used, are set here where nobody has: torchrun, for one, knows none."""
+    """Select and return the device of a local rank; several ranks may share one. Set the environment variables of
+    its kind that are unset: libraries read them at first use, and torchrun does not set them."""
     if kind == "cpu":
         return torch.device("cpu")
     os.environ.update(unset_variables(kind))
@@ -98,7 +96,8 @@ def select_device(kind: str, local_rank: int) -> torch.device:
 
 
 class OwnDevice(NamedTuple):
-    """The device of one rank: its kind, what tells it from every other one ('' where torch does not say), its bytes."""
+    """The device of one rank: its kind, an identity that is unique over all hosts ('' if torch provides none), its
+    bytes."""
 
     kind: str
     identity: str
@@ -107,9 +106,10 @@ class OwnDevice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RanksDevices:
-    """The devices of ``kind`` that the ranks of a run have: how many are ``present`` on this host, whether some two
-    ranks of any hosts have a device each (``apart``), and of each rank here the bytes of its device and how many ranks
-    have that (``shares``)."""
+    """Devices of ``kind`` of the ranks of a run.
+
+    ``present``: how many are on this host. ``apart``: whether any two ranks have different devices. ``shares``:
+    for each rank here, the bytes of its device and the number of ranks that share it."""
 
     kind: str
     present: int
@@ -117,9 +117,9 @@ class RanksDevices:
     shares: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, found: Sequence[OwnDevice | None], here: Sequence[int]) -> RanksDevices | None:
-        """By what every rank has ``found``, of which those are ``here``; None where some have none, or of another kind,
-        or torch does not say which."""
+    def collect(cls, found: Sequence[OwnDevice | None], here: Sequence[int]) -> RanksDevices | None:
+        """Build it from the device that each rank ``found``, for the ranks ``here``. None if a rank has none, or
+        another kind, or its identity is unknown."""
         known = [each for each in found if each is not None and each.identity]
         if len(known) < len(found) or len({each.kind for each in known}) != 1:
             return None
@@ -135,20 +135,20 @@ class RanksDevices:
 _of_ranks: RanksDevices | None = None
 
 
-def tell_ranks_devices(found: RanksDevices | None) -> None:
-    """For all that is planned in this process from now on: a rank may see fewer devices than its host has, or no other
-    than its own. None: what this process sees is all there is."""
+def set_ranks_devices(found: RanksDevices | None) -> None:
+    """Set the devices for all planning in this process. A rank may see fewer devices than its host has, or only its
+    own. None: plan for the devices that this process sees."""
     global _of_ranks
     _of_ranks = found
 
 
 def ranks_devices(kind: str) -> RanksDevices | None:
-    """What was told of devices of ``kind``; None where nothing was."""
+    """Return the devices of ``kind`` that were set; None if none were."""
     return _of_ranks if _of_ranks is not None and _of_ranks.kind == kind else None
 
 
 def find_own_device(kind: str, index: int) -> OwnDevice | None:
-    """What is known of a device that this process sees; None of a CPU, or where there is none of the kind."""
+    """Return the identity of a device that this process sees; None for a CPU, or if there is no device of the kind."""
     facts = present_devices(kind) if kind != "cpu" else ()
     if not facts:
         return None
@@ -157,15 +157,15 @@ def find_own_device(kind: str, index: int) -> OwnDevice | None:
 
 
 def own_device(kind: str) -> torch.device:
-    """The device of ``kind`` that this process computes on: the first, unless it has selected another."""
+    """Return the device of ``kind`` that this process uses: the first, unless another was selected."""
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device(kind, torch.accelerator.current_device_index())
 
 
 def computing_on(device: torch.device) -> torch.device:
-    """``device`` by its number, and selected for this process: generators, messages and memory that another library is
-    given go by it. A CPU as it is."""
+    """Return ``device`` with its index, and select it for this process: generators, messages and memory passed to
+    other libraries use the selected device. A CPU is returned as it is."""
     if device.type == "cpu":
         return device
     found = own_device(device.type) if device.index is None else device
@@ -173,9 +173,9 @@ def computing_on(device: torch.device) -> torch.device:
     return found
 
 
-def keep_to(device: torch.device, limit_bytes: int) -> None:
-    """Let torch refuse what this process would allocate on an accelerator beyond ``limit_bytes``: a plan was proved to
-    fit there, and other ranks may share the device. The RAM that a CPU's ranks hold has other guards."""
+def limit_device_memory(device: torch.device, limit_bytes: int) -> None:
+    """Make torch reject allocations of this process on an accelerator beyond ``limit_bytes``: the plan was proved to
+    fit, and other ranks may share the device. On a CPU this is a no-op; its ranks' memory has other checks."""
     if device.type != "cpu":
-        torch.accelerator.empty_cache()  # of a rank that has measured: others may share the device
+        torch.accelerator.empty_cache()  # frees cached memory of measurements: other ranks may share the device
         accelerator_of(device).limit_memory(device, limit_bytes)

@@ -1,4 +1,4 @@
-"""What is CUDA's own, and ROCm's, which torch calls by the same names: everything else is torch.accelerator's."""
+"""CUDA's own functions, and ROCm's under the same names; everything else is in torch.accelerator."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from parallax.plan.analytic.hardware import (
     usual_context,
 )
 
-_CYCLES_PER_SECOND = 1.5e9  # of a GPU's clock, roughly: for delays that only have to be long enough
+_CYCLES_PER_SECOND = 1.5e9  # approximate GPU clock, for delays that need only be long enough
 _HANDLES, _WORKSPACE_BYTES = 2, 32 * 2**20  # as torch allocates them on Hopper; less on others
-# By which torch's allocator grows: of small tensors, and of others.
+# increments of torch's allocator: for small tensors, and for others
 _PIECES_BYTES = (2 + 20) * 2**20
 _MOST_CHANNELS, _MOST_EDGE_CHANNELS = "NCCL_MAX_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS"
 _ALL_CONTEXTS = 1  # cudaHostRegisterPortable
 
 
 class Cuda(Accelerator):
-    """NVIDIA's devices, and AMD's."""
+    """NVIDIA and AMD devices."""
 
     @property
     def reserve_bytes(self) -> int:
-        """Workspaces of cuBLAS, too, one for each handle: of the thread that runs forwards, and of the one that runs
-        backwards. And what is left of the last piece that the allocator took, which its limit counts."""
+        """Includes cuBLAS workspaces, one per handle (of the forward and of the backward thread), and the unused
+        rest of the allocator's last increment, which counts towards its limit."""
         return super().reserve_bytes + _HANDLES * _WORKSPACE_BYTES + _PIECES_BYTES
 
     @property
     def collective_bytes(self) -> int:
-        """Of the channels that NCCL is given."""
+        """Bytes of NCCL's configured channels."""
         return collective_bytes(int(self._channels[_MOST_CHANNELS]))
 
     @property
     def edge_bytes(self) -> int:
-        """Of the channels that NCCL is given."""
+        """Bytes of NCCL's configured channels."""
         return edge_bytes(int(self._channels[_MOST_EDGE_CHANNELS]))
 
     def usual_context_bytes(self, name: str) -> int:
@@ -52,8 +52,8 @@ class Cuda(Accelerator):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Memory that is mapped piece by piece: what comes and goes in many sizes leaves no gaps between segments. And
-        few channels, whose buffers the plan counts."""
+        """Expandable segments, so that tensors of many sizes leave no gaps between segments; and few NCCL channels,
+        whose buffers the plan counts."""
         known_before = "PYTORCH_CUDA_ALLOC_CONF" in os.environ  # its name in older versions
         mapped = {} if known_before else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         return {**mapped, **self._channels}
@@ -62,12 +62,12 @@ class Cuda(Accelerator):
     def _channels(self) -> dict[str, str]:
         usual = {_MOST_CHANNELS: CHANNELS, _MOST_EDGE_CHANNELS: EDGE_CHANNELS}
         asked = {name: os.environ.get(name, "") for name in usual}
-        numbers = {name for name, said in asked.items() if said.isdigit() and int(said)}
+        numbers = {name for name, text in asked.items() if text.isdigit() and int(text)}
         return {name: asked[name] if name in numbers else str(usual[name]) for name in usual}
 
     def arena(self, device: torch.device, count: int, remedy: str) -> Arena:
-        """Registered pages: torch's own pinned allocator would round up to a power of two. The runtime is asked with
-        ``device`` as the current one: it would make a context on any other."""
+        """Return registered pages: torch's pinned allocator would round up to a power of two. ``device`` is made
+        current for the runtime calls, which would create a context on another device otherwise."""
         runtime = torch.cuda.cudart()
 
         def register(address: int, size: int) -> int:
@@ -94,7 +94,7 @@ class Cuda(Accelerator):
     def allocation_history(
         self, path: Path, device: torch.device, entries: int
     ) -> tuple[Callable[[], None], Callable[[], None]] | None:
-        """The allocator's own. The file is a pickle, which nothing here ever reads."""
+        """Use torch's memory history. The file is a pickle, which Parallax never reads."""
 
         def start() -> None:
             torch.cuda.memory._record_memory_history(max_entries=entries, device=device)
@@ -106,7 +106,7 @@ class Cuda(Accelerator):
         return start, stop
 
     def _near_cpus(self, device: torch.device) -> frozenset[int]:
-        """Those of the device's NUMA node that this process may use; none where the system does not say."""
+        """Return the usable CPUs of the device's NUMA node; empty if unknown."""
         found: Any = torch.cuda.get_device_properties(device)
         try:
             place = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
@@ -119,8 +119,8 @@ class Cuda(Accelerator):
 
 
 def pin(runtime: Any, address: int, size: int) -> int:
-    """Register host memory, and return what the runtime says. It remembers a refusal until somebody asks, and of the
-    next kernel it would be said that it failed: one is launched here, to be told."""
+    """Register host memory; return the runtime's code. The runtime reports a failure again at the next kernel
+    launch, so a kernel is launched here to clear it."""
     code = int(runtime.cudaHostRegister(address, size, _ALL_CONTEXTS))
     if code and torch.cuda.is_initialized():
         with contextlib.suppress(RuntimeError):

@@ -1,8 +1,7 @@
-"""Streams, events and pinned memory of a device, and the null objects that stand for them on a CPU.
+"""Streams, events and pinned memory of a device, and their null objects for a CPU.
 
-Callers never ask which device they are on: on a CPU every copy is finished when it returns, so the null event is
-always done and waiting for it does nothing. All logic above this file is therefore tested without a GPU.
-"""
+Callers never ask which device they are on. On a CPU every copy is finished when it returns, so the null event is
+always done and waiting for it is a no-op. So all logic above this file is tested without a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from parallax.machine.pinned import PINNING_REMEDY, Arena, PlainArena
 
 
 def no_delay() -> float:
-    """Seconds by which a transfer is held up: none. Tests of the waits hold them up at random."""
+    """Seconds by which a transfer is delayed: none. Tests of waits use random delays."""
     return 0.0
 
 
@@ -31,34 +30,33 @@ class Event(Protocol):
         """Whether everything before it has finished."""
 
     def wait_host(self) -> None:
-        """Block this thread until it has."""
+        """Block this thread until it is done."""
 
     def wait_stream(self, stream: torch.Stream | None = None, /) -> None:
-        """Make ``stream`` wait for it, or the current compute stream."""
+        """Order ``stream``, or the current compute stream, after it."""
 
     def seconds(self) -> float:
-        """How long the copy that ends here took; asked once it is done."""
+        """Duration of the copy that ends here; valid once it is done."""
 
 
 class DoneEvent:
-    """Everything has already happened."""
+    """An event that is always done."""
 
     def done(self) -> bool:
         return True
 
     def wait_host(self) -> None:
-        """Nothing to wait for."""
+        """No-op."""
 
     def wait_stream(self, _stream: torch.Stream | None = None) -> None:
-        """Nothing to wait for."""
+        """No-op."""
 
     def seconds(self) -> float:
-        """No time of its own."""
         return 0.0
 
 
 class TimedEvent(DoneEvent):
-    """A copy that was over when it returned."""
+    """A copy that had finished when the call returned."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -71,15 +69,16 @@ Stalls = list[tuple[torch.Event, torch.Event]]
 """Before and after each wait of the compute stream for something that was not over."""
 
 
-class StallBook:
-    """The stalls of one engine's copies, noted from when somebody first asks for them: elsewhere they would pile up."""
+class StallLog:
+    """Events around the waits of the compute stream. They are recorded from the first call of :meth:`take_stalls`
+    on, because without a reader they would accumulate."""
 
     def __init__(self) -> None:
         self._pairs: Stalls = []
         self._noting = False
 
     def wait(self, stream: torch.Stream, event: torch.Event) -> None:
-        """Let ``stream`` wait for ``event``."""
+        """Order ``stream`` after ``event``."""
         if not self._noting:
             stream.wait_event(event)
             return
@@ -89,8 +88,8 @@ class StallBook:
         after.record(stream)
         self._pairs.append((before, after))
 
-    def take(self) -> Stalls:
-        """Those since the last call."""
+    def take_stalls(self) -> Stalls:
+        """Return the stalls since the last call."""
         self._noting = True
         taken = self._pairs[:]
         del self._pairs[: len(taken)]
@@ -126,12 +125,14 @@ Pair = tuple[torch.Event, torch.Event]
 
 
 class CopyEvent:
-    """The end of a copy. Its two events came from a ``pool``, since a driver takes longer to make an event than to
-    record it, and go back there as soon as anybody has seen that the copy is over. Who asks on another thread just
-    then may wait for the copy that has them next: later than he has to, and it was begun before he asked."""
+    """The end of a copy.
+
+    Its two events come from a ``pool``, because a driver takes longer to make an event than to record one. They
+    return to the pool as soon as a thread has seen that the copy is over. A thread that queries at that moment
+    may wait for the copy that uses them next, which is later than necessary but correct."""
 
     def __init__(
-        self, device: torch.device, stalls: StallBook, pool: list[Pair], pair: Pair
+        self, device: torch.device, stalls: StallLog, pool: list[Pair], pair: Pair
     ) -> None:
         self._index, self._stalls, self._pool = device.index, stalls, pool
         self._end, self._pairs = pair[1], [pair]
@@ -142,16 +143,16 @@ class CopyEvent:
         if self._pairs:
             if not self._end.query():
                 return False
-            self._give_back()
+            self._return_events()
         return True
 
     def wait_host(self) -> None:
         if self._pairs:
             self._end.synchronize()
-            self._give_back()
+            self._return_events()
 
     def wait_stream(self, stream: torch.Stream | None = None) -> None:
-        """Order ``stream``, or the current one, after it; that it waits is noted in ``stalls``."""
+        """Order ``stream``, or the current one, after the copy, and record the wait in ``stalls``."""
         if not self.done():
             waiting = stream or torch.accelerator.current_stream(self._index)
             self._stalls.wait(waiting, self._end)
@@ -159,53 +160,55 @@ class CopyEvent:
     def seconds(self) -> float:
         return self._seconds if self.done() else 0.0
 
-    def _give_back(self) -> None:
+    def _return_events(self) -> None:
         with contextlib.suppress(IndexError):  # another thread has
             pair = self._pairs.pop()
             self._seconds = pair[0].elapsed_time(pair[1]) / 1000
             self._pool.append(pair)
 
 
-class Bounce(Protocol):
-    """Host bytes through which device tensors pass on their way to and from a file, piece by piece, on the thread
-    that works on the file. A call begun on the training thread is ordered by the event that it took there."""
+class FileStaging(Protocol):
+    """Host buffers through which device tensors pass to and from a file, piece by piece, on the thread that accesses
+    the file. ``ready`` is the event that the training thread recorded when it made the call."""
 
     waste_bytes: int
 
-    def down(self, data: Tensor, ready: Event, /) -> Iterator[Tensor]:
-        """The pieces of ``data``, each valid until the next is asked for."""
+    def to_host(self, data: Tensor, ready: Event, /) -> Iterator[Tensor]:
+        """Yield the pieces of ``data``, each valid until the next is requested."""
 
-    def up(self, target: Tensor, ready: Event, /) -> Iterator[Tensor]:
-        """Pieces to fill; what was filled is in ``target`` when the next is asked for."""
+    def to_device(self, target: Tensor, ready: Event, /) -> Iterator[Tensor]:
+        """Yield pieces to fill; a filled piece is in ``target`` when the next is requested."""
 
     def close(self) -> None:
         """Release the buffers."""
 
 
-class NoBounce:
-    """The device's memory is the host's: its own pieces."""
+class DirectFileStaging:
+    """Staging for a CPU: the pieces of the tensor itself."""
 
     waste_bytes = 0
 
     def __init__(self, piece_bytes: int) -> None:
         self._piece = piece_bytes
 
-    def down(self, data: Tensor, _ready: Event) -> Iterator[Tensor]:
+    def to_host(self, data: Tensor, _ready: Event) -> Iterator[Tensor]:
         return iter(data.split(self._piece))
 
-    def up(self, target: Tensor, _ready: Event) -> Iterator[Tensor]:
+    def to_device(self, target: Tensor, _ready: Event) -> Iterator[Tensor]:
         return iter(target.split(self._piece))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """No-op: no buffer is held."""
 
 
-_WAITED_FOR = DoneEvent()  # by the thread: a stream that waited would hold up other threads' copies
+_WAITED_FOR = (
+    DoneEvent()
+)  # the thread waits itself: a waiting stream would delay other threads' copies
 
 
-class BounceRing:
-    """A few pinned buffers, one for each thread that may ask, allocated once: pinning takes milliseconds. What is not
-    on ``device``, as an optimizer's states, takes no buffer and waits for nothing of the device's."""
+class StagingRing:
+    """Pinned buffers, one per thread, allocated once because pinning takes milliseconds. Tensors that are not on
+    ``device``, such as optimizer states, need no buffer and no wait."""
 
     def __init__(
         self, copies: CopyEngine, device: torch.device, buffers: int, piece_bytes: int
@@ -217,8 +220,8 @@ class BounceRing:
         for buffer in self._arena.data.split(piece_bytes):
             self._free.put(buffer)
 
-    def down(self, data: Tensor, ready: Event) -> Iterator[Tensor]:
-        """Copy each piece down and wait for it."""
+    def to_host(self, data: Tensor, ready: Event) -> Iterator[Tensor]:
+        """Copy each piece to the host and wait for it."""
         if data.device.type != self._device.type:
             yield from data.split(self._piece)
             return
@@ -232,8 +235,8 @@ class BounceRing:
         finally:
             self._free.put(buffer)
 
-    def up(self, target: Tensor, ready: Event) -> Iterator[Tensor]:
-        """Copy each piece up and wait for it, because the buffer is filled again."""
+    def to_device(self, target: Tensor, ready: Event) -> Iterator[Tensor]:
+        """Copy each filled piece to the device and wait for it, because the buffer is filled again."""
         if target.device.type != self._device.type:
             yield from target.split(self._piece)
             return
@@ -257,110 +260,112 @@ class CopyEngine(Protocol):
     """Copies between device and host memory beside the compute stream."""
 
     def arena(self, count: int) -> Arena:
-        """Host bytes that copies can use at full speed, no more than asked, until closed."""
+        """Allocate ``count`` host bytes that copies use at full speed."""
 
-    def bounce(self, buffers: int, piece_bytes: int, /) -> Bounce:
-        """The way between the device and files, for as many threads as ``buffers``."""
+    def file_staging(self, buffers: int, piece_bytes: int, /) -> FileStaging:
+        """Return staging for transfers between the device and files, for as many threads as ``buffers``."""
 
     def mark(self) -> Event:
-        """The end of all work given to the compute stream so far."""
+        """Return an event at the end of all work queued on the compute stream."""
 
     def copy(self, source: Tensor, target: Tensor, after: Event | None = None) -> Event:
-        """Copy after ``after``, or after all work already given to the compute stream; the event is its end."""
+        """Copy after the event ``after``, or after all work queued on the compute stream; return the event at its
+        end."""
 
-    def here(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
-        """What enters, on any thread, the stream that is the compute stream now."""
+    def compute_stream_context(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
+        """Return a function that makes a context, on any thread, of the stream that is the compute stream now."""
 
-    def adopt(self) -> None:
-        """The calling thread works for this device from here on."""
+    def bind_thread(self) -> None:
+        """Make the calling thread use this device."""
 
     def synchronize(self) -> None:
-        """Wait for the device."""
+        """Wait for all work of the device."""
 
     def take_stalls(self) -> Stalls:
-        """The compute stream's waits since the last call."""
+        """Return the waits of the compute stream since the last call."""
 
-    def beside(self) -> CopyEngine:
-        """Copies that do not queue behind these."""
+    def on_own_streams(self) -> CopyEngine:
+        """Return an engine whose copies do not queue behind the copies of this one."""
 
 
 class CpuCopies:
-    """Host to host: finished on return."""
+    """Host-to-host copies, finished on return."""
 
     def arena(self, count: int) -> Arena:
         return PlainArena(count)
 
-    def bounce(self, _buffers: int, piece_bytes: int) -> Bounce:
-        return NoBounce(piece_bytes)
+    def file_staging(self, _buffers: int, piece_bytes: int) -> FileStaging:
+        return DirectFileStaging(piece_bytes)
 
     def mark(self) -> Event:
         return DoneEvent()
 
     def copy(self, source: Tensor, target: Tensor, after: Event | None = None) -> Event:
-        del after  # by its nature
+        del after  # a DoneEvent: all work is finished
         start = time.perf_counter()
         target.copy_(source)
         return TimedEvent(time.perf_counter() - start)
 
-    def here(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
+    def compute_stream_context(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
         return contextlib.nullcontext
 
-    def adopt(self) -> None:
-        """As every thread does."""
+    def bind_thread(self) -> None:
+        """No-op."""
 
     def synchronize(self) -> None:
-        """Nothing runs behind this thread's back."""
+        """No-op: every copy is finished on return."""
 
     def take_stalls(self) -> Stalls:
         return []
 
-    def beside(self) -> CopyEngine:
+    def on_own_streams(self) -> CopyEngine:
         return self
 
 
 class StreamCopies:
-    """One side stream for each direction, so that offloads and fetches do not queue behind each other. ``delay``
-    holds each copy up on its stream, to show a missing wait."""
+    """One stream for each direction, so that offloads and prefetches do not queue behind each other. ``delay``
+    delays each copy on its stream, to reveal a missing wait."""
 
     def __init__(
         self,
         device: torch.device,
         delay: Callable[[], float] = no_delay,
         remedy: str = PINNING_REMEDY,
-        stalls: StallBook | None = None,
+        stalls: StallLog | None = None,
     ) -> None:
-        # Threads select it by its number, which torch need not look up then.
+        # with an index, which torch need not look up for each thread
         self._device = own_device(device.type) if device.index is None else device
         self._index, self._delay, self._remedy = self._device.index, delay, remedy
         self._accelerator = accelerator_of(device)
-        self._stalls = stalls or StallBook()
-        self._down, self._up = torch.Stream(device), torch.Stream(device)
+        self._stalls = stalls or StallLog()
+        self._to_host_stream, self._to_device_stream = torch.Stream(device), torch.Stream(device)
         self._pool: list[Pair] = []
 
     def arena(self, count: int) -> Arena:
         return self._accelerator.arena(self._device, count, self._remedy)
 
-    def bounce(self, buffers: int, piece_bytes: int) -> Bounce:
-        return BounceRing(self, self._device, buffers, piece_bytes)
+    def file_staging(self, buffers: int, piece_bytes: int) -> FileStaging:
+        return StagingRing(self, self._device, buffers, piece_bytes)
 
     def mark(self) -> Event:
-        """An event on the compute stream."""
+        """Return an event recorded on the compute stream."""
         return StreamEvent(torch.accelerator.current_stream(self._index))
 
     def copy(self, source: Tensor, target: Tensor, after: Event | None = None) -> Event:
-        """Asynchronous; the caller keeps both tensors until the event is done. Within the host at once."""
+        """Copy asynchronously; the caller keeps both tensors until the event is done. Host-to-host copies are
+        synchronous."""
         if source.is_cpu and target.is_cpu:
             begun = time.perf_counter()
             target.copy_(source)
             return TimedEvent(time.perf_counter() - begun)
-        stream = self._up if source.is_cpu else self._down
+        stream = self._to_device_stream if source.is_cpu else self._to_host_stream
         if after is not None:
             after.wait_stream(stream)
         else:
-            # The source's last kernel, or the last user of the block that the target was carved from, is on the
+            # The source's last kernel, or the last user of the memory block of the target, is on the
             # compute stream: without this wait the allocator's reuse is a race.
             stream.wait_stream(torch.accelerator.current_stream(self._index))
-        start, end = pair = self._take_pair()
+        start, end = pair = self._event_pair()
         with own_handle(stream):
             self._accelerator.hold(self._delay())
             start.record(stream)
@@ -368,20 +373,20 @@ class StreamCopies:
             end.record(stream)
         return CopyEvent(self._device, self._stalls, self._pool, pair)
 
-    def _take_pair(self) -> Pair:
+    def _event_pair(self) -> Pair:
         try:
             return self._pool.pop()
         except IndexError:
             start, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
             return start, end
 
-    def here(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
-        """Otherwise another thread gives its work to the device's first stream."""
+    def compute_stream_context(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
+        """Another thread would use the device's default stream otherwise."""
         stream = torch.accelerator.current_stream(self._index)
         return lambda: own_handle(stream)
 
-    def adopt(self) -> None:
-        """Otherwise a new thread would work for the first device, and make a context there."""
+    def bind_thread(self) -> None:
+        """A new thread would use the first device, and create a context there, otherwise."""
         torch.accelerator.set_device_index(self._device)
 
     def synchronize(self) -> None:
@@ -389,17 +394,19 @@ class StreamCopies:
         torch.accelerator.synchronize(self._device)
 
     def take_stalls(self) -> Stalls:
-        """Those of the thread that computes, as autograd has it: one at a time."""
-        return self._stalls.take()
+        """Return the waits of the compute stream; autograd uses one thread at a time for it."""
+        return self._stalls.take_stalls()
 
-    def beside(self) -> CopyEngine:
-        """On streams of their own; their stalls are told here."""
+    def on_own_streams(self) -> CopyEngine:
+        """Return an engine with its own streams that records stalls in this one's log."""
         return StreamCopies(self._device, self._delay, self._remedy, self._stalls)
 
 
 def own_handle(stream: torch.Stream) -> torch.Stream:
-    """The same stream, for one thread to enter. Entered, the object remembers where that thread was: of two threads in
-    one object, the first to leave would go to where the other came from, and torch before 2.13 refuses the second."""
+    """Return another handle of the same stream, for one thread to enter.
+
+    A handle remembers the previous stream of the thread that entered it. If two threads enter one handle, the
+    first to exit would switch to the other thread's stream, and torch before 2.13 rejects the second."""
     return torch.Stream(
         stream_id=stream.stream_id,
         device_index=stream.device_index,
@@ -410,12 +417,12 @@ def own_handle(stream: torch.Stream) -> torch.Stream:
 def copies_for(
     device: torch.device, delay: Callable[[], float] = no_delay, remedy: str = PINNING_REMEDY
 ) -> CopyEngine:
-    """The copy engine of a device; ``remedy`` for who cannot have so much host memory."""
+    """Return the copy engine of a device; ``remedy`` is the advice in errors about pinned memory."""
     return CpuCopies() if device.type == "cpu" else StreamCopies(device, delay, remedy)
 
 
 def private_random_state(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Keep the caller's random state on the host and on ``device`` untouched by what is seeded and drawn in here."""
+    """Return a context that restores the random state of the host and of ``device`` on exit."""
     if device.type == "cpu":
         return torch.random.fork_rng(devices=[])
     return torch.random.fork_rng(devices=[device], device_type=device.type)

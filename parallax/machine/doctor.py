@@ -1,9 +1,8 @@
-"""``parallax doctor``: what this machine has, how fast it is, and what will go wrong on it.
+"""``parallax doctor``: the resources of this machine, their speeds, and problems to expect.
 
-Most failures of a first run are decided before it starts: a limit nobody knew of, a host name that means
-loopback, threads that fight for two cores. Each has a check here, and each finding comes with its remedy. A
-finding is advice: the exit code stays 0.
-"""
+Most failures of a first run are decided before it starts: an unknown limit, a host name that resolves to
+loopback, threads that compete for two cores. Each has a check here, and each finding names a remedy. Findings are
+advice: the exit code stays 0."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ REMOTE_FILE_SYSTEMS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All that the doctor found; ``probes`` is None where nothing can be written."""
+    """All results; ``probes`` is None if no file can be written."""
 
     devices: list[dict[str, str | int]]
     cores: float
@@ -78,7 +77,7 @@ class Report:
 
 
 def run_doctor(as_json: bool) -> int:
-    """Examine this machine with ``./runs`` as the place for runs, print, and return 0."""
+    """Examine this machine with ``./runs`` as the folder of runs, print the report, and return 0."""
     report = examine(RUNS)
     if as_json:
         print(json.dumps(asdict(report), indent=2))
@@ -123,7 +122,7 @@ def _device_facts() -> list[dict[str, str | int]]:
             "kind": kind,
             "name": f"{device.index}: {device.name}",
             "total_bytes": device.total_bytes,
-            # Asking makes a context there (some hundred MiB) in this process.
+            # this call creates a context (some hundred MiB) in this process
             "free_bytes": torch.accelerator.get_memory_info(device.index)[0],
         }
         for device in (present_devices(kind) if kind != "cpu" else ())
@@ -150,7 +149,7 @@ def _versions() -> dict[str, str]:
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system that holds ``path``: of the mount nearest above it; '' if unknown."""
+    """Return the type of the file system that holds ``path``; '' if unknown."""
     folder, best = existing_parent(path).resolve(), ("", "")
     try:
         mounts = Path("/proc/self/mounts").read_text().splitlines()
@@ -175,7 +174,8 @@ def _torch() -> Iterator[Finding]:
         )
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         yield Finding(
-            "this torch has no gloo: ranks on CPUs cannot talk", "install an official torch wheel"
+            "this torch has no gloo: ranks on CPUs cannot communicate",
+            "install an official torch wheel",
         )
     if unusable := unusable_device():
         yield Finding(*unusable)
@@ -216,7 +216,7 @@ def _memory() -> Iterator[Finding]:
             "device_memory=auto respects it; for more raise it (docker --memory, sbatch --mem, ulimit)",
         )
     count = choose_devices(ClusterConfig()).count
-    one = RankNeeds(memory_bytes=0)  # of a plan that takes next to nothing
+    one = RankNeeds(memory_bytes=0)  # a minimal plan
     yield from check_limits(HostNeeds(ranks=(one,) * count, world=count))
     shared = shared_memory_bytes()
     if shared is not None and shared < SHARED_MEMORY_WANTED:
@@ -259,7 +259,7 @@ def _disk(runs: Path) -> Iterator[Finding]:
             pass
     except OSError as error:
         yield Finding(
-            f"no file can be made in {folder} ({error.strerror}): runs have no place",
+            f"no file can be made in {folder} ({error.strerror}): runs cannot be stored",
             "start in a folder that can be written, or name another run directory",
         )
     if free < DISK_WANTED:
@@ -283,7 +283,7 @@ def _disk(runs: Path) -> Iterator[Finding]:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """The report as tables for people."""
+    """Print the report as tables."""
     _print_rows(console, "devices", [(str(d["name"]), _device_memory(d)) for d in report.devices])
     memory = [
         (key.removesuffix("_bytes").replace("_", " "), value)
@@ -296,12 +296,12 @@ def print_report(report: Report, console: Console) -> None:
     if report.probes:
         _print_rows(console, "bandwidths", _bandwidths(report.probes))
     _print_rows(console, "versions", list(report.versions.items()))
-    console.print("what will go wrong here", style="bold")
+    console.print("problems to expect", style="bold")
     for finding in report.findings:
         console.print(f"  - {finding.what}", highlight=False, markup=False)
         console.print(f"    remedy: {finding.remedy}", style="green", highlight=False, markup=False)
     if not report.findings:
-        console.print("  nothing that is known")
+        console.print("  none found")
 
 
 def _device_memory(device: dict[str, str | int]) -> str:

@@ -1,8 +1,8 @@
-"""What this process may use of its host: cores, memory, devices, and the limits in force.
+"""Resources of the host that this process may use: cores, memory, and the limits on them.
 
-The number in ``/proc/meminfo`` is rarely what a process may have: containers limit it by control group, batch
-systems by rlimit, and a quota gives half a core. So every limit in force is read, and the smallest wins.
-"""
+``/proc/meminfo`` rarely gives the memory that a process may use: containers limit it by control group, batch
+systems by rlimit, and a quota may allow half a core. So every limit in force is read, and the tightest one
+counts."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 _USUAL_TRIM_BYTES = 128 * 1024  # glibc's M_TRIM_THRESHOLD
 _FREED_BYTES = (
     16 * 2**20
-)  # of a block; afterwards malloc keeps up to twice as much at the end of its heap
-RETURNED_BYTES = 256 * 1024  # the smallest block that goes back at once, see return_freed_memory
+)  # size of a block; after it is freed, malloc keeps up to twice as much at the end of its heap
+RETURNED_BYTES = 256 * 1024  # the smallest block returned at once, see return_freed_memory
 _TOUCHED_BYTES, _TOUCHES = 2**21, 20
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # as malloc's: shared pages take twice as long
-# Of tensors between two looks at the process's memory, each of some microseconds.
+# bytes of tensors between two reads of the process's memory, which take microseconds each
 LOOK_BYTES = 2**20
 _PAGE_BYTES = resource.getpagesize()
-SMALLEST_TRIM = 2 * 2**20  # bytes of freed memory that are worth a trim
+SMALLEST_TRIM = 2 * 2**20  # bytes of freed memory worth a trim
 
 
 def _cgroup_files(controller: str, v1_name: str, v2_name: str, root: Path) -> Iterator[Path]:
-    """The files that limit this process: its own control group's and those of every group above it."""
+    """Yield the files that limit this process: of its own control group and of all groups above."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -59,7 +59,8 @@ def _cgroup_files(controller: str, v1_name: str, v2_name: str, root: Path) -> It
 
 
 def usable_cores(root: Path = Path("/")) -> float:
-    """Cores this process may keep busy: its affinity mask, cut by control-group quotas (so it may be 1.5)."""
+    """Return the cores that this process may use: its affinity mask, reduced by control-group quotas (so it may be
+    1.5)."""
     getaffinity = getattr(os, "sched_getaffinity", None)
     cores = float(len(getaffinity(0)) if getaffinity else os.cpu_count() or 1)
     for file in _cgroup_files("cpu", "cpu.cfs_quota_us", "cpu.max", root):
@@ -73,7 +74,7 @@ def usable_cores(root: Path = Path("/")) -> float:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """A limit in force. ``per_process``: each rank has it for itself; otherwise all ranks share it."""
+    """A limit in force. ``per_process``: it applies to each rank alone; otherwise all ranks share it."""
 
     name: str
     limit_bytes: int
@@ -82,12 +83,11 @@ class MemoryLimit:
 
     @property
     def free_bytes(self) -> int:
-        """What is left of it."""
         return max(0, self.limit_bytes - self.used_bytes)
 
 
 def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
-    """Control-group and rlimit limits that are tighter than the machine's RAM."""
+    """Return the control-group and rlimit limits below the machine's RAM."""
     limits = []
     for file in _cgroup_files("memory", "memory.limit_in_bytes", "memory.max", root):
         text = file.read_text().strip()
@@ -104,7 +104,7 @@ def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
 
 
 def _cgroup_used(limit: Path) -> int:
-    """Bytes charged to the group, less the caches that the kernel drops before it kills."""
+    """Return the bytes charged to the group, less the caches that the kernel drops before it kills a process."""
     name, caches = "memory.current", ["inactive_file", "active_file", "slab_reclaimable"]
     if limit.name == "memory.limit_in_bytes":
         name, caches = "memory.usage_in_bytes", ["total_inactive_file", "total_active_file"]
@@ -119,7 +119,7 @@ def _cgroup_used(limit: Path) -> int:
 
 
 def available_memory(processes: int = 1) -> int:
-    """RAM that each of ``processes`` new processes can take before a limit or the machine stops it."""
+    """Return the RAM that each of ``processes`` new processes can use within all limits."""
     shared = [psutil.virtual_memory().available]
     own: list[int] = []
     for limit in memory_limits():
@@ -128,7 +128,7 @@ def available_memory(processes: int = 1) -> int:
 
 
 def shared_memory_bytes() -> int | None:
-    """Size of ``/dev/shm``; None where there is none."""
+    """Return the size of ``/dev/shm``; None if there is none."""
     try:
         return psutil.disk_usage("/dev/shm").total
     except OSError:
@@ -136,7 +136,7 @@ def shared_memory_bytes() -> int | None:
 
 
 def _status_bytes(field: str) -> int:
-    """A field of ``/proc/self/status`` in bytes; 0 where it is missing."""
+    """Return a field of ``/proc/self/status`` in bytes; 0 if it is missing."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(f"{field}:"):
@@ -145,12 +145,12 @@ def _status_bytes(field: str) -> int:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process now."""
+    """Return the resident memory of this process."""
     return _status_bytes("VmRSS") or psutil.Process().memory_info().rss
 
 
 def peak_resident_bytes() -> int:
-    """The most resident memory since :func:`reset_peak_resident`, or since the start where that failed."""
+    """Return the peak of resident memory since :func:`reset_peak_resident`, or since the start if that failed."""
     if peak := _status_bytes("VmHWM"):
         return peak
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -158,19 +158,21 @@ def peak_resident_bytes() -> int:
 
 
 def return_freed_memory() -> bool:
-    """Make glibc give every freed block of 256 KiB or more back to the system at once; whether it could.
+    """Make glibc return every freed block of 256 KiB or more to the system at once; return whether it could.
 
-    By default the allocator keeps them for reuse and the holes between them: the process then holds up to 1.4 times
-    the bytes of its tensors. The price is a page fault for each page of each tensor (a quarter to a half of the step in
-    a small model), so it is paid only near a budget; to stay below a limit, :class:`MemoryBound` costs much less.
-    Process-wide, and for good: malloc's settings cannot be read, so there is nothing to go back to.
-    """
+    By default the allocator keeps freed blocks and the gaps between them for reuse, so the process may hold 1.4
+    times the bytes of its tensors. Returning them costs a page fault for each page of each tensor (a quarter to a
+    half of the step in a small model), so it is used only near a budget. To stay below a limit,
+    :class:`MemoryBound` costs much less. The setting applies to the whole process until it ends: malloc's
+    previous settings cannot be read."""
     return _set_malloc({_M_MMAP_THRESHOLD: RETURNED_BYTES, _M_TRIM_THRESHOLD: _USUAL_TRIM_BYTES})
 
 
 def fresh_memory_seconds() -> float:
-    """Processor seconds for each byte of memory that comes fresh from the system and goes back: page faults, zeroing,
-    unmapping. The least of some mappings, each without the time of a second write to the same pages."""
+    """Return processor seconds per byte of memory that is obtained from the system and returned: page faults,
+    zeroing, unmapping.
+
+    It is the minimum over several mappings, each less the time of a second write to the same pages."""
     found = []
     for _ in range(_TOUCHES):
         start = time.thread_time()
@@ -186,24 +188,25 @@ def fresh_memory_seconds() -> float:
 
 
 def use_one_arena() -> bool:
-    """Make glibc serve threads that start from now on from the main thread's arena; whether it could. malloc_trim gives
-    back the end of that arena alone: of another one up to 64 MiB of freed memory would stay. Process-wide."""
+    """Make glibc serve threads started from now on from the main thread's arena; return whether it could.
+
+    malloc_trim shrinks the end of that arena only; other arenas would keep up to 64 MiB of freed memory each.
+    Process-wide."""
     return _set_malloc({_M_ARENA_MAX: 1})
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep what is freed for reuse, in a process that computes the same again and again.
+    """Make glibc keep freed memory for reuse, in a process that repeats the same computation.
 
-    It gives the end of its heap back when twice the largest block that was freed so far is free there: a few MiB in a
-    small model, and a page fault for each page follows in the next block, so that a step that recomputes took 1.17
-    times as long. So one block of 16 MiB is freed at once. What is to stay, such as weights, is best allocated before:
-    it would lie between what is freed, which then has holes.
-    """
+    glibc returns the end of its heap when twice the largest block freed so far is free there: a few MiB in a
+    small model. Then each page of the next block faults, so that a step with recomputation took 1.17 times as
+    long. So one block of 16 MiB is freed here. Long-lived tensors such as weights are best allocated before:
+    later they would lie between freed blocks and fragment them."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
-        libc.free(libc.malloc(_FREED_BYTES))  # it is mapped, and nothing is written
+        libc.free(libc.malloc(_FREED_BYTES))  # mapped, never written
 
 
 def _set_malloc(settings: dict[int, int]) -> bool:
@@ -214,8 +217,8 @@ def _set_malloc(settings: dict[int, int]) -> bool:
 
 
 def data_bytes() -> int:
-    """Resident memory of this process now, without pages of files and shared memory, which it may not be alone to
-    hold, and without what is :func:`kept_apart`. A few microseconds, so it may be asked often."""
+    """Return the resident memory of this process without pages of files and shared memory, and without memory
+    :func:`outside_device_memory`. It takes a few microseconds."""
     try:
         file = os.open("/proc/self/statm", os.O_RDONLY)
         try:
@@ -224,37 +227,36 @@ def data_bytes() -> int:
             os.close(file)
     except OSError:
         return resident_bytes()
-    return (int(resident) - int(shared)) * _PAGE_BYTES - _apart.bytes
+    return (int(resident) - int(shared)) * _PAGE_BYTES - _outside.bytes
 
 
 class MemoryBound:
-    """A line that this process stays below as far as that is a matter of freed memory, which malloc keeps for reuse.
+    """A line for the memory of this process, kept by returning the freed memory that malloc holds for reuse.
 
     ::
 
-        data_bytes ▲     line ────────────────────────
-                   │        ╱│  ╱│     below the line, what malloc keeps costs nothing;
-                   │     ╱   │╱  │╱    near the line, all of it goes back at once (``malloc_trim``)
-                   │  ╱  tensors
-                   └───────────────────▶ calls of :func:`relieve_memory`
+            data_bytes ▲     line ────────────────────────
+                       │        ╱│  ╱│     below the line, memory that malloc keeps costs nothing;
+                       │     ╱   │╱  │╱    near the line, all of it is returned (``malloc_trim``)
+                       │  ╱  tensors
+                       └───────────────────▶ calls of :func:`relieve_memory`
 
-    A loop that stays below never pays, and one that lives at the line pays a page fault only for pages that went back
-    and are used again. Memory grows unseen between two calls, so it goes back as much ahead of the line as it was
-    lately seen to grow at one time, to a sixteenth of what is allowed. Where tensors alone fill the line, a trim has
-    to be worth it: 2 MiB, or a 256th of what is allowed.
+    A loop that stays below the line never pays. A loop at the line pays page faults only for pages that were
+    returned and are used again. Memory grows unobserved between two calls, so it is trimmed ahead of the line by
+    its recent growth between calls, at most a sixteenth of the allowance. If tensors alone reach the line, a trim
+    must free at least 2 MiB, or a 256th of the allowance.
 
-    Memory is the process's, so bounds that are open at the same time add up. No setting of malloc is changed:
-    nothing is left over when the last one is closed.
-    """
+    The bounds of a process add up while they are open at the same time. No setting of malloc is changed, so
+    closing the last bound leaves nothing behind."""
 
     def __init__(self, growth_bytes: int) -> None:
-        """Allow this many bytes beyond what is there now; below zero where what is there counts against them."""
+        """Allow this many bytes beyond the present ones; negative if present bytes count against the allowance."""
         if not _bounds:
             _freed.start()
         self.growth_bytes, self.before_bytes = growth_bytes, data_bytes()
         self._most = self.before_bytes
         self.begin_high_water()
-        self.trims = 0  # times that freed memory went back
+        self.trims = 0  # number of trims
         _bounds.append(self)
         _freed.move_line()
         self.line_bytes = _freed.line_bytes()
@@ -262,23 +264,23 @@ class MemoryBound:
     def begin_high_water(self) -> None:
         self._high_water = peak_resident_bytes()
 
-    def see(self, now: int) -> None:
-        """Remember the most there was."""
+    def note(self, now: int) -> None:
+        """Raise the peak to ``now``."""
         self._most = max(self._most, now)
 
     def peak_bytes(self) -> int:
-        """The most :func:`data_bytes` until it was closed: by the kernel's high water where that rose since it was
-        opened, otherwise as seen."""
+        """Return the peak of :func:`data_bytes` until the bound was closed: the kernel's high water if it rose since
+        the bound was opened, otherwise the largest observed value."""
         if self not in _bounds:
             return self._most
         now, high_water = data_bytes(), peak_resident_bytes()
-        self.see(now)
+        self.note(now)
         if high_water > self._high_water:
-            self.see(high_water - (resident_bytes() - now))
+            self.note(high_water - (resident_bytes() - now))
         return self._most
 
     def close(self) -> None:
-        """Bound no more; a second time does nothing."""
+        """Stop bounding. A second call is a no-op."""
         self.peak_bytes()
         if self in _bounds:
             _bounds.remove(self)
@@ -286,11 +288,11 @@ class MemoryBound:
 
 
 class _FreedMemory:
-    """What all bounds share: where the line is, and when freed memory goes back."""
+    """State shared by all bounds: the line, and the times of trims."""
 
     def __init__(self) -> None:
         self._base = self._seen = self._step = self._tensors = self._handled = 0
-        self._look_after = 0  # bytes handled
+        self._check_after = 0  # bytes handled
 
     def start(self) -> None:
         trim_freed_memory()
@@ -301,23 +303,23 @@ class _FreedMemory:
         return self._base + self._growth()
 
     def move_line(self) -> None:
-        """To where the bounds that are open put it."""
-        self._look_after = max(LOOK_BYTES, (self.line_bytes() - self._seen) // 16)
+        """Adapt the interval of checks to the line of the open bounds."""
+        self._check_after = max(LOOK_BYTES, (self.line_bytes() - self._seen) // 16)
 
-    def due(self, handled: int | None) -> bool:
-        """Whether it is worth looking."""
+    def is_due(self, handled: int | None) -> bool:
+        """Whether memory should be checked now."""
         if handled is None:
             return True
         self._handled += handled
-        return self._handled >= self._look_after
+        return self._handled >= self._check_after
 
-    def relieve(self, coming: int) -> None:
+    def check(self, coming: int) -> None:
         self._handled = 0
         now, growth = data_bytes(), max(0, self._growth())
         self._step = min(max(self._step - self._step // 256, now - self._seen), growth // 16)
         self._seen, self._tensors = now, min(self._tensors, now)
         for bound in _bounds:
-            bound.see(now)
+            bound.note(now)
         worth = max(SMALLEST_TRIM, growth // 256)
         if now + coming > max(self.line_bytes() - self._step, self._tensors + worth):
             trim_freed_memory()
@@ -331,7 +333,7 @@ class _FreedMemory:
         return sum(bound.growth_bytes for bound in _bounds)
 
 
-_bounds: list[MemoryBound] = []  # that are open
+_bounds: list[MemoryBound] = []  # open bounds
 _freed = _FreedMemory()
 
 
@@ -341,17 +343,17 @@ def memory_is_bounded() -> bool:
 
 
 def relieve_memory(handled: int | None = None, *, coming: int = 0) -> None:
-    """Give freed memory back if a :class:`MemoryBound` is open and its line is near. For places that are passed
-    often while memory grows: where autograd saves a tensor, where one comes back, where a block has run.
-    ``handled``: bytes of the tensors that passed here since the last call, where the caller knows: the process's memory
-    is then looked at for each MiB of them, and the less often the farther the line is. ``coming``: bytes that other
-    threads are about to take."""
-    if _bounds and _freed.due(handled):
-        _freed.relieve(coming)
+    """Trim freed memory if a :class:`MemoryBound` is open and memory is near its line.
+
+    Call it often while memory grows: when autograd saves a tensor, when one is loaded, after a block.
+    ``handled``: bytes of tensors since the last call, if known; memory is then checked once per MiB of them, and
+    less often far from the line. ``coming``: bytes that other threads are about to allocate."""
+    if _bounds and _freed.is_due(handled):
+        _freed.check(coming)
 
 
 def trim_freed_memory() -> bool:
-    """Give back every whole page of freed memory in all of malloc's arenas; whether it could (glibc can)."""
+    """Return every whole page of freed memory of all malloc arenas to the system; return whether glibc could."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
         return True
@@ -359,7 +361,7 @@ def trim_freed_memory() -> bool:
 
 
 def reset_peak_resident() -> bool:
-    """Let :func:`peak_resident_bytes` start anew; False where the system cannot (it then only grows)."""
+    """Reset :func:`peak_resident_bytes`; False if the system cannot, so that the peak only grows."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -368,87 +370,87 @@ def reset_peak_resident() -> bool:
 
 
 class ResidentMeter:
-    """The most memory that this process has taken for data since the meter was made.
+    """The peak of memory for data of this process since the meter was made.
 
-    Pages of files (code that an operator's first use maps, the text that rows are read from) are left out: the
-    system can take them back; so is what is :func:`kept_apart`. The kernel keeps a high water only for all pages
-    together, so each reading covers the time since the last one, of whichever meter.
-    """
+    Pages of files (code of an operator's first use, the text of training rows) are excluded, because the system
+    can reclaim them; so is memory :func:`outside_device_memory`. The kernel keeps one high water for all pages,
+    so each reading covers the time since the last reading of any meter."""
 
     def __init__(self) -> None:
-        with _apart.lock:
-            _look()
-            self._base, self._peak = resident_bytes() - _others(), 0
-            _apart.meters.add(self)
+        with _outside.lock:
+            _update_meters()
+            self._base, self._peak = resident_bytes() - _uncounted_bytes(), 0
+            _outside.meters.add(self)
 
     def peak_bytes(self) -> int:
-        """The high water so far; call it about once per step."""
-        with _apart.lock:
-            _look()
+        """Return the peak so far; call it about once per step."""
+        with _outside.lock:
+            _update_meters()
             return self._peak
 
-    def see(self, high_water: int) -> None:
-        """Remember the most there was of what meters count."""
+    def note(self, high_water: int) -> None:
+        """Raise the peak to ``high_water``, less the bytes at the start."""
         self._peak = max(self._peak, high_water - self._base)
 
 
-class _KeptApart:
-    """Bytes that are there, and the meters that leave them out."""
+class _OutsideMemory:
+    """Memory that the meters exclude from a stage's usage, and the meters."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self.meters: weakref.WeakSet[ResidentMeter] = weakref.WeakSet()
-        self.lock = threading.RLock()  # an owner may be collected anywhere
+        self.lock = threading.RLock()  # reentrant: an arena's finalizer may run at any point
 
 
-_apart = _KeptApart()
+_outside = _OutsideMemory()
 
 
-def _others() -> int:
+def _uncounted_bytes() -> int:
     """Resident bytes that no meter counts."""
-    return _status_bytes("RssFile") + _apart.bytes
+    return _status_bytes("RssFile") + _outside.bytes
 
 
-def _look() -> None:
-    """Show all meters the high water since the last look, which begins anew."""
+def _update_meters() -> None:
+    """Pass the high water since the last call to all meters and bounds, and reset it."""
     for bound in _bounds:
         bound.peak_bytes()
-    high_water = peak_resident_bytes() - _others()
-    for meter in list(_apart.meters):
-        meter.see(high_water)
+    high_water = peak_resident_bytes() - _uncounted_bytes()
+    for meter in list(_outside.meters):
+        meter.note(high_water)
     reset_peak_resident()
     for bound in _bounds:
         bound.begin_high_water()
 
 
 @contextlib.contextmanager
-def kept_apart(change: int) -> Iterator[None]:
-    """Inside, so many bytes of this process become resident, or go where ``change`` is below zero, that are its host's,
-    not its device's, where one memory is both: no meter counts them. Of what other threads take meanwhile, and give
-    back, so much may be missed."""
-    with _apart.lock:
+def outside_device_memory(change: int) -> Iterator[None]:
+    """Exclude ``change`` bytes from the meters, which become resident inside (or are freed, if negative).
+
+    They belong to the host and not to the device, on a machine whose RAM is both. Memory that other threads
+    allocate and free meanwhile may be missed, up to the same amount."""
+    with _outside.lock:
         if change > 0:
-            _look()
+            _update_meters()
         there = change < 0
         try:
             yield
             there = True
         finally:
-            if there:  # otherwise its owner has failed, and it goes
-                _apart.bytes += max(change, 0)
-                _look()
-                _apart.bytes += min(change, 0)
+            if there:  # otherwise allocating failed, and the bytes are freed
+                _outside.bytes += max(change, 0)
+                _update_meters()
+                _outside.bytes += min(change, 0)
 
 
 def boot_identity() -> str:
-    """Of the running kernel, whatever containers call their hosts."""
+    """Return the identity of the running kernel, equal in all its containers."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
 
 
 def host_identity() -> str:
-    """Equal for two processes exactly when they can signal each other and meet on the loopback address."""
+    """Return a text that is equal for two processes exactly if they can signal each other and connect over loopback."""
     parts = [socket.gethostname(), boot_identity()]
     for read in (
         lambda: os.readlink("/proc/self/ns/pid"),
@@ -460,26 +462,26 @@ def host_identity() -> str:
 
 
 def node_name() -> str:
-    """What this node is called: by Slurm where it started this process, otherwise by itself."""
+    """Return the name of this node: Slurm's if it started this process, else the host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def own_address(other: str) -> str:
-    """This host's address on the way to ``other``, which may be its own; empty where that is loopback or there is no
-    way. Nothing is sent."""
+    """Return this host's address on the route to ``other``; empty if that is loopback or there is no route. Nothing
+    is sent."""
     with contextlib.suppress(OSError):
         if not other:
             return ""
         family, *_, place = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as way:
-            way.connect(place)
-            own = str(way.getsockname()[0])
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)
+            own = str(probe.getsockname()[0])
         return "" if ipaddress.ip_address(own.partition("%")[0]).is_loopback else own
     return ""
 
 
 def interface_of(address: str) -> str:
-    """The network card that has ``address``; empty where none has."""
+    """Return the network interface that has ``address``; empty if none has."""
     for name, entries in psutil.net_if_addrs().items() if address else ():
         if address in (entry.address for entry in entries):
             return name
@@ -487,7 +489,7 @@ def interface_of(address: str) -> str:
 
 
 def cpu_model() -> str:
-    """The processor's name."""
+    """Return the name of the processor."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

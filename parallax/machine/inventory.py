@@ -1,9 +1,8 @@
-"""Which machines there are, written as a ``cluster`` option, so that they can be planned for without being held.
+"""Writes the present machines as a ``cluster`` option, so that runs can be planned for them from elsewhere.
 
-On a login node of Slurm its controller is asked for all nodes (``sinfo``); inside of a job, and without Slurm,
-this host is looked at. What counts is the kind of device, by which the catalog knows memory, speed and links, and how
-many there are; what the hosts hold comes from who was asked. The network between nodes nobody says.
-"""
+On a Slurm login node, Slurm's controller lists all nodes (``sinfo``). Inside a job, and without Slurm, this host
+is examined. The kind and the number of devices are taken from there, and the hosts' memory and disk. The catalog
+knows memory, speed and links of each kind. The network between nodes is unknown."""
 
 from __future__ import annotations
 
@@ -27,12 +26,12 @@ CPU = "cpu-core"
 _MIB = 2**20
 _ASK_SECONDS = 60.0
 _GPU = re.compile(r"gpu(?::(?P<kind>[^:,()]+))?:(?P<count>\d+)")
-_SLICE = re.compile(r"\d+g\.\d+gb")  # a part of a GPU, which the catalog has none of
+_SLICE = re.compile(r"\d+g\.\d+gb")  # a MIG slice, which is not in the catalog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """``devices`` of one ``kind`` of the catalog, and the bytes of memory and disk beside them (0: nobody says)."""
+    """``devices`` of one ``kind`` of the catalog, and the bytes of host memory and disk (0: unknown)."""
 
     name: str
     kind: str
@@ -42,10 +41,9 @@ class Host:
 
 
 def write_cluster(path: Path) -> list[str]:
-    """Write the option into ``path``, a YAML file; what was found, in lines for people.
+    """Write the option into ``path``, a YAML file; return the hosts found as lines of text.
 
-    Raises :class:`ConfigError` where nobody says what there is, or the catalog has no such device.
-    """
+    Raises :class:`ConfigError` if the devices are unknown or not in the catalog."""
     if path.suffix != ".yaml":
         raise ConfigError(
             f"--write-cluster {printable(str(path))}: accepted is a name that ends in .yaml, as options have"
@@ -66,14 +64,14 @@ def write_cluster(path: Path) -> list[str]:
 
 
 def _found() -> tuple[list[Host], str]:
-    """All hosts, and who said so. A job has a part of a host, which only the host itself knows."""
+    """Return all hosts and the source. Inside a job, only the host knows its part of the devices."""
     if shutil.which("sinfo") is None or "SLURM_JOB_ID" in os.environ:
         return [this_host()], "this host"
     return slurm_hosts(_sinfo()), "Slurm"
 
 
 def this_host() -> Host:
-    """What can be used here."""
+    """Return the usable devices of this host."""
     memory, disk = available_memory(), disk_free_bytes(Path.cwd())
     devices = present_devices()
     if not devices:
@@ -95,17 +93,17 @@ def _sinfo() -> str:
             f"--write-cluster: sinfo has not answered for {_ASK_SECONDS:g} s; try again when it does"
         ) from None
     if done.returncode != 0:
-        said = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ConfigError(
-            f"--write-cluster: Slurm does not say what there is ({printable(said)}); mend that, or take sinfo out of "
-            "PATH to write down this host"
+            f"--write-cluster: Slurm does not list its nodes ({printable(reason)}); repair that, or remove sinfo "
+            "from PATH to write down this host"
         )
     return done.stdout
 
 
 def slurm_hosts(text: str) -> list[Host]:
-    """The nodes that ``sinfo`` lists, once each though they may be in several partitions, a line each:
-    ``name|generic resources|MB of memory|CPUs|MB of disk``. Where some have GPUs, the others are left out."""
+    """Return the nodes that ``sinfo`` lists, once each even if in several partitions. Each line is ``name|generic
+    resources|MB of memory|CPUs|MB of disk``. If some have GPUs, the others are omitted."""
     lines = dict.fromkeys(line.strip() for line in text.splitlines() if line.strip())
     hosts = {host.name: host for host in map(_slurm_host, lines)}
     if not hosts:
@@ -123,7 +121,7 @@ def _slurm_host(line: str) -> Host:
     for kind, count in found:
         if kind is None:
             raise ConfigError(
-                f"--write-cluster: Slurm does not say which GPUs node {printable(name)} has ({printable(resources)}): "
+                f"--write-cluster: Slurm does not name the GPUs of {printable(name)} ({printable(resources)}): "
                 f"ask the node itself, srun --nodelist={printable(name)} --gpus=1 --exclusive parallax doctor "
                 "--write-cluster FILE"
             )
@@ -141,14 +139,14 @@ def _slurm_host(line: str) -> Host:
 
 
 def _number(text: str) -> int:
-    """Of ``sinfo``, which adds a + where nodes differ."""
+    """Parse a number of ``sinfo``, which appends a + if nodes differ."""
     return int(re.sub(r"\D", "", text) or 0)
 
 
 def catalog_kind(name: str, memory_bytes: int = 0) -> str:
-    """The catalog's name for what a driver or a batch system calls ``name``, such as ``NVIDIA H100 80GB HBM3``,
-    ``tesla_v100-sxm2-32gb`` or ``rtx4090``. Kinds that differ in memory alone are told apart by ``memory_bytes``, or by
-    the number in the name."""
+    """Return the catalog's name of a device that a driver or batch system calls ``name``, such as ``NVIDIA H100 80GB
+    HBM3``, ``tesla_v100-sxm2-32gb`` or ``rtx4090``. Kinds that differ in memory only are distinguished by
+    ``memory_bytes``, or by the number in the name."""
     text = name.lower()
     families = sorted({kind.partition("-")[0] for kind in DEVICE_KINDS if kind != CPU})
     words = {re.sub(r"([a-z])[ _-](?=\d)", r"\1", word) for word in (text, text.replace("_", "-"))}
@@ -182,8 +180,8 @@ Sorts = dict[Host, int]
 
 
 def _sorts(hosts: Sequence[Host]) -> Sorts:
-    """How many hosts there are of each kind and number of devices, the strongest first; of memory and disk the least
-    counts."""
+    """Return the number of hosts of each kind and device count, fastest first, with the least memory and disk of
+    each."""
     found: dict[tuple[str, int], list[Host]] = {}
     for host in hosts:
         found.setdefault((host.kind, host.devices), []).append(host)
@@ -220,7 +218,7 @@ def _option(sorts: Sorts, source: str) -> str:
             f"# To plan for, not to train on: what {source} has, {what}.",
             "defaults: [/parallax/cluster/catalog@_here_]",
             *lines,
-            f"remote: ethernet-10g  # nobody says what is between nodes: one of {', '.join(LINK_KINDS)}",
+            f"remote: ethernet-10g  # unknown; one of {', '.join(LINK_KINDS)}",
             "",
         ]
     )
@@ -231,12 +229,12 @@ def _listed(values: Sequence[str | int]) -> str:
 
 
 def _least(sizes: Iterable[int]) -> int:
-    """Of those that are known."""
+    """Return the least known size; 0 if all are unknown."""
     return min((size for size in sizes if size), default=0)
 
 
 def _gibibytes(size: int) -> str:
-    """Nothing where nobody says, for which the catalog's value stands."""
+    """Return a size in GiB; empty if unknown, so that the catalog's default is used."""
     return f"{size // 2**30}GiB" if size >= 2**30 else ""
 
 

@@ -1,4 +1,4 @@
-"""The devices of this machine, and the cluster that a run on it can use."""
+"""The devices of this machine, and the cluster of a run on it."""
 
 from __future__ import annotations
 
@@ -29,29 +29,28 @@ from parallax.plan.cluster import Cluster, Device, Link, Node, with_buckets
 from parallax.plan.tier import AUTO, ROOM_KEYS, Tier, choose_tier
 
 RANKS_PER_GPU = 8
-MOST_PROCESSES = 8  # of a CPU, where nobody says how many
-_ON_CPU = "cpu:"  # before a budget
-# Small blocks of malloc, buffers of libraries: with one thread, up to 7 MiB measured.
+MOST_PROCESSES = 8  # on a CPU with devices=auto
+_ON_CPU = "cpu:"  # prefix of a budget
+# small blocks of malloc and buffers of libraries: up to 7 MiB measured with one thread
 CPU_RESERVE = 13 * 2**19
-THREAD_RESERVE = 3 * 2**19  # of it for each thread: with two, 2 MiB more were measured
-GAPS = 0.015  # of malloc, where all freed memory goes back: up to 1 % measured
-COPYING_THREADS = 2  # as many as a rank has where nobody says (swap.threads)
-# Freed memory that malloc keeps, and the holes between: up to 34 % measured, and six times what a block needs itself.
+THREAD_RESERVE = 3 * 2**19  # the same for each further thread: 2 MiB measured with two
+GAPS = 0.015  # gaps of malloc when all freed memory is returned: up to 1 % measured
+COPYING_THREADS = 2  # the default of swap.threads
+# freed memory that malloc keeps, and gaps: up to 34 % measured, six times the bytes of a block itself
 KEPT = 0.36
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """The devices to use; ``auto`` asks the machine.
+    """The devices to use; ``auto`` uses those of this machine.
 
-    ``kind``: cpu, or an accelerator by torch's name: cuda, xpu (auto: what is present). ``devices``: how many (auto:
-    all accelerators; on a CPU no more than its cores, at most eight). On a CPU a device is a process that computes on
-    ``threads`` cores (auto: ``OMP_NUM_THREADS``, otherwise its part of them). ``device_memory``: the budget
-    of each device, a hard limit for parameters, gradients, optimizer states and activations (``cpu:BYTES``: of a CPU's
-    processes, and auto of anything else). ``host_memory`` and
-    ``disk``: bytes that all offloaded data of this machine may take in either tier. ``link``: what goes between nodes
-    is measured (auto), or known: bytes per second, or a kind of link such as ethernet-10g.
-    """
+    ``kind``: cpu, or an accelerator by torch's name: cuda, xpu (auto: the present kind). ``devices``: how many
+    (auto: all accelerators; on a CPU as many as its cores allow, at most eight). On a CPU a device is a process
+    that computes on ``threads`` cores (auto: ``OMP_NUM_THREADS``, otherwise its share of the cores).
+    ``device_memory``: the budget of each device, a hard limit for parameters, gradients, optimizer states and
+    activations (``cpu:BYTES``: for CPU processes, and auto for other kinds). ``host_memory`` and ``disk``:
+    capacity of each offload tier for all ranks of this machine. ``link``: the link between nodes: measured
+    (auto), or bytes per second, or a kind of link such as ethernet-10g."""
 
     name: str = "local"
     kind: str = AUTO
@@ -73,7 +72,7 @@ class ClusterConfig:
                 parse_bytes(getattr(self, key), f"cluster.{key}")
 
     def memory_of(self, kind: str) -> int | None:
-        """The budget of a device of ``kind``; None where the machine is asked."""
+        """Return the budget of a device of ``kind``; None for auto."""
         asked = self.device_memory
         if isinstance(asked, str) and asked.startswith(_ON_CPU):
             asked = asked.removeprefix(_ON_CPU) if kind == "cpu" else AUTO
@@ -82,9 +81,9 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """The devices of a run on this machine: what kind, how many, and how many cores each computes on. Of accelerators
-    ``present`` are there, ``shares`` are the bytes of each rank's, and how many ranks have that; ``apart`` says whether
-    some two ranks of the run have one each."""
+    """The devices of a run on this machine: kind, number, and cores per device. For accelerators: ``present``
+    devices on the host; ``shares``: for each rank, the bytes of its device and the number of ranks that share it;
+    ``apart``: whether any two ranks of the run have different devices."""
 
     kind: str
     count: int
@@ -95,7 +94,7 @@ class DeviceChoice:
 
 
 def asked_link(config: ClusterConfig) -> Link | None:
-    """The link between nodes that ``config`` names; None where it is to be measured."""
+    """Return the link between nodes that ``config`` names; None to measure it."""
     if config.link == AUTO:
         return None
     if config.link in LINK_KINDS:
@@ -110,18 +109,19 @@ def asked_link(config: ClusterConfig) -> Link | None:
 
 
 def chosen_kind(config: ClusterConfig) -> str:
-    """The kind of device that is asked for, or the one that is there."""
+    """Return the configured kind of device, or the present one."""
     return config.kind if config.kind != AUTO else present_kind() or "cpu"
 
 
 def choose_devices(config: ClusterConfig, *, at_least: int = 1) -> DeviceChoice:
-    """Resolve ``auto``, to ``at_least`` as many devices as the plan asks for. Ranks may share a GPU, or a CPU's cores.
+    """Resolve ``auto``, to no fewer than ``at_least`` devices, as the plan requests. Ranks may share a GPU, or a
+    CPU's cores.
 
-    Raises :class:`ConfigError` where an accelerator is asked for and absent, or more than eight ranks would share one.
-    """
+    Raises :class:`ConfigError` if an accelerator is requested and absent, or more than eight ranks would share
+    one."""
     kind = chosen_kind(config)
-    told, seen = ranks_devices(kind), present_devices(kind) if kind != "cpu" else ()
-    present = told.present if told else len(seen)
+    known, seen = ranks_devices(kind), present_devices(kind) if kind != "cpu" else ()
+    present = known.present if known else len(seen)
     cores, threads = usable_cores(), _asked_threads(config)
     usual = present if kind != "cpu" else min(MOST_PROCESSES, int(cores) // (threads or 1))
     count = max(at_least, usual)
@@ -138,25 +138,26 @@ def choose_devices(config: ClusterConfig, *, at_least: int = 1) -> DeviceChoice:
         count,
         threads or max(1, int(cores) // count),
         present=present,
-        apart=told.apart if told else min(count, present) > 1,
-        shares=told.shares if told and len(told.shares) == count else _dealt(seen, count),
+        apart=known.apart if known else min(count, present) > 1,
+        shares=known.shares
+        if known and len(known.shares) == count
+        else _distribute_ranks(seen, count),
     )
 
 
 def _asked_threads(config: ClusterConfig) -> int:
-    """The threads of each rank that the user asks for, by ``cluster.threads`` or ``OMP_NUM_THREADS``; 0 where nobody
-    does."""
+    """Return the threads per rank set by ``cluster.threads`` or ``OMP_NUM_THREADS``; 0 if neither is set."""
     if config.threads != AUTO:
         return int(config.threads)
     variable = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    # Torchrun sets 1 where the user has set nothing; the launch scripts, which say where ranks meet, do not.
+    # torchrun sets 1 if the user has set nothing; the launch scripts, which set the rendezvous, do not
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and "PARALLAX_RENDEZVOUS" not in os.environ
     usual = by_torchrun and variable == "1"
     return int(variable) if variable.isdecimal() and not usual else 0
 
 
 def processes_of(choice: DeviceChoice) -> str:
-    """How a CPU's cores are shared by the processes of ``choice``, in one line; empty for accelerators."""
+    """Return how the processes of ``choice`` share a CPU's cores, in one line; empty for accelerators."""
     if choice.kind != "cpu":
         return ""
     count, cores = choice.count * choice.threads, usable_cores()
@@ -165,11 +166,11 @@ def processes_of(choice: DeviceChoice) -> str:
     have = f"{cores:g} {'core' if cores == 1 else 'cores'}"
     if count <= max(1, cores):
         return f"{processes} × {threads} on {have}"
-    return f"{processes} × {threads} share {have}: as asked for, and slower than a core for each thread"
+    return f"{processes} × {threads} share {have}: as requested, and slower than a core for each thread"
 
 
-def _dealt(seen: Sequence[DeviceFacts], count: int) -> tuple[tuple[int, int], ...]:
-    """The share of each of ``count`` ranks in the devices that this process has ``seen``."""
+def _distribute_ranks(seen: Sequence[DeviceFacts], count: int) -> tuple[tuple[int, int], ...]:
+    """Return the share of each of ``count`` ranks in the devices that this process has ``seen``."""
     sharing = -(-count // max(1, len(seen)))
     found = itertools.islice(itertools.cycle(seen), count)
     return tuple((device.total_bytes, sharing) for device in found)
@@ -184,23 +185,24 @@ def build_cluster(
     speeds: tuple[float, ...] = (),
     copying_threads: int = COPYING_THREADS,
 ) -> Cluster:
-    """This machine as a cluster of one node. ``tier``: auto, or a tier's name (``swap.tier``). ``speeds``: of each of
-    1, 2, … of its devices that compute at once, from :func:`probe_speeds`. ``copying_threads``: those of a rank that
-    copy one way at the same time (``swap.threads``).
+    """Return this machine as a cluster of one node.
 
-    A budget left at auto keeps a margin for what no plan counts: the allocator's gaps (a twentieth of the device), the
-    interpreter and torch itself (a fifth of the available RAM).
-    """
-    below = tier_below(choice, tier)
-    copying = _copying_share(choice) if below.copied_by_threads else 1.0
-    computing = _computing_share(choice, copying_threads) if below.copied_by_threads else 1.0
-    write, read = (rate * copying for rate in below.bandwidth(probes))
-    tier_bytes = _tier_bytes(config, below, probes) // choice.count
+    ``tier``: auto, or a tier's name (``swap.tier``). ``speeds``: the speed of each of 1, 2, … of its devices that
+    compute at once, from :func:`probe_speeds`. ``copying_threads``: threads of a rank that copy in one direction
+    at the same time (``swap.threads``).
+
+    A budget left at auto keeps a margin for memory that no plan counts: the allocator's gaps (a twentieth of the
+    device), the interpreter and torch itself (a fifth of the available RAM)."""
+    target = offload_tier(choice, tier)
+    copying = _copying_share(choice) if target.copied_by_threads else 1.0
+    computing = _computing_share(choice, copying_threads) if target.copied_by_threads else 1.0
+    write, read = (rate * copying for rate in target.bandwidth(probes))
+    tier_bytes = _tier_bytes(config, target, probes) // choice.count
     devices = tuple(
         Device(
             kind=choice.kind,
             memory_bytes=memory,
-            tier=below.name,
+            tier=target.name,
             tier_bytes=tier_bytes,
             write=Link(bytes_per_second=write),
             read=Link(bytes_per_second=read),
@@ -213,7 +215,7 @@ def build_cluster(
             kept_share=KEPT if choice.kind == "cpu" else 0.0,
             overlap_loss=1 - computing,
             tier_share=copying,
-            host_update_seconds=_host_update_seconds(below, probes, write, read),
+            host_update_seconds=_host_update_seconds(target, probes, write, read),
         )
         for memory in _device_memory(config, choice)
     )
@@ -225,13 +227,13 @@ def build_cluster(
 
 
 def _beside_allocator(choice: DeviceChoice, probes: Probes) -> dict[str, int]:
-    """What a process takes of a device that torch's allocator knows nothing of. Each of those that share one has a
-    context; they talk through the host where no two ranks have a device each."""
+    """Return the device memory of a process outside torch's allocator. Each process on a shared device has a
+    context. If no two ranks have different devices, they communicate through the host."""
     if choice.kind == "cpu":
         return {}
     accelerator, seen = accelerator_named(choice.kind), present_devices(choice.kind)
     usual = max(accelerator.usual_context_bytes(each.name) for each in seen)
-    # What others hold there was measured as if it were the context's.
+    # the measurement includes memory of other processes on the device
     context = min(probes.context_bytes, 2 * usual) if usual else probes.context_bytes
     return {
         "context_bytes": context or usual,
@@ -240,39 +242,39 @@ def _beside_allocator(choice: DeviceChoice, probes: Probes) -> dict[str, int]:
     }
 
 
-def tier_below(choice: DeviceChoice, tier: str) -> Tier:
-    """The tier that takes what is offloaded, where ``tier`` (``swap.tier``) may be auto."""
+def offload_tier(choice: DeviceChoice, tier: str) -> Tier:
+    """Return the offload tier for ``tier`` (``swap.tier``), resolving auto."""
     return choose_tier("swap.tier", tier, device_is_ram=choice.kind == "cpu")
 
 
 def probe_speeds(choice: DeviceChoice, *, fresh: bool = False) -> tuple[float, ...]:
-    """How fast each of 1, 2, … devices computes while all do. Measured only for processes that share one processor;
-    devices that share nothing slow nobody down."""
+    """Return the speed of each of 1, 2, … devices while all of them compute. Measured only for processes that share
+    one processor; other devices do not slow each other down."""
     if choice.kind != "cpu" or choice.count == 1:
         return ()
     return measure_speeds(choice.count, choice.threads, fresh=fresh)
 
 
 def _copying_share(choice: DeviceChoice) -> float:
-    """What a thread that copies to and from the tier gets of a core: where ranks leave none for it, it shares one with
-    its rank, which computes as much more slowly."""
+    """Return the fraction of a core that a copying thread gets: a half if the ranks use all cores, so that it shares
+    one with its rank."""
     spare = usable_cores() - choice.count * choice.threads
     return 1.0 if choice.kind != "cpu" or spare >= choice.count else 0.5
 
 
 def _computing_share(choice: DeviceChoice, copying: int) -> float:
-    """What a rank computes with while threads of its own copy to and from the tier: where all of them have more work
-    than there are cores, each thread gets its share."""
+    """Return the fraction of its cores that a rank computes with while its threads copy to and from the tier."""
     if _copying_share(choice) < 1 or choice.kind != "cpu":
         return _copying_share(choice)
     return min(1.0, usable_cores() / (choice.count * (choice.threads + copying)))
 
 
 def _host_update_seconds(tier: Tier, probes: Probes, write: float, read: float) -> float:
-    """The step of one byte of weights below the device, in full precision with AdamW: memory traffic of one thread,
-    whose copies read and write each byte, and where the tier is no place to step in, its two bytes of states up and
-    down. What the planner adds for gradients going down and weights coming up
-    (:func:`parallax.plan.cost.stage.load_states`) is one of these two."""
+    """Return the seconds of a host optimizer step per byte of weights, in full precision with AdamW.
+
+    It is the memory traffic of one thread (copies read and write each byte), plus, if the tier is no place to
+    step in, reading and writing two bytes of states. The planner adds gradients and weights
+    (:func:`parallax.plan.cost.stage.load_states`)."""
     if not tier.exists:
         return 0.0
     stepping = UPDATE_BYTES / torch.float32.itemsize / (2 * probes.copy)
@@ -289,7 +291,8 @@ def _device_memory(config: ClusterConfig, choice: DeviceChoice) -> list[int]:
 
 
 def _tier_bytes(config: ClusterConfig, tier: Tier, probes: Probes) -> int:
-    """What all ranks together may offload; auto leaves a fifth of what is free to others."""
+    """Return the capacity of the tier for all ranks together; auto leaves a fifth of the free bytes to other
+    programs."""
     if not tier.exists:
         return 0
     asked = getattr(config, tier.key)

@@ -1,4 +1,4 @@
-"""Host memory for copies to and from a device, allocated once and no more than asked."""
+"""Host memory for copies to and from a device, allocated once and at the exact size."""
 
 from __future__ import annotations
 
@@ -16,31 +16,29 @@ from torch import Tensor
 
 from parallax.common.units import format_bytes
 from parallax.errors import SwapError
-from parallax.machine.host import kept_apart, usable_cores
+from parallax.machine.host import outside_device_memory, usable_cores
 
 PINNING_REMEDY = (
     "lower cluster.host_memory, raise the limit of locked memory (ulimit -l), or set swap.tier=disk"
 )
-_HUGE = 2 * 2**20  # bytes of a huge page, where there are some
-# Linux's number, for which Python has no name: a child that is forked gets empty pages of its own.
+_HUGE = 2 * 2**20  # bytes of a huge page
+# Linux's number, without a name in Python: a forked child gets zero pages instead of copies.
 _MADV_WIPEONFORK = 18
-_TOUCHING = (
-    8  # threads that touch an arena's pages: the kernel clears each when it is touched first
-)
+_TOUCHING = 8  # threads that touch an arena's pages, which the kernel clears at the first touch
 
 
 class Arena(Protocol):
-    """Host bytes for copies, allocated once. ``allocated_bytes`` tells what they cost."""
+    """Host bytes for copies, allocated once. ``allocated_bytes``: bytes taken from the system."""
 
     data: Tensor
     allocated_bytes: int
 
     def close(self) -> None:
-        """Give them back. The caller has waited for the copies."""
+        """Free the bytes. The caller has waited for the copies."""
 
 
 class PlainArena:
-    """Ordinary memory."""
+    """Pageable memory."""
 
     def __init__(self, count: int) -> None:
         self.data, self.allocated_bytes = torch.empty(count, dtype=torch.uint8), count
@@ -50,31 +48,31 @@ class PlainArena:
 
 
 class ApartArena:
-    """Pages of a host whose memory is the device, too: what measures the device leaves them out."""
+    """Host memory on a machine whose RAM is also the device; the meters of device memory exclude it."""
 
     def __init__(self, count: int) -> None:
         self.allocated_bytes = max(1, -(-count // mmap.PAGESIZE)) * mmap.PAGESIZE
         pages = _pages(count, self.allocated_bytes)
         whole = torch.frombuffer(pages, dtype=torch.uint8)
         self.data = whole[:count]
-        with kept_apart(self.allocated_bytes):
+        with outside_device_memory(self.allocated_bytes):
             _touch(whole, ())
-        # An owner that failed has not closed it.
+        # frees it for an owner that failed before close()
         self._left = weakref.finalize(self, _give_back, pages, self.allocated_bytes)
 
     def close(self) -> None:
-        """Give them back, whoever still has a view of them."""
+        """Free the pages, even if views of them exist."""
         self._left()
         self.data = torch.empty(0, dtype=torch.uint8)
 
 
 def _give_back(pages: mmap.mmap, count: int) -> None:
-    with kept_apart(-count):
+    with outside_device_memory(-count):
         pages.madvise(mmap.MADV_DONTNEED)
 
 
 class TorchArena:
-    """Pinned by torch, which rounds up to a power of two: for devices that cannot register what others allocated."""
+    """Memory pinned by torch, which rounds up to a power of two: for devices that cannot register foreign memory."""
 
     def __init__(self, count: int, remedy: str = PINNING_REMEDY) -> None:
         self.allocated_bytes = 1 << max(0, count - 1).bit_length()
@@ -86,18 +84,19 @@ class TorchArena:
             ) from error
 
     def close(self) -> None:
-        """Let go; torch waits for the copies."""
+        """Release it; torch waits for the copies."""
         self.data = torch.empty(0, dtype=torch.uint8)
 
 
 class RegisteredArena:
-    """Whole pages that ``register`` pins, given their address and bytes; it returns 0, or what the runtime says is
-    wrong. They are the process's own, huge where the system has such, touched by several threads, on ``cpus`` where
-    those near the device are known: a page lies in the memory of the processor that touches it first. What an owner
-    that failed leaves behind is given to ``unregister`` when it is collected, after ``synchronize``, which waits for
-    the device: such an owner has not waited for its copies. A child that is forked has none of them: the kernel would
-    copy what is pinned for each, or, before 5.10, give the process other pages than those that the device writes.
-    """
+    """Pages of the process that ``register`` pins, given their address and bytes; it returns 0 or an error code of
+    the runtime.
+
+    Pages are huge if possible. Several threads touch them first, on ``cpus`` near the device if known, because a
+    page is placed in the memory of the processor that touches it first. If the owner failed without
+    :meth:`close`, the finalizer calls ``synchronize``, because the owner has not waited for its copies, and then
+    ``unregister``. A forked child gets none of the pages: the kernel would copy pinned pages for each child or,
+    before 5.10, give this process other pages than those that the device writes."""
 
     def __init__(
         self,
@@ -121,11 +120,11 @@ class RegisteredArena:
             raise SwapError(
                 f"cannot pin {format_bytes(count)} of host memory: error {code} of the device's runtime; {remedy}"
             )
-        # The map is held here, too: it must not be gone before it is unregistered.
+        # holds the map, too, which must be unregistered before it is freed
         self._left = weakref.finalize(self, _unpin_later, unregister, synchronize, whole)
 
     def close(self) -> None:
-        """Unpin; the pages go with the last view of them."""
+        """Unpin the pages, which are freed with the last view of them."""
         if (held := self._left.detach()) is not None:
             _, _, (unregister, _, whole), _ = held
             unregister(whole.data_ptr())
@@ -135,28 +134,28 @@ class RegisteredArena:
 def _unpin_later(
     unregister: Callable[[int], object], synchronize: Callable[[], object], whole: Tensor
 ) -> None:
-    # A device that failed copies nothing any more, and a forked child has none.
+    # A failed device copies nothing any more, and a forked child has no device.
     with contextlib.suppress(RuntimeError):
         synchronize()
     with contextlib.suppress(RuntimeError):
         unregister(whole.data_ptr())
 
 
-def _pages(count: int, allocated: int, way_out: str = "") -> mmap.mmap:
-    """The process's own, for ``count`` bytes, huge where the system has such."""
+def _pages(count: int, allocated: int, advice: str = "") -> mmap.mmap:
+    """Map private memory for ``count`` bytes, with huge pages if possible."""
     try:
         pages = mmap.mmap(-1, allocated, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if allocated >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
             pages.madvise(mmap.MADV_HUGEPAGE)
     except (OSError, OverflowError) as error:
         raise SwapError(
-            f"cannot allocate {format_bytes(count)} of host memory: {error}{way_out}"
+            f"cannot allocate {format_bytes(count)} of host memory: {error}{advice}"
         ) from error
     return pages
 
 
 def _touch(whole: Tensor, cpus: Collection[int]) -> None:
-    """Let the kernel allocate all pages now."""
+    """Touch all pages so that the kernel allocates them now."""
     threads = max(1, min(_TOUCHING, int(usable_cores()), -(-whole.numel() // _HUGE)))
     if threads < 2 and not cpus:
         whole[:: mmap.PAGESIZE].zero_()

@@ -1,7 +1,6 @@
-"""Bandwidths, measured, not looked up, in the way that the swap will use them: through the page cache, in pieces.
+"""Measured bandwidths of this machine, by the same access patterns as the swap: through the page cache, in pieces.
 
-And what ranks do to each other: how fast each computes while others compute too.
-"""
+Also measures how fast each rank computes while other ranks compute."""
 
 from __future__ import annotations
 
@@ -33,9 +32,9 @@ from parallax.machine.host import cpu_model, usable_cores
 
 PROBE_BYTES = 64 * 2**20
 PIECE_BYTES = 4 * 2**20
-_AS_MALLOC = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # pages of shared memory take twice as long
-_EDITION = 2  # of bandwidths: those of another one are measured again
-TOGETHER = 8  # processes at most that are measured at once: beyond it each is as slow as the last
+_AS_MALLOC = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared pages take twice as long
+_EDITION = 2  # version of cached bandwidths; others are measured again
+TOGETHER = 8  # most processes measured at once; more are assumed to be as slow as the last
 TURNS = 5
 TURN_SECONDS = 0.25
 
@@ -44,11 +43,10 @@ TURN_SECONDS = 0.25
 class Probes:
     """Measured bandwidths in bytes per second.
 
-    ``disk_write`` and ``disk_read`` go through the page cache, as the swap does; ``disk_write_synced``
-    includes the fsync. ``host_write`` and ``host_read`` are copies to and from pinned host memory on CUDA,
-    plain copies elsewhere. ``local_*`` is the link between two ranks of this host. ``context_bytes`` are taken of a
-    device beside torch's allocator when libraries have been used; 0 where that is not known.
-    """
+    ``disk_write`` and ``disk_read`` go through the page cache, as the swap does; ``disk_write_synced`` includes
+    fsync. ``host_write`` and ``host_read`` are copies to and from pinned host memory with an accelerator, plain
+    copies elsewhere. ``local_*`` is the link between two ranks of this host. ``context_bytes``: device memory
+    beside torch's allocator after libraries were used; 0 if unknown."""
 
     directory: str
     copy: float
@@ -74,7 +72,7 @@ def _rate(count: int, work: Callable[[], object]) -> float:
 
 
 def probe_copy() -> float:
-    """Bytes per second of a memory copy on one thread; the best of four, since noise only slows it down."""
+    """Return bytes per second of a memory copy on one thread: the best of four, because noise only slows it down."""
     source = memoryview(bytearray(PROBE_BYTES))
     target = memoryview(bytearray(PROBE_BYTES))
 
@@ -85,12 +83,11 @@ def probe_copy() -> float:
 
 
 def probe_disk(directory: Path) -> tuple[float, float, float]:
-    """(write, read, write with fsync) in bytes per second on the file system of ``directory``, by one thread.
+    """Return (write, read, write with fsync) in bytes per second on the file system of ``directory``, on one thread.
 
-    As the swap does it: what is written lies in memory, not in a core's cache, and is summed first; what is read comes
-    into fresh memory and is summed again. Medians of three passes over one file: the first allocates, the others
-    overwrite, as a swap file does; a single pass was seen to differ by a factor of ten.
-    """
+    As in the swap, written data is in memory and not in a core's cache, and is summed first; data is read into
+    fresh memory and summed again. Medians of three passes over one file: the first one allocates, the others
+    overwrite, as in a swap file. Single passes differed by a factor of ten."""
     folder = existing_parent(directory)
     source = np.frombuffer(os.urandom(PIECE_BYTES) * (PROBE_BYTES // PIECE_BYTES), np.uint8)
     offsets = range(0, PROBE_BYTES, PIECE_BYTES)
@@ -129,7 +126,7 @@ def probe_disk(directory: Path) -> tuple[float, float, float]:
 
 
 def probe_local_link() -> tuple[float, float]:
-    """(bytes per second, latency in seconds) of loopback TCP between two threads: an upper bound for gloo."""
+    """Return (bytes per second, latency in seconds) of loopback TCP between two threads: an upper bound for gloo."""
     pieces, pings = PROBE_BYTES // PIECE_BYTES, 50
     with socket.create_server(("127.0.0.1", 0)) as server:
         here = socket.create_connection(server.getsockname())
@@ -160,7 +157,7 @@ def probe_local_link() -> tuple[float, float]:
 
         peer = threading.Thread(target=answer, daemon=True)
         peer.start()
-        # The fastest trip: everything slower measures the scheduler of a busy machine, not the link.
+        # the minimum: slower round trips measure the scheduler of a busy machine, not the link
         latency = min(1 / _rate(1, ping) for _ in range(pings)) / 2
         rate = _rate(PROBE_BYTES, pour)
         peer.join()
@@ -168,7 +165,7 @@ def probe_local_link() -> tuple[float, float]:
 
 
 def probe_device_copy(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Bytes per second of copies that involve an accelerator (pinned host memory or another device)."""
+    """Return bytes per second of copies with an accelerator (pinned host memory or another device)."""
 
     def copy() -> None:
         target.copy_(source, non_blocking=True)
@@ -176,55 +173,57 @@ def probe_device_copy(source: torch.Tensor, target: torch.Tensor) -> float:
             if not tensor.is_cpu:
                 torch.accelerator.synchronize(tensor.device)
 
-    copy()  # the first copy also makes contexts and opens the peer path
+    copy()  # the first copy also creates contexts and opens the peer connection
     return max(_rate(source.nbytes, copy) for _ in range(4))
 
 
 def probe_peers(kind: str) -> float:
-    """Bytes per second between the first two devices of ``kind``; 0 where that cannot be measured. By a process that
-    ends: a context on the second one would stay as long as this process, which may be the first one's rank."""
-    code = f"from parallax.machine.probes import tell_peers; tell_peers({kind!r})"
+    """Return bytes per second between the first two devices of ``kind``; 0 if that cannot be measured.
+
+    A separate process measures: a context on the second device would last as long as this process, which may be
+    the rank of the first device."""
+    code = f"from parallax.machine.probes import print_peer_rate; print_peer_rate({kind!r})"
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-        told = subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-c", code],
             check=True,
             capture_output=True,
             text=True,
             env={**os.environ, "PYTHONPATH": _import_path()},
         )
-        return float(told.stdout.split()[-1])
+        return float(done.stdout.split()[-1])
     return 0.0
 
 
 def _peer_rate(tensor: torch.Tensor) -> float:
-    """The same of the device of ``tensor`` and another; 0 where it is not known. A new process may know no such device,
-    as one that is registered here: who is alone measures it then."""
+    """Return bytes per second between the device of ``tensor`` and another one; 0 if unknown. If a new process does
+    not know the device, because its kind is registered here only, a single process measures it itself."""
     found = probe_peers(tensor.device.type)
     if found or dist.is_initialized():
         return found
     return probe_device_copy(tensor, tensor.to(_neighbour(tensor)))
 
 
-def tell_peers(kind: str) -> None:
-    """What a process of :func:`probe_peers` does."""
+def print_peer_rate(kind: str) -> None:
+    """Entry point of the process that :func:`probe_peers` starts."""
     source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=torch.device(kind, 0))
     print(probe_device_copy(source, source.to(torch.device(kind, 1))))
 
 
 def _neighbour(tensor: torch.Tensor) -> torch.device:
-    """Another device of the kind."""
+    """Return another device of the kind."""
     kind, index = tensor.device.type, tensor.device.index
     return torch.device(kind, (index + 1) % len(present_devices(kind)))
 
 
 def _import_path() -> str:
-    """By which a process finds this package."""
+    """Return the PYTHONPATH with which a process can import this package."""
     own = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join([own, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def probe_context(device: torch.device) -> int:
-    """Bytes of the context on ``device``, with the libraries for products and what follows them."""
+    """Return the bytes of the context on ``device``, with the libraries for matrix products and normalisation."""
     weight = torch.randn(64, 64, device=device, requires_grad=True)
     torch.nn.functional.layer_norm(weight @ weight, (64,)).square().sum().backward()
     torch.accelerator.synchronize(device)
@@ -258,11 +257,11 @@ def _probe(directory: Path) -> Probes:
 
 
 def measure_probes(directory: Path, *, fresh: bool = False) -> Probes:
-    """The bandwidths of this machine, ``directory`` for the disk; measured once, then read from the cache.
+    """Return the bandwidths of this machine, with ``directory`` for the disk; measured once, then read from the
+    cache.
 
-    A plan should not change because the machine was busy for a second, so the first answer is kept per host,
-    CPU, torch version and file system; ``fresh`` measures again and keeps the new one.
-    """
+    A plan should not change because the machine was busy for a second. So the first result is kept per host, CPU,
+    torch version and file system. ``fresh`` measures again and keeps the new result."""
     device = existing_parent(directory).stat().st_dev
     known = [
         _EDITION,
@@ -280,7 +279,7 @@ def measure_probes(directory: Path, *, fresh: bool = False) -> Probes:
         with contextlib.suppress(OSError, ValueError, TypeError, ConfigError):
             return Probes(**read_json(cache, SMALL_BYTES) | {"directory": str(directory)})
     probes = _probe(directory)
-    # A home that cannot be written costs a second.
+    # without a writable cache, each call measures again
     with contextlib.suppress(OSError), replacing(cache) as file:
         file.write(json.dumps(asdict(probes), indent=1).encode())
     return probes
@@ -290,8 +289,8 @@ def measure_probes(directory: Path, *, fresh: bool = False) -> Probes:
 
 
 def measure_speeds(count: int, threads: int, *, fresh: bool = False) -> tuple[float, ...]:
-    """How fast each of k processes of ``threads`` threads computes while all k do, for k = 1 to ``count``, relative to
-    one alone. Measured once (about six seconds), then read from the cache."""
+    """Return the speed of each of k processes of ``threads`` threads while all k compute, for k = 1 to ``count``,
+    relative to one process alone. Measured once (about six seconds), then read from the cache."""
     count = min(count, TOGETHER)
     known = [
         socket.gethostname(),
@@ -315,8 +314,8 @@ def measure_speeds(count: int, threads: int, *, fresh: bool = False) -> tuple[fl
 
 
 def shared_speeds(seconds: list[float], able: float) -> tuple[float, ...]:
-    """The speed of each of k processes from the processor seconds that the same work takes each of them, where cores
-    for ``able`` processes are there. It never rises with k: where a measurement says so, it is noise."""
+    """Return the speed of each of k processes from the processor seconds of equal work in each, given cores for
+    ``able`` processes. It never rises with k: a rise in the measurement is noise."""
     speeds: list[float] = []
     for together, taken in enumerate(seconds, 1):
         speed = min(1.0, able / together) * min(1.0, seconds[0] / taken)
@@ -325,13 +324,12 @@ def shared_speeds(seconds: list[float], able: float) -> tuple[float, ...]:
 
 
 def probe_together(count: int, threads: int) -> list[float]:
-    """Processor seconds of one repetition of :func:`compute_on_request` in each of k processes at once, for k = 1 to
-    ``count``.
+    """Return processor seconds of one repetition of :func:`compute_on_request` in each of k processes at once, for k
+    = 1 to ``count``.
 
-    Processor time stands still while somebody else has the core, so who else uses the machine hardly counts; memory
-    and caches shared with the other ranks make it longer. Of several turns the median; alone, the best, in which no
-    stranger shared them.
-    """
+    Processor time stands still while another program has the core, so other users hardly affect it; memory and
+    caches shared with the other ranks make it longer. It is the median of several turns; for one process the
+    minimum, in which no other program shared them."""
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(_worker(threads)) for _ in range(count)]
         for worker in workers:
@@ -349,7 +347,7 @@ def probe_together(count: int, threads: int) -> list[float]:
 
 @contextlib.contextmanager
 def _worker(threads: int) -> Iterator[subprocess.Popen[str]]:
-    """A process that computes on request, ended with the block."""
+    """Start a process that computes on request, and kill it at the end of the block."""
     code = f"from parallax.machine.probes import compute_on_request; compute_on_request({threads})"
     with subprocess.Popen(
         [sys.executable, "-c", code],
@@ -382,8 +380,10 @@ def _answer(worker: subprocess.Popen[str]) -> str:
 
 
 def compute_on_request(threads: int) -> None:
-    """What a process of :func:`probe_together` does: for each line read it trains three transformer layers for a while,
-    two micro-batches forward and then backward, and says how many processor seconds one time took."""
+    """Entry point of the processes of :func:`probe_together`.
+
+    For each line read, it trains three transformer layers for a while (two micro-batches forward, then backward)
+    and prints the processor seconds of one repetition."""
     torch.set_num_threads(threads)
     layers = [
         torch.nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True) for _ in range(3)
@@ -395,7 +395,7 @@ def compute_on_request(threads: int) -> None:
         while sums:
             sums.pop().backward()
 
-    train_once()  # gradients are there from now on, as in a step
+    train_once()  # allocates gradients, as in a step
     print("ready", flush=True)
     for _ in sys.stdin:
         until, repetitions, begun = time.perf_counter() + TURN_SECONDS, 0, time.process_time()

@@ -1,12 +1,11 @@
-"""Where ranks of several hosts meet: whether it is here, and under which address the others reach this host.
+"""Rendezvous of several hosts: whether this host is the rendezvous host, and its address for the others.
 
-torchrun asks the host's own name for both, which on many machines means loopback, or another network card than the one
-that was meant. Who types the meeting place's address knows better, so the answers are taken from it::
+torchrun derives both from the host name, which often means loopback or the wrong network card. So the answers are
+derived from the endpoint that the user typed::
 
     python -m parallax.machine.rendezvous HEAD:PORT     -> options of torchrun, one a line
 
-Slurm knows both itself; its script does not ask here.
-"""
+Under Slurm this module is not needed."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from parallax.errors import ConfigError, UserError, printable
 
 
 def torchrun_options(endpoint: str) -> list[str]:
-    """What to tell torchrun on this host, which meets others at ``endpoint`` (``HOST:PORT``)."""
+    """Return the options for torchrun on this host, given the ``endpoint`` (``HOST:PORT``)."""
     host, port = parse_endpoint(endpoint)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
@@ -32,7 +31,7 @@ def torchrun_options(endpoint: str) -> list[str]:
         ) from error
     addresses = {str(place[0]) for *_, place in found}
     if _here(addresses):
-        # To others the name means this host, whatever it means here.
+        # other hosts resolve the name to this host, whatever it resolves to here
         hosts = [] if _torch_knows(host, addresses) else ["--rdzv-conf=is_host=1"]
         return [*hosts, f"--local-addr={host}"]
     family, *_, place = found[0]
@@ -40,7 +39,7 @@ def torchrun_options(endpoint: str) -> list[str]:
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:
-    """``HOST:PORT``; an IPv6 address is in brackets."""
+    """Parse ``HOST:PORT``; an IPv6 address is in brackets."""
     host, colon, port = endpoint.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not colon or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -51,14 +50,14 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
 
 
 def _here(addresses: Set[str]) -> bool:
-    """Whether they are this host's. A name that means loopback means this host."""
+    """Whether the addresses are this host's, or loopback."""
     own = {each.address for found in psutil.net_if_addrs().values() for each in found}
     return any(each in own or _is_loopback(each) for each in addresses)
 
 
 def _torch_knows(host: str, addresses: Set[str]) -> bool:
-    """Whether torchrun finds out that this is the meeting place; then several of one host may meet there, of which one
-    opens the port, while ``is_host=1`` is for one alone."""
+    """Whether torchrun itself recognises this host as the rendezvous host. Then several agents on one host may meet,
+    of which one opens the port; ``is_host=1`` allows one agent only."""
     if host in ("localhost", socket.gethostname()) or _is_loopback(host):
         return True
     try:
@@ -76,20 +75,20 @@ def _is_loopback(address: str) -> bool:
 
 
 def _source(family: int, place: tuple[object, ...], endpoint: str) -> str:
-    """This host's address on the way to ``place``; connecting a datagram socket sends nothing."""
-    with socket.socket(family, socket.SOCK_DGRAM) as way:
+    """Return this host's address on the route to ``place``; connecting a datagram socket sends nothing."""
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            way.connect(place)
+            probe.connect(place)
         except OSError as error:
             raise ConfigError(
-                f"{printable(endpoint)}: there is no way from here ({error.strerror}); give an address on a network "
+                f"{printable(endpoint)}: there is no route from here ({error.strerror}); give an address on a network "
                 "that all hosts are in"
             ) from error
-        return str(way.getsockname()[0])
+        return str(probe.getsockname()[0])
 
 
 def main() -> int:
-    """Print the options; the exit code."""
+    """Print the options and return the exit code."""
     try:
         print("\n".join(torchrun_options(*sys.argv[1:2] or [""])))
     except UserError as error:

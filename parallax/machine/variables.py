@@ -1,4 +1,4 @@
-"""Environment variables of torch that are left over from something else: named before they mislead a run."""
+"""Checks of torch's environment variables that are left over from another run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import psutil
 from parallax.errors import ConfigError, printable
 
 _RANK = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
-# What launchers other than torchrun tell their processes.
+# variables that launchers set
 _LAUNCHERS = "TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"
 
 
 def check_interfaces(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise :class:`ConfigError` where gloo is told to use a network interface that this host does not have."""
+    """Raise :class:`ConfigError` if gloo's network interface is set to one that this host does not have."""
     named = environment.get("GLOO_SOCKET_IFNAME", "")
     present = sorted(psutil.net_if_addrs())
     if missing := [name for name in named.split(",") if name and name.strip() not in present]:
@@ -26,13 +26,12 @@ def check_interfaces(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def check_rank(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise :class:`ConfigError` where the variables of a rank that meets others over the network are not whole, or
-    contradict each other."""
+    """Raise :class:`ConfigError` if the variables of a rank are incomplete or contradict each other."""
     if missing := [key for key in _RANK if not environment.get(key)]:
-        told = [key for key in (*_RANK, "TORCHELASTIC_RUN_ID") if environment.get(key)]
+        given = [key for key in (*_RANK, "TORCHELASTIC_RUN_ID") if environment.get(key)]
         raise ConfigError(
-            f"{', '.join(told)} {'are' if len(told) > 1 else 'is'} set and {', '.join(missing)} not: start the ranks "
-            f"with torchrun, or type `unset {' '.join(told)}` to train without it"
+            f"{', '.join(given)} {'are' if len(given) > 1 else 'is'} set and {', '.join(missing)} not: start the ranks "
+            f"with torchrun, or type `unset {' '.join(given)}` to train without it"
         )
     rank, size = environment["RANK"], environment["WORLD_SIZE"]
     if rank.isdecimal() and size.isdecimal() and int(rank) >= int(size):
@@ -42,8 +41,8 @@ def check_rank(environment: Mapping[str, str] = os.environ) -> None:
         )
 
 
-def left_over(environment: Mapping[str, str] = os.environ) -> str:
-    """What is to be said of a rank's variables in a process that is none; empty where there are none."""
+def leftover_warning(environment: Mapping[str, str] = os.environ) -> str:
+    """Return a warning about rank variables in a process that is no rank; empty if there are none."""
     found = _by_hand(environment)
     if not found:
         return ""
@@ -51,8 +50,8 @@ def left_over(environment: Mapping[str, str] = os.environ) -> str:
     return f"{shown}: set by no torchrun, and ignored; type `unset {' '.join(found)}`"
 
 
-def or_unset(environment: Mapping[str, str] = os.environ) -> str:
-    """What ends a message about ranks that do not come, where no launcher has set the variables of this one."""
+def unset_hint(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the end of a message about missing ranks, if no launcher has set the variables of this process."""
     found = _by_hand(environment)
     if not found:
         return ""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from parallax.errors import AbsentError, ConfigError, printable
 from parallax.machine.host import interface_of, own_address
-from parallax.machine.variables import or_unset
+from parallax.machine.variables import unset_hint
 from parallax.nodes.meeting import OpenMeeting, ask
 
 TIMEOUT = datetime.timedelta(minutes=10)  # of an operation on any group
@@ -90,7 +90,7 @@ def _network_store() -> tuple[Any, Callable[[], object], int, int]:
     place = printable(":".join(os.environ.get(key, "") for key in ("MASTER_ADDR", "MASTER_PORT")))
     absent = (
         f"rank 0 of {size} has not come to {place} within {limit:g} s: see what hinders its process from starting, or "
-        f"its host, or whether another program has that port{or_unset()}"
+        f"its host, or whether another program has that port{unset_hint()}"
     )
 
     def end() -> None:
@@ -179,7 +179,7 @@ def wait_for_all(
             if seconds > join_seconds and absent:
                 raise AbsentError(
                     f"{_names(absent)} of {size} {'has' if len(absent) == 1 else 'have'} not come within "
-                    f"{join_seconds:g} s: see what hinders its process from starting, or its host{or_unset()}"
+                    f"{join_seconds:g} s: see what hinders its process from starting, or its host{unset_hint()}"
                 )
             if absent and rank < min(set(range(size)) - set(absent) - {rank}, default=size):
                 who = f"{len(absent)} of {size} ranks: {_names(absent)}"

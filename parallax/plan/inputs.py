@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from parallax.common.documents import DOCUMENT_BYTES, LARGEST_NUMBER, read_json
-from parallax.common.typed import fitting
+from parallax.common.typed import convert_exactly
 from parallax.errors import PlanError, printable
 from parallax.plan.cluster import Cluster, Device, Link, Node
 from parallax.plan.plan import Plan
@@ -115,16 +115,18 @@ def _fields(node: Node) -> dict[str, Any]:
 
 def _read_cluster(data: dict[str, Any]) -> Cluster:
     fields = dict(data)
-    kinds = fitting(tuple[Device, ...], fields.pop("devices"), "devices")
+    kinds = convert_exactly(tuple[Device, ...], fields.pop("devices"), "devices")
     nodes = [_node(node, kinds) for node in fields.pop("nodes")]
-    local, remote = (fitting(Link, fields.pop(name), name) for name in ("local", "remote"))
+    local, remote = (convert_exactly(Link, fields.pop(name), name) for name in ("local", "remote"))
     links = {"local_over_host": bool, "remote_ways": float}
-    rest = {name: fitting(links[name], value, name) for name, value in fields.items()}
+    rest = {name: convert_exactly(links[name], value, name) for name, value in fields.items()}
     return Cluster(nodes=tuple(nodes), local=local, remote=remote, **rest)
 
 
 def _node(data: dict[str, Any], kinds: Sequence[Device]) -> Node:
-    devices = [kinds[index] for index in fitting(tuple[int, ...], data["devices"], "devices")]
+    devices = [
+        kinds[index] for index in convert_exactly(tuple[int, ...], data["devices"], "devices")
+    ]
     about = {key: value for key, value in data.items() if key != "devices"}
-    first = fitting(Node, {**about, "devices": []}, "nodes")
+    first = convert_exactly(Node, {**about, "devices": []}, "nodes")
     return dataclasses.replace(first, devices=tuple(devices))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from parallax.common.documents import LARGEST_NUMBER, check_flat, read_text
-from parallax.common.typed import fitting
+from parallax.common.typed import convert_exactly
 from parallax.common.units import format_bytes
 from parallax.errors import PlanError, printable
 from parallax.plan.cluster import LEAST_BUCKET_BYTES
@@ -409,7 +409,7 @@ class Plan(Pipeline):
             ranks = tuple(RankPrediction(**rank) for rank in found.pop("ranks"))
             terms = tuple(StagePrediction(**terms) for terms in found.pop("stages"))
             placement = tuple(int(rank) for rank in fields.pop("placement"))
-            alternatives = fitting(
+            alternatives = convert_exactly(
                 tuple[Alternative, ...], fields.pop("alternatives"), "alternatives"
             )
             prediction = Prediction(ranks=ranks, stages=terms, **found)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from parallax.common.documents import DOCUMENT_BYTES, LARGEST_NUMBER, plain_json, read_text
-from parallax.common.typed import fitting
+from parallax.common.typed import convert_exactly
 from parallax.errors import PlanError, printable
 
 
@@ -277,7 +277,7 @@ class ModelProfile:
     def from_plain(cls, data: Any) -> ModelProfile:
         """The profile of plain data; raises ValueError for what is none, and PlanError for one that contradicts
         itself."""
-        found: ModelProfile = fitting(cls, data, "profile")
+        found: ModelProfile = convert_exactly(cls, data, "profile")
         return found
 
     @classmethod

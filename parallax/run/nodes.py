@@ -24,7 +24,7 @@ from parallax.machine.accelerators import (
     find_own_device,
     present_devices,
     select_device,
-    tell_ranks_devices,
+    set_ranks_devices,
     unset_variables,
 )
 from parallax.machine.host import cpu_model
@@ -105,7 +105,7 @@ def share_devices(config: ClusterConfig, nodes: Nodes, *, select: bool) -> None:
 
     mine = nodes.hosts[nodes.rank]
     here = [rank for rank, host in enumerate(nodes.hosts) if host == mine]
-    tell_ranks_devices(RanksDevices.of(from_all(own), here))
+    set_ranks_devices(RanksDevices.collect(from_all(own), here))
 
 
 def measured_cluster(

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallax.machine.accelerators import own_device, tell_ranks_devices
+from parallax.machine.accelerators import own_device, set_ranks_devices
 from parallax.machine.host import keep_freed_memory, use_one_arena
 from parallax.machine.local import (
     ClusterConfig,
     DeviceChoice,
     choose_devices,
     chosen_kind,
+    offload_tier,
     processes_of,
-    tier_below,
 )
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
@@ -49,7 +49,7 @@ from parallax.runtime.batch import Rows
 from parallax.runtime.health.row_check import RowCheck
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.swap.config import SwapConfig
-from parallax.swap.trial import Trials
+from parallax.swap.offload_benchmark import OffloadBenchmarks
 
 MEASURED_ROWS = 4
 ADAMW_STATES = 2
@@ -288,8 +288,8 @@ def _conditions(
 
 def _offloader(choice: DeviceChoice, swap: SwapConfig, scratch: Path | None) -> Offloader | None:
     """Return the offloading that ranks of a run would use."""
-    tier = tier_below(choice, swap.tier)
-    return Trials(tier.name, swap, swap_folder(swap, scratch)) if tier.exists else None
+    tier = offload_tier(choice, swap.tier)
+    return OffloadBenchmarks(tier.name, swap, swap_folder(swap, scratch)) if tier.exists else None
 
 
 def plan_catalog(
@@ -352,7 +352,7 @@ def plan_together(
     try:
         return _plan_together(chain, loss, batch, sized, nodes, options)
     finally:
-        tell_ranks_devices(None)  # what is planned later may be for this process alone
+        set_ranks_devices(None)  # what is planned later may be for this process alone
 
 
 def _plan_together(

@@ -24,7 +24,14 @@ from types import FrameType
 
 from rich.console import Console
 
-from parallax.common.signals import Handler, Requests, exit_code, heeded, stopped_by, under_torchrun
+from parallax.common.signals import (
+    Handler,
+    Requests,
+    exit_code,
+    handled_signals,
+    stopped_by,
+    under_torchrun,
+)
 from parallax.errors import HangError, ParallaxError, printable
 from parallax.runtime.failure.life import Life, waits_for_a_person, where
 from parallax.runtime.failure.report import remedy
@@ -86,7 +93,7 @@ class _Onlooker:
         self._answered = self._closing = False
         self.holding, self._held = True, list[int]()
         self._handlers: dict[int, Handler] = {
-            n: each for n in heeded() if callable(each := signal.getsignal(n))
+            n: each for n in handled_signals() if callable(each := signal.getsignal(n))
         }
         self._wakeup: int | None = None  # of before, once it is replaced
         self._thread = threading.Thread(target=self._run, name="parallax-onlooker", daemon=True)

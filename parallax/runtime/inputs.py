@@ -133,5 +133,5 @@ def open_inputs(
 ) -> ModelInputs:
     """What brings the inputs to a rank with the stages ``plans``; only the model's first one asks for them."""
     if any(plan.inputs_ahead for plan in plans):
-        return InputsAhead(device, copies.beside())
+        return InputsAhead(device, copies.on_own_streams())
     return InputsAtOnce(device, copies)

@@ -30,10 +30,9 @@ from parallax.model.split_backward import WeightGradStore
 from parallax.plan.plan import Directive, StagePlan
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
-from parallax.swap.parameters.nothing_streams import NothingStreams
-from parallax.swap.parameters.streamed import StreamedParameters
+from parallax.swap.parameters.offloaded import OffloadedParameters, ResidentParameters
 
-Stream = StreamedParameters | NothingStreams
+Stream = OffloadedParameters | ResidentParameters
 OpenStream = Callable[[Chain, Sequence[int], float, Iterable[Iterable[nn.Parameter]]], Stream]
 
 
@@ -46,7 +45,7 @@ def keep_all(
 ) -> Stream:
     """Make the ``blocks``, whose parameters stay on the device."""
     del chain, indices, share
-    return NothingStreams(blocks)
+    return ResidentParameters(blocks)
 
 
 def _are_there(parameters: Iterable[nn.Parameter]) -> None:
@@ -203,11 +202,11 @@ class Stage(nn.Module):
 
     def streams(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is a parameter that lives below."""
-        return isinstance(tensor, nn.Parameter) and self.streamed.streams(tensor)
+        return isinstance(tensor, nn.Parameter) and self.streamed.is_offloaded(tensor)
 
     def streams_memory(self, tensor: Tensor) -> bool:
         """Whether the memory of ``tensor`` is that of a parameter that lives below."""
-        return self.streamed.holds(tensor)
+        return self.streamed.holds_memory_of(tensor)
 
     def values(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Model-wide name, parameter or buffer, and its value, wherever that is; block by block."""
@@ -233,7 +232,7 @@ class Stage(nn.Module):
 
     def gradient(self, tensor: Tensor) -> Tensor | None:
         """The gradient of a parameter, wherever it is."""
-        if isinstance(tensor, nn.Parameter) and self.streamed.streams(tensor):
+        if isinstance(tensor, nn.Parameter) and self.streamed.is_offloaded(tensor):
             return self.streamed.read_gradient(tensor)
         return tensor.grad
 

@@ -1,7 +1,7 @@
-"""Tiers below the device, and the manager that moves saved activations between them.
+"""Offload tiers, and the manager that moves saved activations to them and back.
 
-``parallax.swap`` is this package and, called, :func:`parallax.swap.lms.scope.swap`: Large Model Support in any loop.
-"""
+``parallax.swap`` is this package and, called, :func:`parallax.swap.lms.scope.swap`: Large Model Support in any
+loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 class _CallablePackage(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from parallax.swap.lms.scope import (
-            swap,  # what it needs is below this package, so not before it is called
+            swap,  # imported late: it imports this package
         )
 
         return swap(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The keys of ``swap``: tiers below the device."""
+"""The keys of ``swap``: settings of the offload tiers."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from parallax.swap.verify import Delays
 
 @dataclass(frozen=True, kw_only=True)
 class SwapConfig:
-    """Where offloaded activations go, and by which preferences.
+    """Offload tier of activations and its policy.
 
-    ``tier``: host (pinned memory; CUDA devices only), disk, none (the planner may not offload), one of your own
-    (:func:`parallax.register_tier`), or auto: host under CUDA, disk on a CPU. ``directory``: folder for disk tiers, of
-    its own; auto is inside the run directory. ``threads``: threads per rank that write files, and as many that read.
-    ``minimum_bytes``: smaller tensors are never moved; auto: 64 KiB of a CPU, 1 MiB of an accelerator, whose copies
-    take less time than the Python around them. ``verify``: sum all bytes and hold transfers up at random, to
-    find a missing wait or bad memory; slow.
+    ``tier``: host (pinned memory; CUDA devices only), disk, none (the planner may not offload), a custom one
+    (:func:`parallax.register_tier`), or auto: host under CUDA, disk on a CPU. ``directory``: folder for disk
+    tiers, used by nothing else; auto: inside the run directory. ``threads``: threads per rank that write files,
+    and as many that read. ``minimum_bytes``: smaller tensors are never offloaded; auto: 64 KiB on a CPU, 1 MiB on
+    an accelerator, whose copies take less time than the Python code around them. ``verify``: compare checksums of
+    all bytes and delay transfers at random, to find a missing wait or bad memory; slow.
 
-    Four settings are those of IBM's Large Model Support, to set by hand what the limit decides (see
-    :class:`~parallax.swap.activations.policy.Policy`). ``n_tensors``: tensors to offload per micro-batch, at most;
-    auto: all. ``swapout_threshold``: a tensor that is used again before this many others are saved stays.
-    ``swapin_ahead``: how many tensors before its use a tensor is prefetched; auto: as early as there are free bytes.
-    ``swapin_groupby``: how many tensors are prefetched together.
-    """
+    Four settings are those of IBM's Large Model Support. They set by hand what the limit decides (see
+    :class:`~parallax.swap.activations.policy.Policy`). ``n_tensors``: the most tensors to offload per
+    micro-batch; auto: all. ``swapout_threshold``: keep a tensor that is used again before this many others are
+    saved. ``swapin_ahead``: how many tensors before its use a tensor is prefetched; auto: as early as there are
+    free bytes. ``swapin_groupby``: how many tensors are prefetched together."""
 
     tier: str = AUTO
     directory: str = "auto"
@@ -60,11 +59,11 @@ class SwapConfig:
 
     @property
     def offloads(self) -> bool:
-        """Whether the planner may put anything below the device."""
+        """Whether the planner may offload anything."""
         return self.tier != NONE.name
 
     def smallest_bytes(self, kind: str) -> int:
-        """The smallest tensor that leaves a device of ``kind``."""
+        """Bytes of the smallest tensor to offload from a device of ``kind``."""
         return usual_smallest(kind) if self.minimum_bytes == AUTO else int(self.minimum_bytes)
 
     def policy(self, *, eager: bool = True) -> Policy:
@@ -77,11 +76,11 @@ class SwapConfig:
         )
 
     def delay(self) -> Callable[[], float]:
-        """What holds transfers up: for :func:`~parallax.machine.device.copies_for`, and used by :meth:`open_store`."""
+        """Return the delay of transfers, for :func:`~parallax.machine.device.copies_for` and :meth:`open_store`."""
         return Delays() if self.verify else no_delay
 
     def open_store(self, tier: str, capacity: int, copies: CopyEngine, directory: Path) -> Store:
-        """The store of one rank in the tier of that name. ``directory`` is used where the configuration says auto."""
+        """Open the store of one rank in a tier; ``directory`` is used if ``swap.directory`` is auto."""
         return open_store(
             StoreRequest(
                 tier=tier_named(tier),
@@ -96,13 +95,13 @@ class SwapConfig:
 
 
 def usual_smallest(kind: str) -> int:
-    """The smallest tensor that is worth moving from a device of ``kind``: some 90 µs of Python go with each, in which a
-    CPU copies half a MiB, and an accelerator several."""
+    """Bytes of the smallest tensor worth offloading from a device of ``kind``. Offload costs about 90 µs of Python
+    per tensor, in which a CPU copies half a MiB, and an accelerator several MiB."""
     return 2**16 if kind == "cpu" else 2**20
 
 
 def _whole(key: str, value: int | str) -> int | None:
-    """``value`` as a policy takes it: None is auto."""
+    """Return a setting as the policy expects it; None for auto."""
     if value == "auto":
         return None
     if isinstance(value, bool) or not isinstance(value, int):

@@ -1,9 +1,8 @@
-"""swap.verify: proof at run time that what comes back is what left, while transfers are held up at random.
+"""Run-time verification of transfers (``swap.verify``): random delays and checksums.
 
-A missing wait shows rarely, because a copy is mostly faster than the code that should wait for it. So here every
-transfer may be late, what is read goes into memory that was made unlike any tensor's first, and the sum of each
-storage is checked on the thread, and the stream, that goes on to use it.
-"""
+A missing wait rarely shows, because a copy is usually faster than the code that should wait for it. So every
+transfer may be delayed, memory to read into is filled with a pattern first, and the checksum of each storage is
+compared on the thread and the stream that use it next."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ from torch import Tensor
 
 
 def checksum(tensor: Tensor) -> int:
-    """A sum of the bytes of ``tensor``, of any type and on any device; waits for its device."""
+    """Return a sum of the bytes of ``tensor``, of any type and on any device; waits for the device."""
     return int(sum_bytes(tensor))
 
 
 def sum_bytes(tensor: Tensor) -> Tensor:
-    """The same, on the tensor's device and in the order of its stream, so that taking it hides no race."""
+    """Return the sum as a tensor on the device, computed in stream order, so that the check hides no race."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 8:
         flat = flat.clone()
@@ -28,7 +27,7 @@ def sum_bytes(tensor: Tensor) -> Tensor:
 
 
 class Delays:
-    """Seconds by which the next transfer is held up, at random from ``seed``. Any thread may ask."""
+    """Random seconds, from ``seed``, by which the next transfer is delayed. Callable from any thread."""
 
     def __init__(self, seed: int = 0, most_seconds: float = 0.003) -> None:
         self._generator, self._most = random.Random(seed), most_seconds

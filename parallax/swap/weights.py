@@ -1,8 +1,7 @@
-"""Where the weights and gradients of a bucket are, and how a step of the optimizer reaches them.
+"""Access of an optimizer step to the weights and gradients of a bucket, wherever they are.
 
-Weights of two bytes are stepped as copies in fp32, the masters, and rounded afterwards: a small step that is lost in
-bfloat16 adds up there. Masters are made from the weights when they are first stepped.
-"""
+Two-byte weights are stepped as fp32 copies, the masters, and rounded afterwards: small steps that bfloat16 would
+lose add up there. Masters are made from the weights at the first step."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from parallax.machine.device import CopyEngine, DoneEvent, Event
 from parallax.model.private import copy_to_each, zero_each
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
-_LANES = 64  # elements; kernels round the last few, which fill no vector, in another way: cut where no vector is cut
+_LANES = 64  # elements; kernels round a last, partial vector differently: split at multiples of all vector sizes
 
 
 class ParameterSegment(NamedTuple):
@@ -28,7 +27,7 @@ class ParameterSegment(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of the parameter."""
+        """Whether the segment is the whole parameter."""
         return self.stop - self.start == self.parameter.numel()
 
 
@@ -37,88 +36,91 @@ def aligned_runs(
     run_bytes: int,
     kind: Callable[[nn.Parameter], object],
     *,
-    cut: bool,
+    split: bool,
     size: Callable[[ParameterSegment], int] | None = None,
 ) -> Iterator[list[ParameterSegment]]:
-    """``parameters``, in order, in runs of one ``kind`` and of at most ``run_bytes`` of what a segment's ``size`` is,
-    its bytes where nobody says. What may not be ``cut``, or does not lie in one piece, is in one run whole, which may
-    then be longer."""
+    """Yield ``parameters`` in order, in runs of one ``kind`` and of at most ``run_bytes``.
+
+    ``size`` gives the bytes of a segment; by default its own bytes. Without ``split``, and for parameters that are
+    not contiguous, a parameter is in one run as a whole, which may then be longer than ``run_bytes``."""
     run: list[ParameterSegment] = []
-    room, known = 0, None
+    free, known = 0, None
     for parameter in parameters:
-        whole = not (cut and parameter.is_contiguous())
+        whole = not (split and parameter.is_contiguous())
         at, count, item = 0, parameter.numel(), parameter.element_size()
         while at < count:
             least = count - at if whole else min(_LANES, count - at)
-            if run and (room < least * item or kind(parameter) != known):
+            if run and (free < least * item or kind(parameter) != known):
                 yield run
                 run = []
             if not run:
-                room, known = run_bytes, kind(parameter)
-            fitting = max(1, room // item // _LANES) * _LANES
+                free, known = run_bytes, kind(parameter)
+            fitting = max(1, free // item // _LANES) * _LANES
             stop = count if whole else min(count, at + fitting)
             run.append(ParameterSegment(parameter, at, stop))
-            room -= (size or bytes_of)(run[-1])
+            free -= (size or bytes_of)(run[-1])
             at = stop
     if run:
         yield run
 
 
 class BucketWeights(Protocol):
-    """Where the weights and gradients of one bucket are, and how a step reaches them. In a step below the device,
-    ``reduced``, ``commit`` and ``wait`` are called on the main thread, the others beside it, in the order begin,
-    stepped, shared, end; where another replica steps the bucket, shared and end alone."""
+    """The weights and gradients of one bucket, and the access of a step to them.
+
+    In a step of the host optimizer, ``reduced``, ``commit`` and ``wait`` are called on the main thread. The others
+    are called on the optimizer's thread in the order ``tensors_to_step``, ``round_masters``, ``exchange_tensors``,
+    ``publish``; if another replica steps the bucket, only the last two are called."""
 
     @property
     def segments(self) -> Sequence[ParameterSegment]:
-        """What is in the bucket, in order."""
+        """The segments of the bucket, in order."""
 
     @property
     def device(self) -> torch.device:
-        """Where they are stepped."""
+        """The device of the step."""
 
     @property
     def kept(self) -> list[Tensor | None]:
-        """The masters of each segment, which whoever keeps the states keeps with them: None where it is not made, or
-        elsewhere. Empty where there are none, or these weights keep their own."""
+        """The master of each segment, to be stored with the optimizer states; None if it is not made yet or is stored
+        there now. Empty if the bucket has no masters or stores them itself."""
 
     def reduced(self) -> None:
-        """The gradients are final: begin to bring them to the host."""
+        """The gradients are final: begin to copy them to the host."""
 
     def commit(self, unused: Event) -> None:
-        """A step begins; until its end the device uses neither weights nor gradients after ``unused``."""
+        """A step begins. Until it ends, the device uses neither weights nor gradients after the event ``unused``."""
 
-    def begin(self) -> list[tuple[Tensor, Tensor | None]]:
-        """The weights and gradients of each segment, on the host, to step on."""
+    def tensors_to_step(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return the weights and gradients of each segment, on the device of the step."""
 
-    def stepped(self) -> None:
-        """The weights that :meth:`begin` gave are new."""
+    def round_masters(self) -> None:
+        """Round the stepped masters to the parameters' type."""
 
-    def shared(self) -> list[Tensor]:
-        """Where the host has, or takes, the new weights of each segment as the device will have them."""
+    def exchange_tensors(self) -> list[Tensor]:
+        """Return the new weights of each segment in the parameters' type: to send to other replicas, or to receive
+        into."""
 
-    def end(self) -> None:
-        """Begin to bring the new weights to the device; gradients become zero."""
+    def publish(self) -> None:
+        """Begin to copy the new weights to the device; gradients become zero."""
 
     def wait(self) -> None:
-        """The current stream of the device sees the new weights from here on."""
+        """Order the device's current stream after the new weights."""
 
     def skip(self) -> None:
-        """No step follows: gradients that were on their way are forgotten."""
+        """No step follows: discard gradients that were copied or are being copied."""
 
     def reset(self) -> None:
-        """Forget what an unfinished step left behind: the weights on the device are right."""
+        """Discard an unfinished step; the weights on the device are valid."""
 
     def masters(self) -> list[Tensor | None]:
-        """Those of each segment, as far as they are known."""
+        """Return the master of each segment, as far as it is known."""
 
     def restore(self, index: int, master: Tensor | None) -> None:
-        """Somebody else has set the weights of one segment on the device; ``master`` is what they are in full
-        precision, where that is known."""
+        """Set the ``master`` of one segment after its weights on the device were set; None: derive it from them."""
 
 
 class ResidentWeights:
-    """Weights that are stepped where they are. Of those of two bytes the masters lie beside them."""
+    """Weights that are stepped in place. Masters of two-byte weights are beside them."""
 
     def __init__(self, segments: Sequence[ParameterSegment]) -> None:
         self.segments = segments
@@ -128,14 +130,17 @@ class ResidentWeights:
         )
 
     def reduced(self) -> None:
-        """They are where they are stepped."""
+        """No-op: gradients are on the device of the step."""
 
     def commit(self, unused: Event) -> None:
-        """They are changed where they are."""
+        """No-op: weights are changed in place."""
 
-    def begin(self) -> list[tuple[Tensor, Tensor | None]]:
-        """The parameters themselves, or their masters and gradients in the type of these."""
-        weights, gradients = self.shared(), [_gradient(segment) for segment in self.segments]
+    def tensors_to_step(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return the parameters and gradients, or the masters and widened gradients."""
+        weights, gradients = (
+            self.exchange_tensors(),
+            [_gradient(segment) for segment in self.segments],
+        )
         if not self.kept:
             return list(zip(weights, gradients))
         unknown = [index for index, master in enumerate(self.kept) if master is None]
@@ -148,44 +153,42 @@ class ResidentWeights:
             for master, gradient in zip(masters, gradients, strict=True)
         ]
 
-    def stepped(self) -> None:
-        """Round new masters; other weights are where they belong."""
+    def round_masters(self) -> None:
+        """Round new masters to the parameters' type."""
         masters = [master for master in self.kept if master is not None]
         if masters:
-            copy_to_each(self.shared(), masters)
+            copy_to_each(self.exchange_tensors(), masters)
 
-    def shared(self) -> list[Tensor]:
+    def exchange_tensors(self) -> list[Tensor]:
         return [part_of(segment.parameter.detach(), segment) for segment in self.segments]
 
-    def end(self) -> None:
-        """They are where they belong."""
+    def publish(self) -> None:
+        """Set gradients to zero; the weights are in place."""
         _zero_gradients(self.segments)
 
     def wait(self) -> None:
-        """Nothing is under way."""
+        """No-op: no copy is under way."""
 
     def skip(self) -> None:
-        """Nothing was on its way."""
+        """No-op: no gradient was copied."""
 
     def reset(self) -> None:
-        """Masters may be half new."""
+        """Drop the masters, which an unfinished step may have changed in part."""
         self.kept = [None] * len(self.kept)
 
     def masters(self) -> list[Tensor | None]:
         return self.kept
 
     def restore(self, index: int, master: Tensor | None) -> None:
-        """Taken over, or made again from the weights."""
         if self.kept:
             self.kept[index] = master
 
 
 class CopiedWeights:
-    """Weights on a device, or in a type too short to be stepped in: the step has full-precision copies of its own.
+    """Weights that the host steps as full-precision copies, because they are on a device or in a type too short.
 
-    ``place`` is pinned memory of the size of the weights: gradients land there, and when they are used, new weights
-    leave from there.
-    """
+    ``place`` is pinned memory of the size of the weights. Gradients are copied into it; after they are used, the
+    new weights are copied from it to the device."""
 
     def __init__(
         self,
@@ -199,47 +202,50 @@ class CopiedWeights:
         self.device = torch.device("cpu")
         self._dtype = stepped_in(segments[0].parameter.dtype)
         self._master: list[Tensor | None] = [None] * len(segments)
-        self._landed: list[Event] = []
-        self._risen: list[Event] = []
+        self._copied_gradients: list[Event] = []
+        self._copied_weights: list[Event] = []
         self._unused: Event = DoneEvent()
 
     @property
     def kept(self) -> list[Tensor | None]:
-        """The copies, where they are masters; of other weights they stay in memory."""
+        """The masters; empty if the weights' own type is stepped, whose copies stay in memory."""
         return self._master if self._dtype is not self.segments[0].parameter.dtype else []
 
     def reduced(self) -> None:
-        """Copy beside the backward, where they are stepped here."""
+        """Begin to copy the gradients beside the backward, if this replica steps them."""
         if not self._owned:
             return
         pairs = [
-            (_gradient(segment), place) for segment, place in zip(self.segments, self.shared())
+            (_gradient(segment), place)
+            for segment, place in zip(self.segments, self.exchange_tensors())
         ]
-        self._landed = [
+        self._copied_gradients = [
             self._copies.copy(gradient, place) for gradient, place in pairs if gradient is not None
         ]
 
     def commit(self, unused: Event) -> None:
-        """What the device is given from now on, as the next forward's first blocks, has nothing to do with these."""
+        """Remember ``unused``: copies to the device are ordered after it, not after later work such as the next
+        forward."""
         self._unused = unused
 
-    def begin(self) -> list[tuple[Tensor, Tensor | None]]:
-        """The copies of the weights, and the gradients in their type."""
-        for event in self._landed:
+    def tensors_to_step(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return the copies of the weights, and the gradients in their type."""
+        for event in self._copied_gradients:
             event.wait_host()
         have = [segment.parameter.grad is not None for segment in self.segments]
         gradients = [
-            place.to(self._dtype) if here else None for here, place in zip(have, self.shared())
+            place.to(self._dtype) if here else None
+            for here, place in zip(have, self.exchange_tensors())
         ]
         return list(zip(self._copied(), gradients))
 
-    def stepped(self) -> None:
-        """Round them to the device's type."""
-        for place, master in zip(self.shared(), self._master):
+    def round_masters(self) -> None:
+        """Round the copies to the parameters' type."""
+        for place, master in zip(self.exchange_tensors(), self._master):
             assert master is not None
             place.copy_(master)
 
-    def shared(self) -> list[Tensor]:
+    def exchange_tensors(self) -> list[Tensor]:
         found, offset = [], 0
         for segment in self.segments:
             size = bytes_of(segment)
@@ -250,28 +256,29 @@ class CopiedWeights:
             offset += size
         return found
 
-    def end(self) -> None:
+    def publish(self) -> None:
         parts = [part_of(segment.parameter.detach(), segment) for segment in self.segments]
-        self._risen = [
+        self._copied_weights = [
             self._copies.copy(place, part, self._unused)
-            for place, part in zip(self.shared(), parts)
+            for place, part in zip(self.exchange_tensors(), parts)
         ]
         _zero_gradients(self.segments)
 
     def wait(self) -> None:
-        """Order the device after the copies."""
-        for event in self._risen:
+        """Order the device's current stream after the copies."""
+        for event in self._copied_weights:
             event.wait_stream()
 
     def skip(self) -> None:
-        """The next step's gradients come to the same place, after these; the device changes no gradient that is still
-        being copied."""
-        for event in self._landed:
+        """Discard the copied gradients. The device's stream waits for the copies, so that it changes no gradient that
+        is still being copied."""
+        for event in self._copied_gradients:
             event.wait_stream()
-        self._landed = []
+        self._copied_gradients = []
 
     def reset(self) -> None:
-        """The copies may be half new. What is set on the device now comes after what is still on its way there."""
+        """Drop the copies, which an unfinished step may have changed in part. Weights set on the device next are
+        ordered after copies under way."""
         self.skip()
         self.wait()
         self._master = [None] * len(self.segments)
@@ -280,13 +287,13 @@ class CopiedWeights:
         return self.kept
 
     def restore(self, index: int, master: Tensor | None) -> None:
-        """Taken over, or taken from the device when they are stepped next."""
+        """Set the copy of one segment; None: copy it from the device at the next step."""
         self._master[index] = master
 
     def _copied(self) -> list[Tensor]:
-        """Those of every segment, taken from the device where there is none."""
+        """Return the copy of each segment, made from the device's weights if there is none."""
         found = []
-        for index, (segment, place) in enumerate(zip(self.segments, self.shared())):
+        for index, (segment, place) in enumerate(zip(self.segments, self.exchange_tensors())):
             master = self._master[index]
             if master is None:
                 master = torch.empty_like(place, dtype=self._dtype).copy_(
@@ -298,17 +305,17 @@ class CopiedWeights:
 
 
 def bytes_of(segment: ParameterSegment) -> int:
-    """Of the weights."""
+    """Bytes of a segment's weights."""
     return (segment.stop - segment.start) * segment.parameter.element_size()
 
 
 def stepped_in(dtype: torch.dtype) -> torch.dtype:
-    """The type that weights of ``dtype`` are stepped in."""
+    """Return the type that weights of ``dtype`` are stepped in."""
     return torch.float32 if dtype in _LOW_PRECISION else dtype
 
 
 def _full(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in full precision, that lie in memory as ``tensors`` do, which are of one type."""
+    """Return copies of ``tensors``, all of one type, in full precision and with the same memory layout."""
     copies = [torch.empty_like(tensor, dtype=stepped_in(tensor.dtype)) for tensor in tensors]
     if copies:
         copy_to_each(copies, list(tensors))
@@ -316,7 +323,7 @@ def _full(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def part_of(tensor: Tensor, segment: ParameterSegment) -> Tensor:
-    """The whole tensor as it is, or a run of its elements."""
+    """Return the segment's elements of ``tensor``; the tensor itself if the segment is whole."""
     return tensor if segment.whole else tensor.view(-1)[segment.start : segment.stop]
 
 

@@ -16,7 +16,7 @@ from parallax.machine.device import CpuCopies
 from parallax.runtime.optim import resident
 from parallax.runtime.optim.optimizer import OptimizerConfig, StageOptimizer
 from parallax.runtime.replicas.replicate import SharedStates
-from parallax.swap.parameters.nothing_streams import NothingStreams
+from parallax.swap.parameters.offloaded import ResidentParameters
 from tests.distributed.pool import Pool
 
 SHAPES = ((90, 70), (70,), (3,), (), (50, 33), (33,), (1, 7), (40, 40), (40, 40), (11, 5))  # uneven
@@ -58,9 +58,9 @@ class Counting:
         self._inner, self.spreads = inner, 0
         self.owner, self.owns = inner.owner, inner.owns
 
-    def spread(self, parameter: Tensor, tensors: list[Tensor]) -> None:
+    def broadcast(self, parameter: Tensor, tensors: list[Tensor]) -> None:
         self.spreads += 1
-        self._inner.spread(parameter, tensors)
+        self._inner.broadcast(parameter, tensors)
 
 
 def make_parameters(dtype: torch.dtype) -> list[nn.Parameter]:
@@ -90,7 +90,7 @@ def stepping(setting: Setting, first: int, last: int, saved: Saved | None, shard
         copies=CpuCopies(),
         open_store=lambda needed, places: None,
         share=partial(deal, dist.new_group(ranks)) if setting.below else None,
-        streamed=NothingStreams(),
+        streamed=ResidentParameters(),
         shard=spread,
     )
     if saved is not None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from parallax.errors import PlanError
 from parallax.runtime.optim.optimizer import OptimizerConfig
-from parallax.swap.parameters.nothing_streams import NothingStreams
+from parallax.swap.parameters.offloaded import ResidentParameters
 from tests.distributed.pool import Pool
 from tests.distributed.test_checkpoint import CASE, training
 from tests.distributed.test_engine import Case, gpt, half_frozen, make_batch, with_buffers
@@ -32,7 +32,7 @@ def gradients_of(case: Case, folder: Path, batch: int) -> tuple[float, dict[str,
     streamed = engine._stage.streamed
     held, limit = (
         (0, 0)
-        if isinstance(streamed, NothingStreams)
+        if isinstance(streamed, ResidentParameters)
         else (streamed.take_statistics().high_water, streamed.limit_bytes)
     )
     engine.close()

@@ -293,7 +293,7 @@ def test_a_ring_takes_the_memory_of_what_is_under_way(pool: Pool) -> None:
         assert found <= 2 * 2 * 8 * 2**20  # two slots at most, in each direction
 
 
-def left_over(closed: bool) -> tuple[int, int, int]:
+def leftover_warning(closed: bool) -> tuple[int, int, int]:
     """Descriptors, threads and mapped rings that many channels have left behind."""
 
     def count() -> tuple[int, int, int]:
@@ -325,7 +325,7 @@ def left_over(closed: bool) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_nothing_is_left_over(pool: Pool, closed: bool) -> None:
-    for found in pool.run(left_over, 2, closed):
+    for found in pool.run(leftover_warning, 2, closed):
         assert max(found) <= 0  # what earlier jobs had left may have gone meanwhile
 
 

@@ -181,6 +181,6 @@ def test_what_was_named_is_remembered_for_its_folder(folder: Path) -> None:
         (mine / "config.yaml", {"data.target": "a:b"}),
         (mine / "config.yaml", {"model.target": "a:b", "data.target": "c:d"}),
     ):
-        with pytest.raises(ConfigError, match="at your own word only"):
+        with pytest.raises(ConfigError, match="not imported unless you type them"):
             trust.check_named(file, found)
     trust.check_named(other / "config.yaml", {"model.target": "a:b"}, ["model.target=a:b"])

@@ -172,7 +172,7 @@ def test_no_room_for_checkpoints(
         check_start(PreparedRun.read(run))
     assert re.search(
         r"\d\.\d MiB for checkpoints \(\d at once, of 1\.\d MiB each, less what is there\), and 1\.0 MiB are "
-        r"free in .*: make room, or keep fewer \(trainer\.keep_checkpoints\)",
+        r"free in .*: free space, or keep fewer \(trainer\.keep_checkpoints\)",
         str(found.value),
     )
 

@@ -105,7 +105,7 @@ def test_a_list_that_others_can_write_is_not_believed(
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     for mode in (0o620, 0o602):
         file.chmod(mode)
-        with pytest.raises(ConfigError, match="imported at your own word only"):
+        with pytest.raises(ConfigError, match="not imported unless you type them"):
             trust.check_named(tmp_path / "config.yaml", named)
     trust.remember(tmp_path, named)
     trust.check_named(tmp_path / "config.yaml", named)

@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 
 from parallax.machine.device import StreamCopies
 from parallax.swap.optimizer.host import HostOptimizer
-from parallax.swap.parameters.streamed import StreamedParameters
+from parallax.swap.parameters.offloaded import OffloadedParameters
 from parallax.swap.stores.store import DiskStore, HostStore
 from parallax.swap.verify import Delays
 
@@ -64,7 +64,7 @@ def test_steps_are_those_of_a_resident_model(scratch: Path, tier: str) -> None:
             else HostStore(256 * MIB, copies)
         )
         stack.callback(store.close)
-        streamed = StreamedParameters(
+        streamed = OffloadedParameters(
             [b.parameters() for b in mine], store, chunk_bytes=MIB, verify=True
         )
         stack.callback(streamed.close)

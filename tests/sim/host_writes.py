@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from parallax.machine.device import BounceRing, StreamCopies
+from parallax.machine.device import StagingRing, StreamCopies
 from parallax.runtime.channels.staging import Buffers, Lent
 from parallax.swap.weights import CopiedWeights
 from tests.sim.device import C
@@ -20,7 +20,12 @@ def _told(*tensors: Tensor) -> None:
         C.host_writes(tensor.data_ptr(), tensor.nbytes)
 
 
-_take, _copy, _up, _stepped = Buffers.take, StreamCopies.copy, BounceRing.up, CopiedWeights.stepped
+_take, _copy, _up, _stepped = (
+    Buffers.take,
+    StreamCopies.copy,
+    StagingRing.to_device,
+    CopiedWeights.round_masters,
+)
 
 
 def _taking(self: Buffers, count: int) -> Lent:
@@ -37,7 +42,7 @@ def _copying(self: StreamCopies, source: Tensor, target: Tensor, *after: Any) ->
     return _copy(self, source, target, *after)
 
 
-def _filling(self: BounceRing, target: Tensor, *ready: Any) -> Iterator[Tensor]:
+def _filling(self: StagingRing, target: Tensor, *ready: Any) -> Iterator[Tensor]:
     """From a file, piece by piece."""
     for piece in _up(self, target, *ready):
         _told(piece)
@@ -46,11 +51,11 @@ def _filling(self: BounceRing, target: Tensor, *ready: Any) -> Iterator[Tensor]:
 
 def _stepping(self: CopiedWeights) -> None:
     """New weights, where gradients came down and older weights left."""
-    _told(*self.shared())
+    _told(*self.exchange_tensors())
     _stepped(self)
 
 
 Buffers.take = _taking  # type: ignore[method-assign]
 StreamCopies.copy = _copying  # type: ignore[method-assign]
-BounceRing.up = _filling  # type: ignore[method-assign]
-CopiedWeights.stepped = _stepping  # type: ignore[method-assign]
+StagingRing.to_device = _filling  # type: ignore[method-assign]
+CopiedWeights.round_masters = _stepping  # type: ignore[method-assign]

@@ -42,8 +42,9 @@ ROOMS = (
 )
 WAITS = (
     *("wait", "wait_host", "wait_stream", "wait_event", "synchronize", "result", "arrive"),
-    *("ready", "drain", "flush", "finish", "_wait", "_arrive", "_flush", "_let_end"),
+    *("ready", "drain", "flush", "finish", "_wait", "_arrive", "_flush", "_wait_for_write"),
     *("skip", "end", "_end", "wait_for", "wait_for_read", "wait_ignoring_errors"),
+    "_wait_for_bucket",
 )
 # By file and function, with what is called where that has waits, too.
 NO_WAITS = {
@@ -56,12 +57,6 @@ NO_WAITS = {
     "runtime/update.py run: self._optimizer.skip()": "drops gradients, which the next step clears, too",
     "runtime/optim/optimizer.py skip": "the same",
     "runtime/executor.py run: spans.end(rank, index, action, waited)": "notes a time",
-    "swap/optimizer/host.py _step": "begins to bring weights up",
-    "swap/optimizer/host.py _spread: bucket.weights.end()": "begins to bring weights up",
-    **{
-        f"swap/parameters/streamed.py {function}": "a round of a loop, which has no end without it"
-        for function in ("zero_gradients", "_make_room", "_reap")
-    },
     "runtime/channels/shared_channel.py accept": "for a process, where the device is the host",
 }
 # What no rank does alone.

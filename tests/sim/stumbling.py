@@ -21,7 +21,7 @@ from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.runtime.replicas import streamed_sum
 from parallax.runtime.replicas.streamed_sum import StreamedSum
-from parallax.swap.parameters.streamed import StreamedParameters
+from parallax.swap.parameters.offloaded import OffloadedParameters
 from tests.plans import make_plan
 from tests.sim import group
 from tests.sim.device import SIM
@@ -133,7 +133,7 @@ def _stored_bytes(engine: Engine) -> int:
     """Of streamed parameters, after a step."""
     engine._optimizer.finish()
     streamed = engine._stage.streamed
-    if not isinstance(streamed, StreamedParameters):
+    if not isinstance(streamed, OffloadedParameters):
         return 0
     return streamed._tier._store.slots.used_bytes
 

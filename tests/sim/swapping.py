@@ -22,7 +22,7 @@ from parallax.swap.activations.manager import SwapManager
 from parallax.swap.activations.policy import Policy
 from parallax.swap.config import SwapConfig
 from parallax.swap.optimizer.host import HostOptimizer
-from parallax.swap.parameters.streamed import StreamedParameters
+from parallax.swap.parameters.offloaded import OffloadedParameters
 from parallax.swap.stores.store import DiskStore, HostStore
 from tests.sim.device import SIM, C
 from tests.sim.strict import StrictStore
@@ -151,13 +151,13 @@ def open_below(
 @contextlib.contextmanager
 def streaming(
     tier: str, blocks: nn.ModuleList, make: MakeOptimizer, delay: Callable[[], float] = no_delay
-) -> Iterator[tuple[StreamedParameters, HostOptimizer, StrictStore]]:
+) -> Iterator[tuple[OffloadedParameters, HostOptimizer, StrictStore]]:
     """The parameters of ``blocks`` below, with the optimizer that steps them there."""
     copies = StreamCopies(SIM)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         store = open_below(tier, folder, copies, delay)
         stack.callback(store.close)
-        streamed = StreamedParameters([b.parameters() for b in blocks], store, chunk_bytes=16384)
+        streamed = OffloadedParameters([b.parameters() for b in blocks], store, chunk_bytes=16384)
         stack.callback(streamed.close)
         for index, block in enumerate(blocks):
             streamed.attach(index, block)
@@ -176,7 +176,7 @@ def parameters(tier: str, make: MakeOptimizer = sgd, steps: int = 3) -> None:
 
 
 def assert_steps_alike(
-    streamed: StreamedParameters,
+    streamed: OffloadedParameters,
     below: HostOptimizer,
     mine: nn.Module,
     plain: nn.Module,
@@ -196,7 +196,7 @@ def assert_steps_alike(
     assert_below(streamed, plain)
 
 
-def assert_gradients(streamed: StreamedParameters, mine: nn.Module, plain: nn.Module) -> None:
+def assert_gradients(streamed: OffloadedParameters, mine: nn.Module, plain: nn.Module) -> None:
     """Of every parameter, the same."""
     for p, q in zip(mine.parameters(), plain.parameters()):
         torch.testing.assert_close(
@@ -204,7 +204,7 @@ def assert_gradients(streamed: StreamedParameters, mine: nn.Module, plain: nn.Mo
         )
 
 
-def assert_below(streamed: StreamedParameters, plain: nn.ModuleList) -> None:
+def assert_below(streamed: OffloadedParameters, plain: nn.ModuleList) -> None:
     """The weights below are those of ``plain``."""
     new = [t for index in range(len(plain)) for t in streamed.read_full(index)]
     for found, q in zip(new, plain.parameters()):

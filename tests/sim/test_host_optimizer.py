@@ -45,7 +45,7 @@ def risen_after() -> tuple[float, float]:
     for bucket in host._buckets:
         assert bucket.future is not None
         bucket.future.result()
-        for event in bucket.weights._risen:  # type: ignore[attr-defined]
+        for event in bucket.weights._copied_weights:  # type: ignore[attr-defined]
             event.wait_host()
     risen = C.host_seconds() - begun
     torch.accelerator.synchronize()

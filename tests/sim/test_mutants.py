@@ -13,8 +13,8 @@ UNNOTICED = {
     "of a simulated device; its group ends them in order",
     "swap/activations/manager.py _free_bytes_for": "of a loop that asks again whether the transfer is over: it would "
     "not sleep meanwhile",
-    "swap/trial.py bring_back": "of a measurement before there is a run: without it what has not left yet does not "
-    "come back, and a figure is wrong",
+    "swap/offload_benchmark.py bring_back": "of a measurement before there is a run: without it what has "
+    "not left yet does not come back, and a figure is wrong",
     "runtime/saving.py begin": "orders files of checkpoints, which are written from copies in host memory",
 }
 ALL = waits()

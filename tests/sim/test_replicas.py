@@ -47,7 +47,7 @@ def streaming(direct: bool, microbatch: int) -> tuple[Any, list[float], int, int
     import torch
     from torch import Tensor, nn
 
-    from parallax.machine.accelerators import keep_to, register_accelerator
+    from parallax.machine.accelerators import limit_device_memory, register_accelerator
     from parallax.model.describe import describe
     from parallax.model.precision import PrecisionConfig
     from parallax.model.profiling.measure import measure
@@ -83,7 +83,7 @@ def streaming(direct: bool, microbatch: int) -> tuple[Any, list[float], int, int
                 minimum_bytes=1024,
             )
             peaks[0] = predict(profile, cluster_of(2), plan).ranks[0].peak_bytes
-            keep_to(SIM, peaks[0])
+            limit_device_memory(SIM, peaks[0])
             engine = Engine.build(chain, plan, loss=loss, device=SIM, scratch=Path(folder))
             for _ in range(4):
                 result = engine.step(TensorRows(rows, rows))
@@ -94,7 +94,7 @@ def streaming(direct: bool, microbatch: int) -> tuple[Any, list[float], int, int
     try:
         verdict = judge(run, lateness=9)
     finally:
-        keep_to(SIM, TOTAL_BYTES)
+        limit_device_memory(SIM, TOTAL_BYTES)
     return tuple(verdict), losses, *peaks
 
 

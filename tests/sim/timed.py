@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 
-from parallax.machine.accelerators import accelerator_of, keep_to
+from parallax.machine.accelerators import accelerator_of, limit_device_memory
 from parallax.model.describe import Chain, describe
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.precision import PrecisionConfig
@@ -31,7 +31,7 @@ from parallax.plan.simulation.predict import predict
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
-from parallax.swap.trial import Trials
+from parallax.swap.offload_benchmark import OffloadBenchmarks
 from tests.plans import make_plan
 from tests.sim.device import SIM, TOTAL_BYTES, C
 
@@ -76,7 +76,7 @@ def measured(layers: int) -> tuple[Chain, ModelProfile]:
         return chain, profile_of(chain)
 
 
-def profile_of(chain: Chain, offloader: Trials | None = None) -> ModelProfile:
+def profile_of(chain: Chain, offloader: OffloadBenchmarks | None = None) -> ModelProfile:
     """What is measured at the speeds that are set."""
     rows = batch()
     return measure(
@@ -141,8 +141,8 @@ def train(
     forecast = predict(profile, cluster_of(1, bytes_per_second=link), plan)
     planned = forecast.ranks[0].peak_bytes
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as held:
-        held.callback(keep_to, SIM, TOTAL_BYTES)
-        keep_to(SIM, int(room * planned))
+        held.callback(limit_device_memory, SIM, TOTAL_BYTES)
+        limit_device_memory(SIM, int(room * planned))
         C.speeds(**SPEEDS | {"up": link, "down": link})
         engine = Engine.build(
             chain,
@@ -182,10 +182,12 @@ def offloading() -> tuple[float, float]:
     config = GPTConfig(layers=2, hidden=256, heads=4, sequence=SEQUENCE, tied=False)
     chain, swap = describe(config.build), SwapConfig(minimum_bytes=1024)
     # Nothing goes on in virtual time while the host sleeps.
-    awake = patch("parallax.swap.trial.time.sleep", lambda _: torch.accelerator.synchronize())
+    awake = patch(
+        "parallax.swap.offload_benchmark.time.sleep", lambda _: torch.accelerator.synchronize()
+    )
     with tempfile.TemporaryDirectory() as folder, cache_in(folder), awake:
         C.speeds(**SPEEDS | {"up": LINK / 64, "down": LINK / 64})
-        profile = profile_of(chain, Trials("host", swap, Path(folder)))
+        profile = profile_of(chain, OffloadBenchmarks("host", swap, Path(folder)))
         C.speeds()
     block = profile.blocks[1]
     return block.offload_seconds.at(4), 64 * block.moved.at(4) / LINK

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallax.machine.accelerators import keep_to
+from parallax.machine.accelerators import limit_device_memory
 from parallax.model.describe import describe
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.measure import measure
@@ -78,8 +78,8 @@ def figures() -> dict[str, Any]:
 def _train(chain: Any, plan: Plan) -> tuple[float, int, int]:
     planned = plan.prediction.ranks[0].peak_bytes
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as held:
-        held.callback(keep_to, SIM, TOTAL_BYTES)
-        keep_to(SIM, planned)
+        held.callback(limit_device_memory, SIM, TOTAL_BYTES)
+        limit_device_memory(SIM, planned)
         C.speeds(**SPEEDS)
         held.callback(C.speeds)
         engine = Engine.build(

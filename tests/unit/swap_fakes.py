@@ -19,11 +19,11 @@ from torch import Tensor
 
 from parallax.errors import SwapError
 from parallax.machine.device import (
-    Bounce,
-    BounceRing,
     CpuCopies,
     DoneEvent,
     Event,
+    FileStaging,
+    StagingRing,
     no_delay,
 )
 from parallax.machine.pinned import Arena, PlainArena
@@ -88,8 +88,8 @@ class LateCopies:
     def arena(self, count: int) -> Arena:
         return PlainArena(count)
 
-    def bounce(self, buffers: int, piece_bytes: int) -> Bounce:
-        return BounceRing(self, torch.device("cpu"), buffers, min(piece_bytes, 4096))
+    def file_staging(self, buffers: int, piece_bytes: int) -> FileStaging:
+        return StagingRing(self, torch.device("cpu"), buffers, min(piece_bytes, 4096))
 
     def mark(self) -> Event:
         return DoneEvent()
@@ -117,7 +117,7 @@ class LateCopies:
             self._running = {other for other in self._running if not other.done()} | {future}
         return LateEvent(future)
 
-    def adopt(self) -> None:
+    def bind_thread(self) -> None:
         """As every thread does."""
 
     def synchronize(self) -> None:
@@ -129,7 +129,7 @@ class LateCopies:
     def take_stalls(self) -> list[Any]:
         return []
 
-    def beside(self) -> LateCopies:
+    def on_own_streams(self) -> LateCopies:
         return self
 
     def close(self) -> None:
@@ -288,7 +288,7 @@ class ManualStore:
         self.bytes_out = self.bytes_in = 0
 
     def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
-        slot = self.slots.take(data.numel())
+        slot = self.slots.allocate(data.numel())
 
         def work() -> None:
             self.places[slot.offset] = data.clone()
@@ -306,7 +306,7 @@ class ManualStore:
     def free(self, slot: StoreSlot) -> None:
         assert not [t for t in self.running.pop(slot.offset, []) if not (t.finished or t.cancelled)]
         self.places.pop(slot.offset, None)
-        self.slots.give(slot)
+        self.slots.release(slot)
 
     def close(self) -> None:
         for transfer in self.transfers:

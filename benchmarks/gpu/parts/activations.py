@@ -110,7 +110,7 @@ def _warm_up(runner: Runner, cap: float | None, activations: int, deadline: Dead
         runner.why = "its cap is a share of plain's activations, and plain did not run"
         return
     below = int(1.2 * activations * (1.0 if runner.spec.eager else 1 - 0.7 * cap))
-    runner.warm_up(deadline, "keep_to", int(cap * activations), below)
+    runner.warm_up(deadline, "limit_device_memory", int(cap * activations), below)
 
 
 def _catch_up(plain: Runner, runners: Mapping[str, Runner], deadline: Deadline) -> None:

@@ -1,1 +1,1 @@
-"""Before a run starts: what its ranks will take of this host, against what it has."""
+"""Preflight: compares the resources that the ranks of a run need with those of this host, before the run starts."""

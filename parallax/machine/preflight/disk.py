@@ -1,4 +1,4 @@
-"""Room in folders: on their file system, within the user's quota, in one file; and the clock of the file system."""
+"""Free bytes in folders: of the file system, of the user's quota, in one file; and the clock of the file system."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from parallax.errors import printable
 from parallax.machine.preflight.finding import Finding
 from parallax.machine.preflight.needs import FolderNeeds
 
-CLOCK_SECONDS = 60.0  # that a file system's clock may differ from this host's
+CLOCK_SECONDS = 60.0  # accepted difference between a file system's clock and this host's
 _QUOTACTL_FD = 443  # of syscall(2), on every architecture
 _GET_USER_QUOTA = 0x800007 << 8  # QCMD(Q_GETQUOTA, USRQUOTA) of quotactl(2)
-_BLOCK_BYTES = 1024  # of its limits; what is used it counts in bytes
+_BLOCK_BYTES = 1024  # unit of its limits; usage is in bytes
 _LIMITS_KNOWN = 1 | 2  # QIF_BLIMITS | QIF_SPACE
 
 
@@ -39,8 +39,8 @@ class _Quota(ctypes.Structure):
 
 
 def quota_free_bytes(folder: Path) -> int | None:
-    """What the user's quota leaves on the file system of ``folder``; None where there is none, or it cannot be asked,
-    as on a network's file system. What statvfs says does not know of it."""
+    """Return the free bytes of the user's quota on the file system of ``folder``; None if there is no quota or it
+    cannot be read, as on network file systems. statvfs ignores quotas."""
     if sys.platform != "linux":
         return None
     found = _Quota()
@@ -62,7 +62,7 @@ def quota_free_bytes(folder: Path) -> int | None:
 
 
 def check_folders(needs: Sequence[FolderNeeds]) -> Iterator[Finding]:
-    """What they lack; folders of one file system share it."""
+    """Yield the folders' problems; folders of one file system share its free bytes."""
 
     def device(each: FolderNeeds) -> int:
         return existing_parent(each.folder).stat().st_dev
@@ -82,7 +82,7 @@ def check_folders(needs: Sequence[FolderNeeds]) -> Iterator[Finding]:
 def _check_together(needs: Sequence[FolderNeeds]) -> Iterator[Finding]:
     folder, wanted = needs[0].folder, sum(each.size for each in needs)
     if not psutil.disk_usage(str(existing_parent(folder))).total:
-        return  # a file system that does not say
+        return  # a file system that reports no size
     free, limit = disk_free_bytes(folder), "free"
     left = quota_free_bytes(folder)
     if left is not None and left < free:
@@ -92,13 +92,13 @@ def _check_together(needs: Sequence[FolderNeeds]) -> Iterator[Finding]:
         total = f" = {format_bytes(wanted)}" if len(needs) > 1 else ""
         yield Finding(
             f"{terms}{total}, and {format_bytes(free)} are {limit} in {printable(str(existing_parent(folder)))}",
-            f"make room, or {max(needs, key=lambda each: each.size).remedy}",
+            f"free space, or {max(needs, key=lambda each: each.size).remedy}",
         )
 
 
 def check_clock(folder: Path, now: Callable[[], float] = time.time) -> Iterator[Finding]:
-    """Whether the file system of ``folder`` says of a new file that it is new: what is left over is known by its
-    age. A folder that cannot be written is found by whoever writes there."""
+    """Check that the file system of ``folder`` gives a new file the present time, because left-over files are
+    recognised by their age. Unwritable folders are reported elsewhere."""
     place = existing_parent(folder)
     try:
         with tempfile.TemporaryFile(dir=place) as file:

@@ -1,4 +1,4 @@
-"""What is wrong with a host, and what to do about it."""
+"""Problems of a host, and their remedies."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from parallax.errors import PreflightError
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that will go wrong here, and what to do about it."""
+    """A problem on this host and its remedy."""
 
     what: str
     remedy: str
 
 
 def refuse(findings: Iterable[Finding], where: str = "this host") -> None:
-    """Raise :class:`PreflightError`, in one line, where there are any."""
-    said = [f"{each.what}: {each.remedy}" for each in findings]
-    if said:
-        raise PreflightError(f"{where} cannot run it: {'; '.join(said)}")
+    """Raise :class:`PreflightError` in one line if there are findings."""
+    problems = [f"{each.what}: {each.remedy}" for each in findings]
+    if problems:
+        raise PreflightError(f"{where} cannot run it: {'; '.join(problems)}")

@@ -1,4 +1,4 @@
-"""Memory of all ranks of a host: RAM, control groups, limits of a process, shared memory."""
+"""Memory of all ranks of a host: RAM, control groups, process limits, shared memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LESS = "plan for less (cluster.device_memory)"
 
 
 def check_memory(needs: HostNeeds) -> Iterator[Finding]:
-    """All ranks together against what is available now, by the tightest of the machine and its control groups."""
+    """Compare the memory of all ranks with the available RAM and the limits of the control groups."""
     planned = sum(rank.memory_bytes for rank in needs.ranks)
     wanted = planned + len(needs.ranks) * needs.process_bytes
     available, limit = psutil.virtual_memory().available, "RAM is available"
@@ -42,10 +42,10 @@ def check_memory(needs: HostNeeds) -> Iterator[Finding]:
 
 
 def check_limits(needs: HostNeeds) -> Iterator[Finding]:
-    """The fullest rank against the limits that processes inherit."""
+    """Compare the largest rank with the limits that processes inherit."""
     planned = max((rank.memory_bytes for rank in needs.ranks if rank.reserved), default=0)
     limits = [("RLIMIT_DATA", "ulimit -d", PROCESS_DATA_BYTES)]
-    if not needs.accelerators:  # their drivers reserve addresses without end
+    if not needs.accelerators:  # their drivers reserve huge address ranges
         limits.append(("RLIMIT_AS", "ulimit -v", PROCESS_ADDRESS_BYTES))
     for name, command, own in limits:
         allowed, _ = resource.getrlimit(getattr(resource, name))
@@ -66,8 +66,8 @@ def check_limits(needs: HostNeeds) -> Iterator[Finding]:
 
 
 def check_shared(needs: HostNeeds) -> Iterator[Finding]:
-    """``/dev/shm``, where NCCL carries what goes between devices of one host. Channels between ranks on CPUs are memory
-    without a name, which no size of a file system limits: it is RAM."""
+    """Check ``/dev/shm``, through which NCCL moves data between devices of one host. Channels between CPU ranks use
+    unnamed memory, which is limited by RAM only."""
     size = shared_memory_bytes()
     by_shm = needs.accelerators > 1 and os.environ.get("NCCL_SHM_DISABLE", "0") != "1"
     if by_shm and size is not None and size < SHARED_BYTES:

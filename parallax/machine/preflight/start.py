@@ -1,8 +1,7 @@
-"""Preflight: a run that this host cannot carry ends before it has begun, in one line with the arithmetic.
+"""Preflight: stop a run that this host cannot carry before it starts, in one line with the arithmetic.
 
-It costs milliseconds, and says nothing where all is well. Needs are what the plan proves and low estimates of the rest,
-so what is refused would hardly have worked.
-"""
+It takes milliseconds and prints nothing if all is well. Needs are those proved by the plan and low estimates of
+the rest, so a refused run would hardly have worked."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from parallax.machine.preflight.needs import (
 
 
 def check_host(needs: HostNeeds, where: str = "this host") -> None:
-    """Raise :class:`~parallax.errors.PreflightError` where ``needs`` are more than there is."""
+    """Raise :class:`~parallax.errors.PreflightError` if ``needs`` exceed the host's resources."""
     refuse(_findings(needs), where)
 
 
@@ -34,7 +33,8 @@ def _findings(needs: HostNeeds) -> Iterator[Finding]:
 
 
 def check_process() -> None:
-    """The same for a process that has yet to import torch, which under such a limit could not even say so."""
+    """Check the limits of a process before it imports torch, which could not even report the error under such a
+    limit."""
     for name, command, own in (
         ("RLIMIT_DATA", "ulimit -d", IMPORT_DATA_BYTES),
         ("RLIMIT_AS", "ulimit -v", IMPORT_ADDRESS_BYTES),

@@ -35,7 +35,7 @@ from typing import Any
 
 import psutil
 
-from parallax.common.signals import REQUESTS, heed_from_the_start
+from parallax.common.signals import REQUESTS, install_early_handlers
 
 ENDING_SECONDS = (
     1.5  # that ranks have to end by themselves when one has failed: the watch sees to it
@@ -273,7 +273,7 @@ class _Server:
         os.environ.update(message["environment"])
         show_as(f"parallax rank {message['fork']} of {message['of']}: {self._directory}")
         sys.argv[1:] = ["train", "--run-dir", self._directory]
-        heed_from_the_start()
+        install_early_handlers()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
 
 

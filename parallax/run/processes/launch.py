@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from parallax import config as configuration
-from parallax.common.signals import heed_to_the_end, heeding
+from parallax.common.signals import exit_on_request, handling_requests
 from parallax.common.terminal import safe_console
 from parallax.common.trust import class_paths
 from parallax.common.units import format_seconds
@@ -53,7 +53,7 @@ def launch(run: PreparedRun, *, own_process: bool) -> int:
     on_drift = OnDrift(os.environ.pop(ON_DRIFT, first))
     check_start(run)
     relay = Relay()
-    with heeding(relay, signal.SIGQUIT):
+    with handling_requests(relay, signal.SIGQUIT):
         code = _start(run, on_drift, relay, own_process)
         stops = code == 0 and on_drift is OnDrift.STOP
         if stops and (reason := _drifted(run.directory)):
@@ -62,7 +62,7 @@ def launch(run: PreparedRun, *, own_process: bool) -> int:
         if code == 0 and (words := _contradicted(run)):
             safe_console().print(words, highlight=False, markup=False, soft_wrap=True)
     if relay.first and own_process:
-        heed_to_the_end(code)  # what else asks is answered
+        exit_on_request(code)  # what else asks is answered
     return code
 
 

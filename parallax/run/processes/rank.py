@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from parallax.common.signals import ending_after, exit_code, stopped_by
+from parallax.common.signals import ending_after_request, exit_code, stopped_by
 from parallax.common.terminal import safe_console
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, PlanError, printable
-from parallax.machine.accelerators import keep_to, select_device
-from parallax.machine.variables import check_interfaces, check_rank, or_unset
+from parallax.machine.accelerators import limit_device_memory, select_device
+from parallax.machine.variables import check_interfaces, check_rank, unset_hint
 from parallax.model.describe import Chain
 from parallax.nodes.fitness import from_hosts
 from parallax.nodes.joining import start_processes, stop_processes
@@ -129,14 +129,14 @@ def _meet() -> None:
     if "PARALLAX_RENDEZVOUS" not in os.environ:
         check_rank()
     try:
-        with ending_after(_MEETING_SECONDS, _give_up):
+        with ending_after_request(_MEETING_SECONDS, _give_up):
             start_processes(os.environ.get("PARALLAX_RENDEZVOUS"))
     except (dist.DistError, ValueError) as error:
         address, port = (os.environ.get(key, "(not set)") for key in ("MASTER_ADDR", "MASTER_PORT"))
         reason = printable((str(error).splitlines() or [type(error).__name__])[0])
         raise ConfigError(
             f"the ranks cannot meet at MASTER_ADDR={address} MASTER_PORT={port}: {reason}; choose a free port and an "
-            f"address that all of them reach{or_unset()}"
+            f"address that all of them reach{unset_hint()}"
         ) from error
 
 
@@ -153,7 +153,7 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
     choice = node_devices(local_cluster(run.config), nodes)
     settle(choice)
     device = select_device(choice.kind, int(os.environ.get("LOCAL_RANK", "0")))
-    keep_to(device, run.plan.allocator_bytes(dist.get_rank()))
+    limit_device_memory(device, run.plan.allocator_bytes(dist.get_rank()))
     with watch.phase("loading data"):
         source = open_source(run.config)
         compare_rows(source, nodes)

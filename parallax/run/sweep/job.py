@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from parallax.common.lock import PRIVATE, is_locked
-from parallax.common.signals import REQUESTS, Stopped, exit_code, heeding
+from parallax.common.signals import REQUESTS, Stopped, exit_code, handling_requests
 from parallax.common.terminal import OURS
 from parallax.common.units import format_seconds
 from parallax.errors import printable
@@ -135,7 +135,7 @@ class PointJob:
         command = [sys.executable, "-m", "parallax", "train", *words]
         with (directory / OUTPUT).open("ab") as log:
             start, asked = log.tell(), _HandOn()
-            with heeding(asked):
+            with handling_requests(asked):
                 try:
                     process = subprocess.Popen(
                         command,

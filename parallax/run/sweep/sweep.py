@@ -22,7 +22,7 @@ from rich.console import Console
 from parallax.common.documents import leaves, plain_yaml
 from parallax.common.files import replace_text
 from parallax.common.lock import is_locked, locked
-from parallax.common.signals import Stopped, exit_code, heeding, interrupt, stopped_by
+from parallax.common.signals import Stopped, exit_code, handling_requests, interrupt, stopped_by
 from parallax.config import RunConfig, compose
 from parallax.config.multirun import Multirun, plain
 from parallax.errors import ConfigError, UserError, printable
@@ -49,7 +49,7 @@ _SHOWN = 6  # points that the last line lists
 def sweep(overrides: Sequence[str], console: Console) -> int:
     """Run the points of ``overrides``; return the exit code. Raises :class:`ConfigError` before anything is started or
     written where a point is invalid."""
-    with heeding(interrupt):
+    with handling_requests(interrupt):
         with console.status("reading the points"):
             asked = Multirun.read(overrides)
             name = asked.name if asked.name != "auto" else free_name()

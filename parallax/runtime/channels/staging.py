@@ -157,7 +157,7 @@ class PinnedStaging:
 
     def __init__(self, device: torch.device, copies: CopyEngine) -> None:
         self._device, self._copies = device, copies
-        self._thread = ThreadPoolExecutor(1, "parallax-send", initializer=copies.adopt)
+        self._thread = ThreadPoolExecutor(1, "parallax-send", initializer=copies.bind_thread)
         self._queued: deque[Future[None]] = deque()
         self._buffers: list[Buffers] = []
 
@@ -167,7 +167,7 @@ class PinnedStaging:
 
     def landing(self) -> Landing:
         """Memory of the device, and a stream of its own."""
-        return DeviceLanding(self._device, self._copies.beside())
+        return DeviceLanding(self._device, self._copies.on_own_streams())
 
     def send(
         self, tensors: Sequence[Tensor], targets: Sequence[Tensor], post: Callable[[], None]

@@ -51,7 +51,7 @@ class Channels:
 
     def __init__(self, mesh: Mesh, copies: CopyEngine) -> None:
         # Messages do not queue behind what is swapped.
-        self._mesh, self._staging = mesh, staging_for(mesh.device, copies.beside())
+        self._mesh, self._staging = mesh, staging_for(mesh.device, copies.on_own_streams())
         self._senders: list[SharedSender] = []
         self._listener: Listener | None = None
         self._contacts: list[Contact] = []

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import socket
 
-from parallax.common.signals import early_request, heeded
+from parallax.common.signals import early_request, handled_signals
 
 
 class WakeUp:
@@ -18,7 +18,9 @@ class WakeUp:
         self.socket, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._before = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        self._handlers = {number: signal.signal(number, lambda *_: None) for number in heeded()}
+        self._handlers = {
+            number: signal.signal(number, lambda *_: None) for number in handled_signals()
+        }
         if number := early_request():  # while this process imported, or met the others
             self._wake.send(bytes([number]))
 

@@ -24,7 +24,7 @@ from parallax.runtime.optim.resident import DeviceOptimizer
 from parallax.runtime.optim.scaling import GradientCorrection, by_kind
 from parallax.runtime.optim.uncompiled import SGD, AdamW, Uncompiled
 from parallax.runtime.stage import Stream, first_below
-from parallax.swap.optimizer.host import ALONE, Exchange, HostOptimizer, NothingBelow
+from parallax.swap.optimizer.host import Exchange, HostOptimizer, owns
 from parallax.swap.statistics import SwapStatistics
 from parallax.swap.stores.store import Store
 from parallax.swap.weights import stepped_in
@@ -237,31 +237,29 @@ class StageOptimizer:
         self._below: set[Tensor] = {*falling[first:], *(p for p in falling if p in lowest)}
         upper = [parameter for parameter in trained if parameter not in self._below]
         lower = [parameter for parameter in trained if parameter in self._below]
-        spread = shard(upper) if shard is not None and upper else ALONE
+        spread = shard(upper) if shard is not None and upper else None
         self._device = device
         self._on_device = DeviceOptimizer(config.build(upper, device), upper, spread)
-        self._sharded = frozenset(upper if spread is not ALONE else ())
+        self._sharded = frozenset(upper if spread is not None else ())
         self._shared = frozenset(lower if share is not None else ())
-        self._host: HostOptimizer | NothingBelow = NothingBelow()
-        self._exchange = share(lower) if share is not None else ALONE
+        self._exchange = share(lower) if share is not None else None
         chunks = streamed.chunks
         streaming = list(dict.fromkeys(s.parameter for chunk in chunks for s in chunk.segments))
         self._below |= set(streaming)
-        if self._below:
-            owned = [p for p in lower if self._exchange.owns(p)]
-            needed = _state_bytes(config, owned) + _state_bytes(config, streaming, masters=False)
-            store = open_store(needed, _places([*owned, *streaming]))
-            self._host = HostOptimizer(
-                config.build([*lower, *streaming], device),
-                lower,
-                copies=copies,
-                store=store,
-                exchange=self._exchange,
-                extra=chunks,
-            )
+        owned = [p for p in lower if owns(self._exchange, p)]
+        needed = _state_bytes(config, owned) + _state_bytes(config, streaming, masters=False)
+        stepped = [*lower, *streaming]  # where there are none, the host optimizer steps nothing
+        self._host = HostOptimizer(
+            config.build(stepped, device) if stepped else SGD([torch.empty(0)], lr=config.lr),
+            lower,
+            copies=copies,
+            store=open_store(needed, _places([*owned, *streaming])) if stepped else None,
+            exchange=self._exchange,
+            extra=chunks,
+        )
 
     @property
-    def waiting(self) -> tuple[HostOptimizer | NothingBelow, Stream]:
+    def waiting(self) -> tuple[HostOptimizer, Stream]:
         """Those whose ``stall_seconds`` are how long forwards and backwards have waited for weights."""
         return self._host, self._streamed
 
@@ -314,7 +312,7 @@ class StageOptimizer:
         """Whether replicas share the states of ``parameter``, and this one has them."""
         if parameter in self._sharded:
             return self._on_device.owns(parameter)
-        return parameter in self._shared and self._exchange.owns(parameter)
+        return parameter in self._shared and owns(self._exchange, parameter)
 
     def bytes_of_states(self, tensor: Tensor) -> int:
         """What the states of a parameter take, once there are any; its full-precision weights among them."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from parallax.runtime.optim.scaling import GradientCorrection
 from parallax.swap.optimizer.buckets import MASTER, Bucket, GroupRates, joined, settings_of
-from parallax.swap.optimizer.host import ALONE, Exchange
+from parallax.swap.optimizer.host import Exchange, owner_of, owns
 from parallax.swap.weights import ResidentWeights, aligned_runs, stepped_in
 
 # Of weights; gradients are widened, and new weights sent, for so many at one time.
@@ -39,25 +39,25 @@ class DeviceOptimizer:
         self,
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[nn.Parameter],
-        exchange: Exchange = ALONE,
+        exchange: Exchange | None = None,
     ) -> None:
         self.optimizer = optimizer
         self._parameters, self._exchange = parameters, exchange
         self._rates = GroupRates(optimizer)
         self._buckets: list[Bucket] = []
-        if exchange is not ALONE or any(_is_short(parameter) for parameter in parameters):
+        if exchange is not None or any(_is_short(parameter) for parameter in parameters):
             groups = {
                 p: index
                 for index, group in enumerate(optimizer.param_groups)
                 for p in group["params"]
             }
-            ordered = sorted(parameters, key=exchange.owner)
+            ordered = sorted(parameters, key=lambda p: owner_of(exchange, p))
 
             def alike(parameter: nn.Parameter) -> object:
-                return parameter.dtype, exchange.owner(parameter)
+                return parameter.dtype, owner_of(exchange, parameter)
 
-            for run in aligned_runs(ordered, UPDATE_BUCKET_BYTES, alike, cut=True):
-                owner = exchange.owner(run[0].parameter)
+            for run in aligned_runs(ordered, UPDATE_BUCKET_BYTES, alike, split=True):
+                owner = owner_of(exchange, run[0].parameter)
                 self._buckets.append(Bucket(ResidentWeights(run), optimizer, groups, owner))
 
     def set_rate(self, rate: float, whole: float) -> None:
@@ -81,13 +81,15 @@ class DeviceOptimizer:
             for bucket in self._buckets:
                 if self.owns(bucket.segments[0].parameter):
                     bucket.step(settings, coefficient)
-            if self._exchange is not ALONE:  # or all views would be made for nobody
+            if self._exchange is not None:  # or all views would be made for nobody
                 for bucket in self._buckets:
-                    self._exchange.spread(bucket.segments[0].parameter, bucket.weights.shared())
+                    self._exchange.broadcast(
+                        bucket.segments[0].parameter, bucket.weights.exchange_tensors()
+                    )
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this replica steps ``parameter``."""
-        return self._exchange.owns(parameter)
+        return owns(self._exchange, parameter)
 
     def states(self, parameter: Tensor) -> dict[str, Tensor]:
         """What is known of ``parameter``: states, and its weights in full precision (``master``) where its own are not.

@@ -16,7 +16,7 @@ from parallax.plan.plan import STATE_BUCKET_BYTES, StagePlan
 from parallax.plan.tier import tier_named
 from parallax.runtime.stage import first_below
 from parallax.swap.config import SwapConfig
-from parallax.swap.parameters.streamed import StreamedParameters
+from parallax.swap.parameters.offloaded import OffloadedParameters
 from parallax.swap.stores.store import Store
 
 # Every place in a store begins at a page, and what a plan gives are bytes of data.
@@ -58,7 +58,7 @@ class Tiers:
         indices: Sequence[int],
         share: float,
         blocks: Iterable[Iterable[nn.Parameter]],
-    ) -> StreamedParameters:
+    ) -> OffloadedParameters:
         """A store for ``share`` of the parameters of ``indices``, which ``blocks`` gives, and for their gradients. New
         ones are written before the old are given up."""
         described = [list(chain.blocks[index].module.parameters()) for index in indices]
@@ -76,7 +76,7 @@ class Tiers:
         given = sum(stage.streamed_bytes for stage in self._stages)
         self._check("parameters that stream", needed, given)
         store = self._open(given + (1 + more) * chunks * PAGE_BYTES)
-        return StreamedParameters(blocks, store, verify=self._config.verify)
+        return OffloadedParameters(blocks, store, verify=self._config.verify)
 
     def close(self) -> None:
         for store in self._opened:

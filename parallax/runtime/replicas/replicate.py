@@ -21,7 +21,7 @@ from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.runtime.replicas.reducer import ReplicaSync
 from parallax.runtime.replicas.streamed_sum import StreamedSum
 from parallax.runtime.stage import Stage
-from parallax.swap.parameters.streamed import StreamedParameters
+from parallax.swap.parameters.offloaded import OffloadedParameters
 
 
 class GradientSync(Protocol):
@@ -308,7 +308,7 @@ class SharedStates:
         """Whether it was dealt to this one."""
         return self._owner[parameter] == self._replica
 
-    def spread(self, parameter: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    def broadcast(self, parameter: torch.Tensor, tensors: list[torch.Tensor]) -> None:
         """One broadcast for all ``tensors``."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         dist.broadcast(flat, group=self._group, group_src=self._owner[parameter])
@@ -363,7 +363,7 @@ def _streamed_sum(
     streamed = stage.streamed
     if mesh.streamed is None or mesh.replicas is None:
         return
-    if isinstance(streamed, StreamedParameters):
+    if isinstance(streamed, OffloadedParameters):
         yield StreamedSum(
             streamed,
             mesh.streamed,

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from parallax.errors import ParallaxError, SwapError
 from parallax.runtime.replicas.buckets import anywhere
-from parallax.swap.parameters.chunks import GradientWrite, is_over
-from parallax.swap.parameters.streamed import NO_SINK, StreamedParameters
+from parallax.swap.parameters.chunks import GradientWrite, has_ended
+from parallax.swap.parameters.offloaded import OffloadedParameters
 from parallax.swap.stores.store import Pending
 from parallax.swap.weights import ParameterSegment, bytes_of
 
@@ -115,7 +115,7 @@ class StreamedSum:
 
     def __init__(
         self,
-        streamed: StreamedParameters,
+        streamed: OffloadedParameters,
         group: dist.ProcessGroup,
         other: dist.ProcessGroup,
         short: torch.dtype | None,
@@ -152,13 +152,13 @@ class StreamedSum:
 
     def ended(self) -> None:
         """It is over: what took no part in it is complete, too."""
-        self._streamed.sink = NO_SINK
+        self._streamed.sink = None
         for bucket in (*self._active, *self._waiting):
             bucket.owed.clear()
         if self._begun:
             self._advance()
 
-    def take(self, parameter: nn.Parameter, total: Tensor) -> Collection[ParameterSegment]:
+    def accept(self, parameter: nn.Parameter, total: Tensor) -> Collection[ParameterSegment]:
         """Copy what there are buffers for."""
         flat, taken = total.view(-1), set[ParameterSegment]()
         for bucket, run in self._of.get(parameter, ()):
@@ -175,7 +175,7 @@ class StreamedSum:
                 taken.update(run.segments)
         return taken
 
-    def taken(self, parameter: nn.Parameter) -> None:
+    def accepted(self, parameter: nn.Parameter) -> None:
         """Nothing of it is owed any more; what there was no buffer for can be read."""
         for bucket, _ in self._of.get(parameter, ()):
             bucket.owed.remove(parameter)
@@ -197,12 +197,12 @@ class StreamedSum:
 
     def forget(self) -> None:
         """The step ended early. What is summed is not waited for: others may never answer."""
-        self._streamed.sink = NO_SINK
+        self._streamed.sink = None
         if self._begun:
             self._unfinished, self._launched = self._launched, []
         for bucket in self._active:
             for read in bucket.reads:
-                while not is_over(read.pending):
+                while not has_ended(read.pending):
                     time.sleep(0)
             for written, _ in bucket.writes:
                 with contextlib.suppress(SwapError):
@@ -335,7 +335,7 @@ class StreamedSum:
         before = itertools.takewhile(lambda each: each is not bucket, self._active)
         if any(
             each.state in (_BucketState.FILLING, _BucketState.COMING) for each in before
-        ) or not (wait or all(is_over(read.pending) for read in bucket.reads)):
+        ) or not (wait or all(has_ended(read.pending) for read in bucket.reads)):
             return False
         for read in bucket.reads:
             read.pending.wait()
@@ -367,7 +367,7 @@ class StreamedSum:
 
     def _close(self, bucket: _GradientBucket, wait: bool) -> bool:
         """Give its buffer to the next."""
-        if not (wait or all(written.is_over() for written, _ in bucket.writes)):
+        if not (wait or all(written.has_ended() for written, _ in bucket.writes)):
             return False
         self._active.remove(bucket)
         bucket.flat = None
@@ -379,7 +379,7 @@ class StreamedSum:
 
     def _end(self, written: GradientWrite) -> None:
         with self._streamed.lock:
-            written.end()
+            written.finish()
 
     def _newly_used(self) -> list[nn.Parameter]:
         """What no replica had ever used before this step."""

@@ -18,7 +18,7 @@ _LEAD = 8  # once memory is short, 1/8 of the limit is evicted ahead of need, be
 
 
 class _HeldCopies:
-    """Freed device copies that somebody else still references; their bytes count until the references end."""
+    """Freed device copies that other code still references; their bytes count until the references end."""
 
     def __init__(self) -> None:
         self._watched: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
@@ -51,7 +51,7 @@ class Evictor:
         self._queues, self._prefetcher = queues, prefetcher
         self.writing: deque[Record] = deque()
         self._held = _HeldCopies()
-        self.has_evicted = False  # something has, since whoever asks has set it
+        self.has_evicted = False  # since the manager last reset it
 
     @property
     def idle(self) -> bool:
@@ -134,7 +134,7 @@ class Evictor:
         return False
 
     def free_copy(self, record: Record) -> bool:
-        """Free the device copy; return False while somebody else references it."""
+        """Free the device copy; return False while other code references it."""
         self._queues.unmark_evicting(record)
         assert record.storage is not None
         watch = weakref.ref(record.storage)

@@ -45,7 +45,7 @@ class RecordQueues:
             record.queue = None
 
     def mark_evicting(self, record: Record) -> None:
-        """Count the bytes of ``record`` as free once its write ends."""
+        """Count the bytes of ``record``, whose write will free them."""
         self.evicting_bytes += 0 if record.evicting else record.size
         record.evicting = True
 

@@ -20,10 +20,10 @@ class State:
     """Location of a record's bytes. Strings instead of an enum, because reading an enum member costs as much as a
     call."""
 
-    KEPT: Final = "on the device, to be written when room is needed"
+    KEPT: Final = "on the device, to be written when memory is short"
     QUEUED: Final = "on the device, to be written"
     STORED: Final = "in the store"
-    LOADED: Final = "on the device, or on the way to it"
+    LOADED: Final = "on the device, or being read"
 
 
 Layout = tuple[int | torch.SymInt, torch.Size, tuple[int, ...]]

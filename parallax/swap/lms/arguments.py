@@ -1,4 +1,4 @@
-"""The arguments of ``parallax.swap``: what is not accepted is refused at the call, in one line that names it."""
+"""Checks of the arguments of ``parallax.swap``: one line per invalid value."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHOWN = 80  # characters of a value
 
 
 def check_model(model: Any) -> None:
-    """Raise :class:`ConfigError` unless it is a module whose parameters have their memory."""
+    """Raise :class:`ConfigError` unless ``model`` is a module with materialised parameters."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model={_shown(model)}: accepted is an nn.Module; give several models as one nn.ModuleList"
@@ -41,7 +41,7 @@ def check_model(model: Any) -> None:
 
 
 def optimizers(given: Any) -> list[Optimizer]:
-    """The torch optimizers of what was given as ``optimizer=``, each followed by those that it wraps."""
+    """Return the torch optimizers of the argument ``optimizer=``, each followed by those that it wraps."""
     several = isinstance(given, Iterable) and not isinstance(
         given, Optimizer | Tensor | nn.Module | Mapping | str
     )
@@ -50,7 +50,7 @@ def optimizers(given: Any) -> list[Optimizer]:
         if not isinstance(each, Optimizer):
             raise ConfigError(
                 f"optimizer={_shown(each)}: accepted are an instance of torch.optim.Optimizer or several in a list; "
-                "leave it out where no states are to move"
+                "omit it to keep optimizer states on the device"
             )
     if len({id(each) for each in found}) < len(found):
         raise ConfigError(
@@ -61,7 +61,7 @@ def optimizers(given: Any) -> list[Optimizer]:
 
 
 def size(key: str, value: Any) -> int:
-    """Bytes, from a number or text such as 8GiB."""
+    """Return bytes from a number or a text such as 8GiB."""
     if isinstance(value, str):
         return parse_bytes(value, key)
     count = _whole(value)
@@ -73,12 +73,12 @@ def size(key: str, value: Any) -> int:
 
 
 def size_or_auto(key: str, value: Any) -> int | None:
-    """Bytes; None: auto."""
+    """Return bytes; None for auto."""
     return None if isinstance(value, str) and value == AUTO else size(key, value)
 
 
 def whole(key: str, value: Any, *, least: int = 0) -> int:
-    """A whole number from ``least`` on."""
+    """Return a whole number not below ``least``."""
     count = _whole(value)
     if count is None or count < least:
         raise ConfigError(f"{key}={_shown(value)}: accepted are whole numbers from {least}")
@@ -86,25 +86,25 @@ def whole(key: str, value: Any, *, least: int = 0) -> int:
 
 
 def smallest(value: Any, device: torch.device) -> int:
-    """Bytes from which on a tensor of ``device`` is moved."""
+    """Return the bytes of the smallest tensor to offload from ``device``."""
     auto = isinstance(value, str) and value == AUTO
     return usual_smallest(device.type) if auto else whole("minimum_bytes", value)
 
 
 def whole_or_none(key: str, value: Any) -> int | None:
-    """A whole number, or None."""
+    """Return a whole number or None."""
     return None if value is None else whole(key, value)
 
 
 def flag(key: str, value: Any) -> bool:
-    """True or False."""
+    """Return True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{key}={_shown(value)}: accepted are True and False")
     return value
 
 
 def folder(value: Any) -> Path:
-    """A folder by its name."""
+    """Return the path of a folder."""
     name = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(name, str) or not name or "\0" in name:
         raise ConfigError(
@@ -114,7 +114,7 @@ def folder(value: Any) -> Path:
 
 
 def _whole(value: Any) -> int | None:
-    """``value`` as a whole number, if it is one; True is none."""
+    """Return ``value`` as a whole number; None if it is none or a bool."""
     if isinstance(value, bool):
         return None
     if isinstance(value, float):
@@ -126,7 +126,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _shown(value: Any) -> str:
-    """A value in few words."""
+    """Return a short text for a value."""
     if isinstance(value, type):
         return f"{value.__name__} (a class)"
     if value is not None and not isinstance(value, str | bytes | int | float | os.PathLike):

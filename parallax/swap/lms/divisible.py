@@ -1,14 +1,13 @@
-"""Whether an optimizer may be stepped piece by piece: known of torch's own, tried on small tensors of all others.
+"""Whether an optimizer may be stepped piece by piece: known for torch's own, tried on small tensors for all others.
 
-An optimizer of somebody else's may look at all parameters in ``step`` (a global norm, a shared average), count its
-calls, or keep lists of parameters of its own. No name tells. So a copy of it is made whose parameters are a few numbers
-each, and stepped from the same start: whole, and a piece for each parameter. It is divisible if parameters, states,
-groups and attributes are the same then, bit for bit. Gradients of several scales are used, so that a clip by norm is
-met, in enough steps for what is done at each fifth or tenth of them.
+A third-party optimizer may use all parameters in ``step`` (a global norm, a shared average), count its calls, or
+keep lists of parameters of its own. Its name does not tell. So a copy of it is made whose parameters are a few
+numbers each, and stepped from the same start: whole, and with one piece per parameter. It is divisible if
+parameters, states, groups and attributes are bit-identical afterwards. Gradients of several scales trigger a clip
+by norm, and enough steps are made to include actions of every fifth or tenth step.
 
-What is found holds for a class with such settings: those that are zero, None, true or text may change what ``step``
-does.
-"""
+The result holds for the class with such settings: a setting that is zero, None, true or text may change the
+behaviour of ``step``."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from parallax.swap.lms.below import StatesBelow
+from parallax.swap.lms.offloaded_states import OffloadedStates
 from parallax.swap.lms.wrapped import parts
 from parallax.swap.optimizer.chunked_step import (
     Arguments,
@@ -38,20 +37,20 @@ from parallax.swap.optimizer.chunked_step import (
 
 STEPS = 12
 SCALES = 1e-3, 1.0, 1e3
-_LENGTH = 3  # of each dimension of a small tensor
-_TRIED = 8  # parameters of a group, of those that have gradients
-_LARGEST = 2**16  # bytes of a tensor that the optimizer holds beside its states
+_LENGTH = 3  # most elements in each dimension of a small tensor
+_TRIED = 8  # most parameters tried per group, of those with gradients
+_LARGEST = 2**16  # most bytes of a copied tensor beside the states
 _FOUND: WeakKeyDictionary[type[Optimizer], dict[object, bool]] = WeakKeyDictionary()
 _CONTAINERS = list, tuple, set, frozenset, deque
 _VALUES = type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size
 
 
 class _UntriedError(Exception):
-    """There is something that no copy is made of."""
+    """The optimizer holds a value that is not copied."""
 
 
 def is_divisible(optimizer: Optimizer, arguments: Arguments) -> bool:
-    """Whether a step with such ``arguments`` (the optimizer first) changes the same, bit for bit, when taken in
+    """Whether a step with such ``arguments`` (the optimizer first) has the same result, bit for bit, when taken in
     pieces."""
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim."):
@@ -66,14 +65,14 @@ def is_divisible(optimizer: Optimizer, arguments: Arguments) -> bool:
 
 
 def closure_of(arguments: Arguments) -> Callable[[], Any] | None:
-    """The closure among the arguments of a step."""
+    """Return the closure among the arguments of a step, if any."""
     args, kwargs = arguments
     found = args[1] if len(args) > 1 else kwargs.get("closure")
     return found if callable(found) else None
 
 
 def _settings(optimizer: Optimizer) -> object:
-    """What distinguishes settings that may change how a step works; no mere size of a number does."""
+    """Return a key of the settings that may change how a step works; numbers count only as zero or not zero."""
     left_out = "params", "state", "param_groups"
     held = [*optimizer.param_groups, vars(optimizer)]
     return frozenset(
@@ -100,13 +99,13 @@ def _try(optimizer: Optimizer, arguments: Arguments) -> bool:
             whole = _outcome(optimizer, arguments, in_pieces=False)
         with _no_trace(optimizer):
             return _same(whole, _outcome(optimizer, arguments, in_pieces=True))
-    except Exception:  # whatever the code of somebody else's raises on tensors of another size
+    except Exception:  # third-party code may raise anything on tensors of another size
         return False
 
 
 @contextmanager
 def _no_trace(optimizer: Optimizer) -> Iterator[None]:
-    """Generators and the numbers that classes count in are afterwards what they were."""
+    """Restore random generators and counters of classes on exit."""
     counts, state = _counts(type(optimizer)), random.getstate()
     places = {p.device for group in optimizer.param_groups for p in group["params"]}
     kind = next((place.type for place in places if place.type != "cpu"), "cuda")
@@ -125,7 +124,7 @@ def _no_trace(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _counts(kind: type[Optimizer]) -> dict[type, dict[str, Any]]:
-    """Numbers of the classes themselves, down to torch's."""
+    """Return the numbers among the class attributes of its classes below torch's ``Optimizer``."""
     return {
         owner: {k: v for k, v in vars(owner).items() if isinstance(v, int | float)}
         for owner in kind.__mro__[: kind.__mro__.index(Optimizer)]
@@ -133,7 +132,7 @@ def _counts(kind: type[Optimizer]) -> dict[type, dict[str, Any]]:
 
 
 def _outcome(optimizer: Optimizer, arguments: Arguments, *, in_pieces: bool) -> Any:
-    """All that some steps of a small copy change."""
+    """Return everything that some steps of a small copy change."""
     twin, parameters, trained = _small_copy(optimizer)
     args, kwargs = arguments
     for number in range(STEPS):
@@ -169,7 +168,7 @@ def _step_in_pieces(twin: Optimizer, trained: list[Tensor], given: Arguments) ->
 
 
 def _with_closure(given: Arguments, set_gradients: Callable[[], None]) -> Arguments:
-    """Arguments whose closure makes gradients, as the loop's does."""
+    """Return arguments with a closure that makes gradients, as the training loop's closure does."""
 
     def closure() -> float:
         set_gradients()
@@ -182,7 +181,7 @@ def _with_closure(given: Arguments, set_gradients: Callable[[], None]) -> Argume
 
 
 def _set_gradients(parameters: list[Tensor], number: int, scale: float) -> None:
-    """Gradients that depend on the parameters, so that it matters when they are made."""
+    """Set gradients that depend on the parameters, so that the time of the call matters."""
     for index, parameter in enumerate(parameters):
         values = torch.arange(1, parameter.numel() + 1, device=parameter.device) * (index + number)
         noise = torch.sin(values.double()).reshape(parameter.shape) * scale * (index + 1)
@@ -190,7 +189,7 @@ def _set_gradients(parameters: list[Tensor], number: int, scale: float) -> None:
 
 
 def _small_copy(optimizer: Optimizer) -> tuple[Optimizer, list[Tensor], list[Tensor]]:
-    """A copy over small parameters; a small one for each that there is, and those that the copy steps."""
+    """Return a copy over small parameters, one small parameter for each original, and those that the copy steps."""
     small: dict[int, Tensor] = {}
     trained: list[Tensor] = []
     originals = [p for group in optimizer.param_groups for p in group["params"]]
@@ -225,7 +224,7 @@ def _small_parameter(original: Tensor) -> Tensor:
     found = values[: shape.numel()].reshape(shape).to(original.dtype)
     if type(original) is not Tensor:
         found = Parameter(found, requires_grad=original.requires_grad)
-    vars(found).update(vars(original))  # marks that the optimizer may look for
+    vars(found).update(vars(original))  # attributes that the optimizer may read
     return found
 
 
@@ -234,9 +233,9 @@ def _small_shape(tensor: Tensor) -> torch.Size:
 
 
 def _small_state(parameter: Tensor, state: Any, memo: dict[int, Any]) -> Any:
-    """What is known of a parameter, cut to the size of its small copy."""
-    if isinstance(state, StatesBelow):
-        state = state.on_host()
+    """Return the state of a parameter, cut to the size of its small copy."""
+    if isinstance(state, OffloadedStates):
+        state = state.host_copy()
     if not isinstance(state, dict):
         return _copied(state, memo)
     found = {}
@@ -250,13 +249,13 @@ def _small_state(parameter: Tensor, state: Any, memo: dict[int, Any]) -> Any:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy, parameters replaced by the small ones."""
+    """Return a deep copy with parameters replaced by the small ones."""
     _check_copied(value, memo)
     return copy.deepcopy(value, memo)
 
 
 def _check_copied(value: Any, memo: dict[int, Any]) -> None:
-    """Only what is known to be small, and to belong to the optimizer alone, is copied."""
+    """Raise unless ``value`` consists of small values that only the optimizer references."""
     if isinstance(value, Mapping):
         for each in (*value.keys(), *value.values()):
             _check_copied(each, memo)
@@ -271,7 +270,7 @@ def _check_copied(value: Any, memo: dict[int, Any]) -> None:
 
 
 def _is_plain_function(value: Any) -> bool:
-    """Whether it holds nothing that could change."""
+    """Whether the function holds no state that could change."""
     if isinstance(value, FunctionType):
         return value.__closure__ is None
     return isinstance(value, BuiltinFunctionType)

@@ -1,17 +1,19 @@
-"""What a scope was asked for, resolved: its device, its tier, its folder, and the store that these mean."""
+"""Resolved arguments of ``parallax.swap``: its device, tier and folder, and the store that they describe."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from parallax.common.signals import uninterrupted
 from parallax.errors import ConfigError
 from parallax.machine.accelerators import known_kinds
 from parallax.machine.device import copies_for, no_delay
@@ -19,18 +21,20 @@ from parallax.machine.host import available_memory
 from parallax.plan.tier import NONE, Tier, check_tier, choose_tier
 from parallax.swap.activations.policy import Policy
 from parallax.swap.lms.limit import held_tensors
+from parallax.swap.stores.forks import call_after_fork
 from parallax.swap.stores.remedies import SCOPE
-from parallax.swap.stores.store import Store
+from parallax.swap.stores.slots import SlotMap, StoreSlot
+from parallax.swap.stores.store import Pending, Store
 from parallax.swap.stores.tiers import StoreRequest, check_tier_opens, open_store
 from parallax.swap.verify import Delays
 
-_HOST_LIMITS = 4  # a host tier left at auto may hold so many times the limit
-_SLAB_BYTES = 2**28  # of it is pinned at one time: few loops need all that they may have
+_HOST_LIMITS = 4  # capacity of a host tier with tier_bytes=auto, in limits
+_SLAB_BYTES = 2**28  # pinned at one time, because few loops use the whole capacity
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What :func:`swap` was asked for; None: auto."""
+    """Resolved arguments of :func:`swap`; None: auto."""
 
     limit: int | None
     policy: Policy
@@ -46,16 +50,16 @@ class Options:
     def __post_init__(self) -> None:
         if self.tier_bytes is not None and self.tier_bytes < self.minimum_bytes:
             raise ConfigError(
-                f"tier_bytes={self.tier_bytes}: smaller than the smallest tensor that moves "
+                f"tier_bytes={self.tier_bytes}: smaller than the smallest tensor that is offloaded "
                 f"(minimum_bytes={self.minimum_bytes}); raise tier_bytes"
             )
 
     def check_tier(self) -> None:
-        """Raise :class:`SwapError` now where the tier could not be opened later, in the middle of a step."""
+        """Raise :class:`SwapError` if the tier could not be opened later, in the middle of a step."""
         check_tier_opens(self.tier, self.directory, SCOPE)
 
     def open_store(self, limit: int) -> Store:
-        """The tier below ``device``, whose limit is ``limit``."""
+        """Open the offload tier of ``device``, whose limit is ``limit``."""
         delay = Delays() if self.verify else no_delay
         return open_store(
             StoreRequest(
@@ -71,31 +75,31 @@ class Options:
         )
 
     def _usual_bytes(self, limit: int) -> int:
-        """What the tier may hold where nobody says."""
+        """Return the capacity of the tier for ``tier_bytes=auto``."""
         free = self.tier.free_bytes(self.directory, available_memory())
         return min(free // 2, _HOST_LIMITS * limit) if self.tier.in_ram else free * 8 // 10
 
 
 def device_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> torch.device:
-    """The one device that all of it is on."""
+    """Return the single device of the model and the optimizers."""
     found = {tensor.device for tensor in held_tensors(model, optimizers)}
     if len(found) > 1 or {device.type for device in found} - {"cpu", *known_kinds()}:
         names = ", ".join(sorted(str(device) for device in found))
         raise ConfigError(
-            f"model {type(model).__name__} is on {names}: swap keeps the limit of one device: cpu, "
+            f"model {type(model).__name__} is on {names}: swap limits one device, which may be: cpu,  "
             f"{', '.join(known_kinds())}"
         )
     return found.pop() if found else torch.device("cpu")
 
 
 def tier_for(tier: str, device: torch.device) -> Tier:
-    """The tier below ``device`` that was asked for by name; it must hold something."""
+    """Return the offload tier of ``device`` with that name."""
     check_tier("tier", str(tier), without=NONE)
     return choose_tier("tier", tier, device_is_ram=device.type == "cpu")
 
 
 def usual_folder() -> Path:
-    """Beside the system's other temporary files that may be large: ``/tmp`` is often memory itself."""
+    """Return the default folder: in ``/var/tmp`` if possible, because ``/tmp`` is often in memory."""
     large = Path("/var/tmp")
     base = (
         large
@@ -103,3 +107,48 @@ def usual_folder() -> Path:
         else Path(tempfile.gettempdir())
     )
     return base / f"parallax-swap-{os.getuid()}"
+
+
+class LazyStore:
+    """A store that the first write opens: if nothing is offloaded, there is no file, no thread and no pinned memory."""
+
+    def __init__(self, tier: str, open_store: Callable[[], Store]) -> None:
+        self.tier, self.slots = tier, SlotMap(0, "the unopened tier")
+        self._open: Callable[[], Store] | None = open_store
+        self._store: Store | None = None
+        self.after_fork()
+        call_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Replace the lock, which another thread of the parent may have held."""
+        self._lock = threading.Lock()
+
+    @property
+    def waste_bytes(self) -> int:
+        return self._store.waste_bytes if self._store is not None else 0
+
+    @uninterrupted()
+    def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
+        with self._lock:
+            if self._open is not None:
+                self._store, self._open = self._open(), None
+                self.slots = self._store.slots
+        assert self._store is not None
+        return self._store.write(data)
+
+    @uninterrupted()
+    def read(self, slot: StoreSlot, target: Tensor) -> Pending:
+        assert self._store is not None
+        return self._store.read(slot, target)
+
+    @uninterrupted()
+    def free(self, slot: StoreSlot) -> None:
+        assert self._store is not None
+        self._store.free(slot)
+
+    @uninterrupted()
+    def close(self) -> None:
+        with self._lock:
+            self._open = None
+            if self._store is not None:
+                self._store.close()

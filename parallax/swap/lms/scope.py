@@ -1,17 +1,17 @@
 """Large Model Support in any training loop: ``with parallax.swap(model, limit="8GiB", optimizer=optimizer):``.
 
-The engine knows its blocks and its schedule; a loop of somebody else's is known only by what it does. So the limit is
-kept by what torch shows of every loop: what autograd saves goes through the swap manager, and the steps of the
-optimizer are taken in pieces (:mod:`parallax.swap.lms.states`). From the limit comes off first what cannot move:
+The engine knows its blocks and its schedule. Of another training loop only its calls of torch are visible. So the
+limit is kept through them: tensors that autograd saves pass through the swap manager, and optimizer steps are
+taken in pieces (:mod:`parallax.swap.lms.states`). Memory that cannot be offloaded is subtracted from the limit
+first:
 
 ::
 
-    limit = parameters and buffers + gradients + room
+    limit = parameters and buffers + gradients + movable bytes
                                                  └─ saved activations, and optimizer states while they fit beside them
 
-Nothing moves while all fits. A limit is of what the model and autograd hold: what one operator needs while it
-runs, and the results that Python still holds, come on top.
-"""
+Nothing is offloaded while everything fits. The limit covers the memory of the model and of autograd. Temporary
+memory of a running operator, and results that Python variables hold, come on top."""
 
 from __future__ import annotations
 
@@ -39,22 +39,20 @@ from parallax.swap.activations.policy import Policy
 from parallax.swap.lms import arguments
 from parallax.swap.lms.arguments import AUTO
 from parallax.swap.lms.limit import (
-    NotObserved,
-    Observed,
+    ProcessMemory,
     Share,
     divide,
     held_tensors,
     is_plain,
-    observe,
+    observe_process,
 )
-from parallax.swap.lms.options import Options, device_of, tier_for, usual_folder
+from parallax.swap.lms.options import LazyStore, Options, device_of, tier_for, usual_folder
 from parallax.swap.lms.states import PIECE_BYTES, OptimizerStates
 from parallax.swap.lms.wrapped import parts
 from parallax.swap.statistics import SwapStatistics
-from parallax.swap.stores.lazy import LazyStore
 from parallax.swap.stores.store import Store
 
-_TAKEN: weakref.WeakSet[Swapping] = weakref.WeakSet()  # scopes that are open
+_OPEN_SCOPES: weakref.WeakSet[Swapping] = weakref.WeakSet()  # open scopes
 
 
 def swap(
@@ -76,22 +74,23 @@ def swap(
     piece_bytes: int | str = PIECE_BYTES,
     verify: bool = False,
 ) -> Swapping:
-    """The context in which a training loop keeps to ``limit`` bytes of device memory.
+    """Return the context in which a training loop keeps to ``limit`` bytes of device memory.
 
-    ``limit``: what parameters, gradients, saved activations and the states of ``optimizer`` may hold together: bytes,
-    ``"8GiB"``, or auto: what is free now, less a margin. ``model``: whose parameters and buffers stay; several models
-    in one ``nn.ModuleList``. ``optimizer``: one or several, whose states leave the device where the limit asks for it;
-    of others the states are not counted.
+    ``limit``: bytes that parameters, gradients, saved activations and the states of ``optimizer`` may hold
+    together: a number, ``"8GiB"``, or auto: the bytes free now, less a margin. ``model``: the module whose
+    parameters and buffers stay on the device; several models in one ``nn.ModuleList``. ``optimizer``: one or
+    several, whose states are offloaded if the limit requires it; states of other optimizers are not counted.
 
     ``tier``: host (pinned memory; CUDA only), disk, or auto. ``directory``: a folder of its own for the disk tier.
-    ``tier_bytes``: what the tier may hold. ``minimum_bytes``: smaller tensors stay (auto: 64 KiB, or 1 MiB of an
-    accelerator). ``piece_bytes``: states that are brought in at one time. ``threads`` and ``verify`` are those of
-    :class:`~parallax.swap.config.SwapConfig`; ``eager``, ``n_tensors``, ``swapout_threshold``, ``swapin_ahead`` (also
-    ``lb``) and ``swapin_groupby`` those of :class:`~parallax.swap.activations.policy.Policy`. With ``n_tensors`` so
-    many are offloaded as soon as they are saved, also where all fit.
+    ``tier_bytes``: capacity of the tier. ``minimum_bytes``: smaller tensors are never offloaded (auto: 64 KiB, or
+    1 MiB on an accelerator). ``piece_bytes``: bytes of optimizer states to load at one time. ``threads`` and
+    ``verify`` are those of :class:`~parallax.swap.config.SwapConfig`; ``eager``, ``n_tensors``,
+    ``swapout_threshold``, ``swapin_ahead`` (also ``lb``) and ``swapin_groupby`` those of
+    :class:`~parallax.swap.activations.policy.Policy`. With ``n_tensors``, that many tensors are offloaded as soon
+    as they are saved, even if all would fit.
 
-    Raises :class:`ConfigError` for what is not accepted, :class:`BudgetExceeded` where what cannot move exceeds the
-    limit: on entry, or where one operator needs more than the room."""
+    Raises :class:`ConfigError` for invalid arguments, and :class:`BudgetExceeded` if memory that cannot be
+    offloaded exceeds the limit: on entry, or when one operator needs more than the movable bytes."""
     ahead = _ahead(swapin_ahead, lb)
     arguments.check_model(model)
     device = device_of(model, optimizers := arguments.optimizers(optimizer))
@@ -127,7 +126,7 @@ def _policy(
 
 
 def _ahead(swapin_ahead: int | None, lb: int | None) -> int | None:
-    """The setting that has two names."""
+    """Return the setting that has two names."""
     if lb is None:
         return arguments.whole_or_none("swapin_ahead", swapin_ahead)
     if swapin_ahead is not None:
@@ -138,14 +137,14 @@ def _ahead(swapin_ahead: int | None, lb: int | None) -> int | None:
 
 
 class Swapping:
-    """An open or closed scope; made by :func:`swap`. Only its own thread's autograd is seen."""
+    """An open or closed scope, made by :func:`swap`. It sees autograd of its own thread only."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> None:
         self._model, self._optimizers, self._options = model, optimizers, options
         self._share: Share | None = None
         self._known: list[Tensor] = []
         self._trained: list[tuple[int, bool]] = []
-        self._observed: Observed = NotObserved()
+        self._observed: ProcessMemory | None = None
         self._total = SwapStatistics()
         self._manager: Callable[[], SwapManager | None] = lambda: None
         self._states: list[OptimizerStates] = []
@@ -156,55 +155,59 @@ class Swapping:
         self._refuse_twice()
         self._thread = threading.get_ident()
         try:
-            self._begin()
+            self._open()
         except KeyboardInterrupt:
-            self._exit.close()  # there is no block yet that could be left
+            self._exit.close()  # the with block has not begun
             raise
         return self
 
     @uninterrupted()
-    def _begin(self) -> None:
+    def _open(self) -> None:
         with contextlib.ExitStack() as stack:
             options = self._options
-            _TAKEN.add(self)
-            stack.callback(_TAKEN.discard, self)
+            _OPEN_SCOPES.add(self)
+            stack.callback(_OPEN_SCOPES.discard, self)
             self._share = share = divide(
                 self._model, self._optimizers, options.limit, options.device
             )
             self._known = [*self._model.parameters()]
             self._trained = self._find_trained()
-            if share.room < max(1, options.minimum_bytes):
+            if share.movable_bytes < max(1, options.minimum_bytes):
                 raise BudgetExceeded(
-                    f"{share}: what cannot move leaves no room to work in; raise limit, or train less"
+                    f"{share}: memory that cannot be offloaded leaves too little; raise limit, or train fewer "
+                    "parameters"
                 )
             options.check_tier()
             store = LazyStore(options.tier.name, lambda: options.open_store(share.limit))
             manager = SwapManager(
-                store, limit_bytes=share.room, policy=options.policy, verify=options.verify
+                store, limit_bytes=share.movable_bytes, policy=options.policy, verify=options.verify
             )
-            # A graph that is still alive after the exit holds the manager, so its backward works: the store goes with
-            # the last of them, or with the interpreter.
-            weakref.finalize(manager, _close, store)
+            # A graph that outlives the scope holds the manager, so its backward works. The store is closed with the
+            # last such graph, or with the interpreter.
+            weakref.finalize(manager, _close_store, store)
             self._total, self._states = SwapStatistics(), []
             self._manager = lambda: manager
             stack.callback(setattr, self, "_manager", weakref.ref(manager))
             for optimizer in self._optimizers:
-                room = _Room(self, len(self._states))
+                budget = _Budget(self, len(self._states))
                 self._states.append(
-                    OptimizerStates(optimizer, store, room, piece_bytes=options.piece_bytes)
+                    OptimizerStates(optimizer, store, budget, piece_bytes=options.piece_bytes)
                 )
                 stack.callback(self._states[-1].close)
             held = [
                 p
-                for scope in _TAKEN
+                for scope in _OPEN_SCOPES
                 for t in held_tensors(scope._model, scope._optimizers)
                 for p in parts(t)
             ]
             selector = Selector(held, options.minimum_bytes)
             recount = _Recount(self)
             stack.enter_context(_saving(manager, selector, share, self._states, recount))
-            self._observed = observe(self._model, self._optimizers, share.limit, options.device)
-            stack.callback(self._observed.close)
+            self._observed = observe_process(
+                self._model, self._optimizers, share.limit, options.device
+            )
+            if self._observed is not None:
+                stack.callback(self._observed.close)
             self._exit = stack.pop_all()
 
     def __exit__(
@@ -214,14 +217,14 @@ class Swapping:
         trace: TracebackType | None,
     ) -> None:
         try:
-            self._leave(kind, error, trace)
+            self._close(kind, error, trace)
         except KeyboardInterrupt:
-            if self.open:  # it came before anything was taken down
-                self._leave(kind, error, trace)
+            if self.open:  # it arrived before anything was closed
+                self._close(kind, error, trace)
             raise
 
     @uninterrupted()
-    def _leave(
+    def _close(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
@@ -229,10 +232,10 @@ class Swapping:
     ) -> None:
         if self.open and threading.get_ident() != self._thread:
             raise SwapError(
-                "this parallax.swap was entered on another thread, where torch has its hooks: leave it on that thread"
+                "this parallax.swap was entered on another thread, where torch has its hooks: exit it on that thread"
             )
         try:
-            self._take()
+            self._add_statistics()
         finally:
             self._exit.__exit__(kind, error, trace)
         if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
@@ -243,22 +246,22 @@ class Swapping:
 
     @property
     def open(self) -> bool:
-        """Whether the loop is inside."""
-        return self in _TAKEN
+        """Whether the loop is inside the scope."""
+        return self in _OPEN_SCOPES
 
     @property
     def statistics(self) -> SwapStatistics:
-        """What happened since the entry, of activations."""
-        self._take()
+        """Statistics of activations since the entry."""
+        self._add_statistics()
         return self._total
 
     @property
     def states(self) -> Sequence[OptimizerStates]:
-        """The optimizers' states, in the order given."""
+        """The states of each optimizer, in the order given."""
         return self._states
 
     def report(self) -> str:
-        """What moved, what it cost, and why."""
+        """Return a text: transfers, their cost, and the reasons."""
         found = self.statistics
         lines = [str(self._share) if self._share else "not entered yet"]
         lines.append(
@@ -268,7 +271,8 @@ class Swapping:
             f"high water: {format_bytes(found.high_water)} of activations on {self._options.device}, "
             f"{format_bytes(found.tier_high_water)} in the {self._options.tier.name} tier"
         )
-        lines += self._observed.report()
+        if self._observed is not None:
+            lines.append(self._observed.report())
         lines += [states.report() for states in self._states]
         reasons = sorted(found.decisions.items(), key=lambda item: -item[1][1])
         for reason, (tensors, size) in reasons:
@@ -280,7 +284,7 @@ class Swapping:
         return f"smaller than minimum_bytes={self._options.minimum_bytes}"
 
     def _stayed(self, found: SwapStatistics) -> str:
-        """Why nothing left the device."""
+        """Return the reason why no activation was offloaded."""
         if not found.high_water and ELSEWHERE in found.decisions:
             return f"none may move: they are {ELSEWHERE}"
         if found.high_water or SMALL not in found.decisions:
@@ -289,25 +293,25 @@ class Swapping:
 
     # ---- the limit
 
-    def room_of(self, index: int) -> int:
-        """What the other optimizers' states leave of the room."""
+    def bytes_for_states(self, index: int) -> int:
+        """Bytes left for the states of one optimizer, and for activations, by the states of the others."""
         assert self._share is not None
         fixed = sum(states.fixed_bytes for states in self._states)
         others = sum(s.device_bytes for i, s in enumerate(self._states) if i != index)
-        return self._share.room - fixed - others
+        return self._share.movable_bytes - fixed - others
 
-    def activations_now(self) -> int:
+    def activation_bytes(self) -> int:
         """Bytes of activations on the device."""
         manager = self._manager()
         return manager.resident_bytes if manager is not None else 0
 
-    def activations_most(self) -> int | None:
-        """The most of them so far; None where they filled the room, so that some had to leave."""
-        self._take()
+    def most_activation_bytes(self) -> int | None:
+        """Most bytes of activations so far; None if they filled the limit, so that some were offloaded."""
+        self._add_statistics()
         return None if self._total.bytes_out else self._total.high_water
 
     def recount(self) -> None:
-        """Layers that were frozen, unfrozen or added count from now on: their gradients come in the next backward."""
+        """Count the gradients of layers that were frozen, unfrozen or added, before the next backward makes them."""
         share, manager, before = self._share, self._manager(), self._trained
         assert share is not None
         self._trained = self._find_trained()
@@ -315,16 +319,17 @@ class Swapping:
             return
         found = divide(self._model, self._optimizers, share.limit, self._options.device)
         share.weights, share.gradients = found.weights, found.gradients
-        if share.room < max(1, self._options.minimum_bytes):
+        if share.movable_bytes < max(1, self._options.minimum_bytes):
             raise BudgetExceeded(
-                f"{share}: what cannot move leaves no room to work in since layers were unfrozen or added; raise "
-                "limit, or train less"
+                f"{share}: memory that cannot be offloaded leaves too little since layers were unfrozen or added; "
+                "raise limit, or train fewer parameters"
             )
-        manager.limit_bytes = share.room
+        manager.limit_bytes = share.movable_bytes
 
     def _find_trained(self) -> list[tuple[int, bool]]:
-        """Which parameters there are, and whether they are trained: those that the model had at first, and what its
-        optimizers have. What is in the model's modules during a forward says nothing: FSDP puts gathered ones there."""
+        """Return (id, trained) of the parameters that the model had at entry, and of those of its optimizers.
+
+        The modules' current parameters are not used: during a forward, FSDP puts gathered parameters there."""
         stepped = (
             p for each in self._optimizers for group in each.param_groups for p in group["params"]
         )
@@ -332,7 +337,7 @@ class Swapping:
 
     def _refuse_twice(self) -> None:
         mine = {id(parameter) for parameter in self._model.parameters()}
-        for other in _TAKEN:
+        for other in _OPEN_SCOPES:
             if other._model is self._model or mine & {
                 id(parameter) for parameter in other._model.parameters()
             }:
@@ -340,20 +345,20 @@ class Swapping:
                     f"{type(self._model).__name__} is inside a parallax.swap already: one scope keeps the limit of a "
                     "model; for models that share parameters, give one nn.ModuleList"
                 )
-        theirs = {id(optimizer) for other in _TAKEN for optimizer in other._optimizers}
+        theirs = {id(optimizer) for other in _OPEN_SCOPES for optimizer in other._optimizers}
         if theirs & {id(optimizer) for optimizer in self._optimizers}:
             raise ConfigError(
                 "optimizer= is inside a parallax.swap already: one scope moves the states of an optimizer"
             )
 
-    def _take(self) -> None:
+    def _add_statistics(self) -> None:
         manager = self._manager()
         if manager is not None:
             self._total.add(manager.take_statistics())
 
 
 class _Recount:
-    """Counts what cannot move again when a forward begins: after a backward, and at first."""
+    """Recounts fixed memory when a forward begins after a backward, and at the first forward."""
 
     def __init__(self, scope: Swapping) -> None:
         self._scope, self._due = weakref.ref(scope), True
@@ -362,7 +367,7 @@ class _Recount:
         self._due = True
 
     def forward(self) -> None:
-        """A tensor is saved, by a forward or by one that is repeated inside a backward."""
+        """Called for a saved tensor, of a forward or of one that is repeated inside a backward."""
         if self._due and not in_backward():
             self._due = False
             scope = self._scope()
@@ -370,30 +375,38 @@ class _Recount:
                 scope.recount()
 
 
-class _Room:
-    """The room of one optimizer's states."""
+class _Budget:
+    """The memory budget of one optimizer's states."""
 
     def __init__(self, scope: Swapping, index: int) -> None:
         self._scope, self._index = weakref.ref(scope), index
 
-    def now(self) -> int:
-        """Beside the activations that are on the device."""
-        relieve_memory()  # of what the piece before needed
+    def bytes_now(self) -> int:
+        """Bytes beside the activations on the device."""
+        relieve_memory()  # frees temporary memory of the previous piece
         scope = self._scope()
-        return scope.room_of(self._index) - scope.activations_now() if scope is not None else 0
+        return (
+            scope.bytes_for_states(self._index) - scope.activation_bytes()
+            if scope is not None
+            else 0
+        )
 
-    def between_steps(self) -> int:
-        """Beside as many activations as there ever were; none where these had to move."""
+    def bytes_between_steps(self) -> int:
+        """Bytes beside the most activations so far; 0 if activations had to be offloaded."""
         scope = self._scope()
-        most = scope.activations_most() if scope is not None else None
-        return 0 if scope is None or most is None else scope.room_of(self._index) - most
+        most = scope.most_activation_bytes() if scope is not None else None
+        return 0 if scope is None or most is None else scope.bytes_for_states(self._index) - most
 
-    def ask(self, size: int) -> None:
-        """The states of the scope's other optimizers leave until ``size`` bytes are free, or as far as they can."""
+    def request(self, size: int) -> None:
+        """Offload states of the scope's other optimizers until ``size`` bytes are free, or as far as possible."""
         scope = self._scope()
         for index, other in enumerate(scope.states if scope is not None else ()):
-            if index != self._index and (short := size - self.now()) > 0 and other.device_bytes:
-                other.give_room(short)
+            if (
+                index != self._index
+                and (short := size - self.bytes_now()) > 0
+                and other.device_bytes
+            ):
+                other.free_device_bytes(short)
 
 
 def _saving(
@@ -403,8 +416,9 @@ def _saving(
     states: Sequence[OptimizerStates],
     recount: _Recount,
 ) -> torch.autograd.graph.saved_tensors_hooks:
-    """The manager's hooks, with states making way and errors in the words of the limit. Graphs hold these functions,
-    so they must not hold the scope."""
+    """Return the manager's hooks, which also evict optimizer states and raise errors in terms of the limit.
+
+    Graphs hold these functions, so the functions must not hold the scope."""
     hooks = offloading(manager, selector, micro=0)
     pack_hook, unpack_hook = hooks.pack_hook, hooks.unpack_hook
 
@@ -412,39 +426,39 @@ def _saving(
         held = 0
         for each in states:
             held += each.device_bytes + each.fixed_bytes
-        # Nearly always all fits, as the manager counted last: it need not look for what has ended since.
-        if not held or manager.resident_bytes_at_most + held + size <= share.room:
+        # Nearly always everything fits by the upper bound, which is cheaper than the exact count.
+        if not held or manager.resident_bytes_at_most + held + size <= share.movable_bytes:
             return 0
-        return manager.resident_bytes + held + size - share.room
+        return manager.resident_bytes + held + size - share.movable_bytes
 
-    def make_way(size: int) -> None:
+    def free_for(size: int) -> None:
         for each in states:
             if excess(size) > 0:
-                each.give_room(excess(size))
+                each.free_device_bytes(excess(size))
 
     def pack(tensor: Tensor) -> Any:
         recount.forward()
         if states:
             size = tensor.untyped_storage().nbytes() if is_plain(tensor) else 0
             if excess(size) > 0 and selector.moves(tensor):
-                make_way(size)
+                free_for(size)
         try:
             return pack_hook(tensor)
         except BudgetExceeded as error:
             raise _exceeded(
                 share, manager, error.needed_bytes
-            ) from None  # its words are those of a plan
+            ) from None  # its message is about a plan
 
     def unpack(packed: Any) -> Tensor:
         recount.backward()
-        if states and excess(0) > 0:  # by what the manager has brought back since
-            make_way(0)
+        if states and excess(0) > 0:  # the manager may have prefetched since
+            free_for(0)
         try:
             found: Tensor = unpack_hook(packed)
         except BudgetExceeded as error:
             raise _exceeded(
                 share, manager, error.needed_bytes
-            ) from None  # its words are those of a plan
+            ) from None  # its message is about a plan
         return found
 
     return torch.autograd.graph.saved_tensors_hooks(uncompiled(pack), uncompiled(unpack))
@@ -466,8 +480,9 @@ def _exceeded(share: Share, manager: SwapManager, needed_bytes: int) -> BudgetEx
     )
 
 
-def _close(store: Store) -> None:
-    """Close on a thread of its own where a collector runs this on one of the store's, which cannot wait for itself."""
+def _close_store(store: Store) -> None:
+    """Close the store, on a new thread if a collector runs this on one of the store's own threads, which cannot join
+    itself."""
     if threading.current_thread().name.startswith("parallax-swap"):
         threading.Thread(target=store.close, name="swap-close").start()
     else:

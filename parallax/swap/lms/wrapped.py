@@ -1,7 +1,6 @@
-"""The plain tensors inside a tensor of a subclass: FSDP's and tensor parallelism's DTensor holds the part of one rank.
+"""Plain tensors inside tensor subclasses: FSDP's and tensor parallelism's DTensor wraps the shard of one rank.
 
-Such a wrapper has a size and a device but no memory of its own; what can be counted or moved is what it is made of.
-"""
+Such a wrapper has a size and a device but no memory of its own. Only its inner tensors can be counted or moved."""
 
 from __future__ import annotations
 
@@ -11,30 +10,31 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-# What nearly all are: wrappers are looked for among others alone.
+# types of nearly all tensors, which need no check for a wrapper
 _PLAIN = frozenset((Tensor, Parameter))
 Rebuild = Callable[[Iterator[Tensor]], Tensor]
 
 
 def parts(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold its memory here: itself, or what it wraps."""
+    """Return the tensors that hold its memory on this rank: itself, or its inner tensors."""
     return take_apart(tensor)[0]
 
 
 def local_bytes(tensor: Tensor) -> int:
-    """Bytes on this rank, where ``nbytes`` of a wrapper may be those of all ranks."""
+    """Bytes on this rank; ``nbytes`` of a wrapper may be those of all ranks."""
     return sum(part.nbytes for part in parts(tensor))
 
 
 def wraps(tensor: Tensor) -> bool:
-    """Whether it follows torch's protocol of subclasses that can be taken apart and made again."""
+    """Whether it implements torch's ``__tensor_flatten__`` protocol of tensor subclasses."""
     return type(tensor) not in _PLAIN and all(
         hasattr(tensor, name) for name in ("__tensor_flatten__", "__tensor_unflatten__")
     )
 
 
 def take_apart(tensor: Tensor) -> tuple[list[Tensor], Rebuild]:
-    """Its parts, and what makes such a tensor of as many others; that holds none of the parts."""
+    """Return its plain tensors, and a function that rebuilds the wrapper from as many others; that function
+    references none of them."""
     if not wraps(tensor):
         return [tensor], next
     kind: Any = type(tensor)
@@ -45,10 +45,10 @@ def take_apart(tensor: Tensor) -> tuple[list[Tensor], Rebuild]:
     for name in names:
         inner = getattr(tensor, name)
         if isinstance(inner, Tensor):
-            below, makers[name] = take_apart(inner)
-            found += below
+            plain, makers[name] = take_apart(inner)
+            found += plain
         else:
-            makers[name] = _same(inner)  # a mesh of devices, say
+            makers[name] = _same(inner)  # for example a device mesh
 
     def rebuild(others: Iterator[Tensor]) -> Tensor:
         made = {name: make(others) for name, make in makers.items()}

@@ -1,1 +1,1 @@
-"""Optimizer states below the device, stepped there or in pieces."""
+"""The host optimizer: offloaded optimizer states, stepped beside the next forward or in pieces."""

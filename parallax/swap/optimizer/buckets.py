@@ -1,4 +1,5 @@
-"""Buckets of an optimizer, and where their states are between steps: beside the weights, in host memory, in a store."""
+"""Buckets of an optimizer, and the storage of their states between steps: beside the weights, in host memory, in a
+store."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from parallax.errors import SwapError
 from parallax.model.private import multiply_each
-from parallax.swap.optimizer.clones import independent_clone
+from parallax.swap.optimizer.chunked_step import independent_clone
 from parallax.swap.stores.slots import StoreSlot
 from parallax.swap.stores.store import Pending, Store
 from parallax.swap.weights import (
@@ -24,11 +25,11 @@ from parallax.swap.weights import (
     stepped_in,
 )
 
-MASTER = "master"  # a state's key: the weights themselves, in full precision
+MASTER = "master"  # key of a state: the weights in full precision
 
 
 class _BucketPlace(NamedTuple):
-    """Where one state of one segment lies in a bucket's run of bytes."""
+    """Position of one state of one segment in a bucket's run of bytes."""
 
     segment: int
     key: str
@@ -40,7 +41,7 @@ class _BucketPlace(NamedTuple):
 
 
 class Bucket:
-    """One bucket: where its weights are, and the optimizer that steps them."""
+    """One bucket: its weights, and the optimizer that steps them."""
 
     def __init__(
         self,
@@ -51,7 +52,9 @@ class Bucket:
     ) -> None:
         self.weights, self.segments, self.owner = weights, weights.segments, owner
         self.places: tuple[_BucketPlace, ...] = ()
-        self.due = self.count = len({segment.parameter for segment in self.segments})
+        self.pending_gradients = self.parameter_count = len(
+            {segment.parameter for segment in self.segments}
+        )
         self.future: Future[None] | None = None
         self._empty = [
             torch.empty(0, dtype=stepped_in(s.parameter.dtype), device=weights.device)
@@ -68,14 +71,14 @@ class Bucket:
 
     @property
     def state_bytes(self) -> int:
-        """Of the states that have been made."""
+        """Bytes of the states made so far."""
         return self.places[-1].stop if self.places else 0
 
     def step(self, settings: Sequence[dict[str, Any]], coefficient: Tensor | None) -> None:
-        """One update with the ``settings`` of each group; gradients are multiplied by ``coefficient`` first."""
+        """Update once with the ``settings`` of each group; gradients are multiplied by ``coefficient`` first."""
         for group, index in zip(self._kernel.param_groups, self._groups):
             group.update(settings[index])
-        for stepped, (weight, gradient) in zip(self._stepped, self.weights.begin()):
+        for stepped, (weight, gradient) in zip(self._stepped, self.weights.tensors_to_step()):
             stepped.data, stepped.grad = weight, gradient
         gradients = [stepped.grad for stepped in self._stepped if stepped.grad is not None]
         if gradients and coefficient is not None:
@@ -83,15 +86,15 @@ class Bucket:
         self._kernel.step()
         for stepped, empty in zip(self._stepped, self._empty):
             stepped.data, stepped.grad = empty, None
-        self.weights.stepped()
+        self.weights.round_masters()
 
     def states(self, index: int) -> dict[str, Any]:
-        """The states of one segment."""
+        """Return the states of one segment."""
         found: dict[str, Any] = self._kernel.state[self._stepped[index]]
         return found
 
     def copies(self, parameter: Tensor) -> list[dict[str, Tensor]]:
-        """All that is known of the segments of ``parameter``, in order."""
+        """Return copies of the states and masters of the segments of ``parameter``, in order."""
         mine = [
             index for index, segment in enumerate(self.segments) if segment.parameter is parameter
         ]
@@ -105,25 +108,26 @@ class Bucket:
         return found
 
     def restore(self, parameter: Tensor, states: Mapping[str, Tensor]) -> None:
-        """``parameter`` has been set; what is known of it is ``states``."""
+        """Set the states of ``parameter``, whose weights have been set."""
         in_place = isinstance(self.weights, ResidentWeights)
         for index, segment in enumerate(self.segments):
             if segment.parameter is parameter:
                 known = {
-                    key: _cut(value, segment, in_place=in_place) for key, value in states.items()
+                    key: _part_of_state(value, segment, in_place=in_place)
+                    for key, value in states.items()
                 }
                 self.weights.restore(index, known.pop(MASTER, None))
                 self.states(index).clear()
                 self.states(index).update(known)
 
     def reset(self) -> None:
-        """Forget all states, and what a step left unfinished."""
+        """Drop all states and an unfinished step."""
         self._kernel.state.clear()
-        self.places, self.due = (), self.count
+        self.places, self.pending_gradients = (), self.parameter_count
         self.weights.reset()
 
     def measure(self) -> None:
-        """Note which states there are, and where each lies in one run of bytes."""
+        """Determine the states, and the position of each in one run of bytes."""
         places, at = [], 0
         for index in range(len(self.segments)):
             for key, value in self._held(index).items():
@@ -144,7 +148,7 @@ class Bucket:
         self.places = tuple(places)
 
     def unload(self, flat: Tensor) -> None:
-        """Put the states into ``flat``, those that are not there already, and let go of them."""
+        """Copy states that are not in ``flat`` into it, and release them."""
         for place in self.places:
             view, held = _view(flat, place), self._held(place.segment)[place.key]
             if held.data_ptr() != view.data_ptr():
@@ -152,12 +156,12 @@ class Bucket:
             self._hold(place, None)
 
     def load(self, flat: Tensor) -> None:
-        """States are what ``flat`` holds."""
+        """Make the states views of ``flat``."""
         for place in self.places:
             self._hold(place, _view(flat, place))
 
     def _held(self, index: int) -> dict[str, Any]:
-        """What is kept of one segment between steps."""
+        """Return the states of one segment and its master, if that is stored with them."""
         kept = self.weights.kept
         return {**self.states(index), **({MASTER: kept[index]} if kept else {})}
 
@@ -168,92 +172,92 @@ class Bucket:
             self.states(place.segment)[place.key] = value
 
 
-class InHostMemory:
-    """States stay in host memory between steps."""
+class StatesInMemory:
+    """Optimizer states that stay in host memory between steps; nothing is transferred."""
 
-    def ahead(self, bucket: Bucket) -> None:
-        """They are there."""
+    def prefetch(self, bucket: Bucket) -> None:
+        pass
 
-    def take(self, bucket: Bucket) -> None:
-        """They are there."""
+    def load(self, bucket: Bucket) -> None:
+        pass
 
-    def give(self, bucket: Bucket) -> None:
-        """They stay there."""
+    def store(self, bucket: Bucket) -> None:
+        pass
 
-    def leave(self, bucket: Bucket) -> None:
-        """They stay there."""
+    def unload(self, bucket: Bucket) -> None:
+        pass
 
     def reset(self) -> None:
-        """Each bucket forgets its own."""
+        pass
 
     def flush(self) -> None:
-        """Nothing is under way."""
+        pass
 
 
-class InStore:
-    """States lie in a store between steps; those of three buckets at most are out of it: the one that is stepped, the
-    next, which comes, and the last, which goes."""
+class StatesInStore:
+    """Optimizer states in a store between steps. At most three buckets are in memory: the one being stepped, the
+    next, which is read, and the last, which is written."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._slots: dict[Bucket, StoreSlot] = {}
-        self._coming: dict[Bucket, tuple[Tensor, Pending]] = {}
-        self._here: dict[Bucket, Tensor] = {}
-        self._going: list[tuple[Tensor, Pending]] = []
+        self._reading: dict[Bucket, tuple[Tensor, Pending]] = {}
+        self._loaded: dict[Bucket, Tensor] = {}
+        self._writing: list[tuple[Tensor, Pending]] = []
 
-    def ahead(self, bucket: Bucket) -> None:
-        """Begin to read what will be stepped next."""
+    def prefetch(self, bucket: Bucket) -> None:
+        """Begin to read the states of the next bucket."""
         slot = self._slots.get(bucket)
-        if slot is not None and bucket not in self._coming:
+        if slot is not None and bucket not in self._reading:
             flat = torch.empty(slot.size, dtype=torch.uint8)
-            self._coming[bucket] = (flat, self._store.read(slot, flat))
+            self._reading[bucket] = (flat, self._store.read(slot, flat))
 
-    def take(self, bucket: Bucket) -> None:
-        """The states of a bucket, in memory."""
-        self.ahead(bucket)
-        if bucket in self._coming:
-            flat, pending = self._coming.pop(bucket)
+    def load(self, bucket: Bucket) -> None:
+        """Load the states of a bucket into memory."""
+        self.prefetch(bucket)
+        if bucket in self._reading:
+            flat, pending = self._reading.pop(bucket)
             pending.wait()
             bucket.load(flat)
-            self._here[bucket] = flat
+            self._loaded[bucket] = flat
 
-    def give(self, bucket: Bucket) -> None:
+    def store(self, bucket: Bucket) -> None:
         self.flush()
         bucket.measure()
-        flat = self._here.pop(bucket, None)
+        flat = self._loaded.pop(bucket, None)
         if flat is None or flat.numel() != bucket.state_bytes:
             flat = torch.empty(bucket.state_bytes, dtype=torch.uint8)
         bucket.unload(flat)
         if bucket in self._slots:
-            # First, so that the same place is written again.
+            # first, so that the same slot is written again
             self._store.free(self._slots.pop(bucket))
         if not bucket.places:
             return
         self._slots[bucket], pending = self._store.write(flat)
-        self._going.append((flat, pending))
+        self._writing.append((flat, pending))
 
     def reset(self) -> None:
-        for _, pending in [*self._coming.values(), *self._going]:
+        for _, pending in [*self._reading.values(), *self._writing]:
             with contextlib.suppress(SwapError):
                 pending.wait()
         for slot in self._slots.values():
             self._store.free(slot)
-        for books in (self._slots, self._coming, self._here, self._going):
-            books.clear()
+        for each in (self._slots, self._reading, self._loaded, self._writing):
+            each.clear()
 
-    def leave(self, bucket: Bucket) -> None:
-        """They were only looked at: what is stored is right."""
-        flat = self._here.pop(bucket, None)
+    def unload(self, bucket: Bucket) -> None:
+        """Release states that were only read; the stored ones are valid."""
+        flat = self._loaded.pop(bucket, None)
         if flat is not None:
             bucket.unload(flat)
 
     def flush(self) -> None:
-        while self._going:
-            self._going.pop()[1].wait()
+        while self._writing:
+            self._writing.pop()[1].wait()
 
 
 def joined(parts: Iterable[Mapping[str, Tensor]], parameter: Tensor) -> dict[str, Tensor]:
-    """What is known of a whole parameter from what is known of its segments; scalars are the same in all."""
+    """Return the states of a whole parameter from those of its segments; scalars are equal in all segments."""
     found: dict[str, list[Tensor]] = {}
     for part in parts:
         for key, value in part.items():
@@ -262,20 +266,20 @@ def joined(parts: Iterable[Mapping[str, Tensor]], parameter: Tensor) -> dict[str
 
 
 class GroupRates:
-    """The learning rates of groups: those that were built with the schedule's rate follow it, others in proportion."""
+    """Learning rates of parameter groups: a group built with the schedule's rate follows it, others in proportion."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._built = [group["lr"] for group in optimizer.param_groups]
 
     def set(self, rate: float, whole: float) -> None:
-        """The rate of the next step, where the schedule has fallen from ``whole`` to ``rate``."""
+        """Set the rate of the next step, when the schedule's rate has changed from ``whole`` to ``rate``."""
         for group, built in zip(self._optimizer.param_groups, self._built):
             group["lr"] = rate if built == whole else built * (rate / whole)
 
 
 def settings_of(optimizer: torch.optim.Optimizer, group: int) -> dict[str, Any]:
-    """A group without its parameters; what is only for graphs on a GPU is switched off."""
+    """Return a group's settings without its parameters, with ``capturable`` switched off."""
     found = {
         key: copy.copy(value)
         for key, value in optimizer.param_groups[group].items()
@@ -290,9 +294,9 @@ def _join(values: list[Tensor], parameter: Tensor) -> Tensor:
     return torch.cat(values).view(parameter.shape)
 
 
-def _cut(value: Tensor, segment: ParameterSegment, *, in_place: bool) -> Tensor:
-    """A segment's own copy of the state of a parameter, which lies in memory as what is stepped does: as the parameter,
-    where that is stepped ``in_place``, otherwise in one run on the host."""
+def _part_of_state(value: Tensor, segment: ParameterSegment, *, in_place: bool) -> Tensor:
+    """Return a segment's own copy of a parameter's state, in the memory layout of the stepped tensor: the parameter's
+    if it is stepped ``in_place``, else one contiguous run on the host."""
     device = segment.parameter.device if in_place else torch.device("cpu")
     value = value.detach().to(device).contiguous()
     if in_place and segment.whole and value.shape == segment.parameter.shape:
@@ -309,8 +313,8 @@ def _view(flat: Tensor, place: _BucketPlace) -> Tensor:
 
 
 def _stride(value: Tensor) -> tuple[int, ...]:
-    """That of ``value`` where its elements fill their memory, in whatever order: kernels walk along memory, so weights
-    and states must lie alike."""
+    """Return the strides of ``value`` if its elements are dense in memory in any order, else contiguous strides.
+    Kernels iterate in memory order, so weights and states need equal layouts."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
     return (
         value.stride()

@@ -1,8 +1,8 @@
-"""One step of an optimizer, taken piece by piece by stand-ins, each of which knows some of the parameters only."""
+"""One step of an optimizer, taken piece by piece by stand-ins, each of which has some of the parameters only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from parallax.errors import ConfigError, SwapError
-from parallax.swap.optimizer.clones import shallow_clone
 
-# These look at all parameters together whatever their settings, others by such a setting: they clip or divide by the
-# norm of all gradients inside ``step``. Of a piece the norm would be another, and nothing would tell.
+# These update all parameters together: always, or with one of the settings in _OF_ALL. They clip or divide by the norm
+# of all gradients inside ``step``; in a step by pieces that norm would be silently wrong.
 _WHOLE = (
     "LBFGS",
     "ZeroRedundancyOptimizer",
@@ -32,8 +31,8 @@ Piece = list[tuple[int, Tensor]]  # (index of the parameter group, parameter)
 
 
 class ChunkedStep:
-    """One step in pieces. What a step changes in a group or in the optimizer itself (counters, averages of the rate)
-    it must change alike in every piece, because each begins with the values from before the step."""
+    """One step in pieces. Every piece begins with the values from before the step. So a change of a group or of the
+    optimizer itself (counters, averages of the rate) must be the same in every piece."""
 
     def __init__(self, optimizer: Optimizer, pieces: list[Piece]) -> None:
         self._optimizer = optimizer
@@ -43,7 +42,7 @@ class ChunkedStep:
         self._pieces = pieces
 
     def stand_in(self, piece: Piece) -> Optimizer:
-        """An optimizer of the same class, settings and states that knows only the parameters of ``piece``."""
+        """Return an optimizer of the same class, settings and states that has only the parameters of ``piece``."""
         parameters: dict[int, list[Tensor]] = {}
         for index, parameter in piece:
             parameters.setdefault(index, []).append(parameter)
@@ -57,15 +56,17 @@ class ChunkedStep:
         return other
 
     def finish(self) -> None:
-        """Give the optimizer what the step changed in its stand-ins."""
+        """Copy the changes that the step made in the stand-ins to the optimizer."""
         for other, groups in self._stand_ins:
             for key, value in vars(other).items():
                 if key not in ("param_groups", "state") and value is not self._attributes.get(key):
                     setattr(self._optimizer, key, value)
             for index, narrow in groups:
-                self._take(self._optimizer.param_groups[index], self._groups[index], narrow)
+                self._merge_group(self._optimizer.param_groups[index], self._groups[index], narrow)
 
-    def _take(self, group: dict[str, Any], before: dict[str, Any], narrow: dict[str, Any]) -> None:
+    def _merge_group(
+        self, group: dict[str, Any], before: dict[str, Any], narrow: dict[str, Any]
+    ) -> None:
         for key, value in narrow.items():
             if key == "params" or value is before.get(key):
                 continue
@@ -78,8 +79,8 @@ class ChunkedStep:
 
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers that hold states: ``optimizer``, and those whose ``step`` its own calls. The wrapper of a
-    framework holds none: its states are those of the optimizer inside."""
+    """Return the optimizers that hold states: ``optimizer``, and those whose ``step`` it calls. A framework's wrapper
+    holds none: its states are those of the wrapped optimizer."""
     inner = inner_optimizers(optimizer)
     several = [each for one in inner for each in with_inner(one)]
     own = "_optimizer_step_pre_hooks" in vars(optimizer) and "state" in vars(optimizer)
@@ -89,7 +90,7 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Those that ``optimizer`` holds, alone or in a list or dictionary, in its attributes."""
+    """Return the optimizers in the attributes of ``optimizer``, alone or in a list or dictionary."""
     found: list[Optimizer] = []
     for value in vars(optimizer).values():
         several: Any = value.values() if isinstance(value, dict) else value
@@ -99,7 +100,7 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def check_per_parameter(optimizer: Optimizer) -> None:
-    """Refuse what cannot be stepped in pieces."""
+    """Raise :class:`ConfigError` for an optimizer that cannot be stepped in pieces."""
     names = {name.casefold() for name in _WHOLE}
     whole = next(
         (kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__.casefold() in names),
@@ -121,7 +122,7 @@ def check_per_parameter(optimizer: Optimizer) -> None:
 
 
 def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """The step of its class, without hooks."""
+    """Return the ``step`` of the optimizer's class, without hooks."""
     step = type(optimizer).step
     raw: Callable[..., Any] = (
         getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
@@ -130,7 +131,7 @@ def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def evaluated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """The arguments of a step whose closure has run, once for all pieces."""
+    """Return the arguments of a step after running its closure, once for all pieces."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         return args, kwargs
@@ -139,6 +140,24 @@ def evaluated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     if len(args) > 1:
         return (args[0], lambda: loss, *args[2:]), kwargs
     return args, {**kwargs, "closure": lambda: loss}
+
+
+def shallow_clone(
+    optimizer: Optimizer, attributes: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> Optimizer:
+    """Return an optimizer of the same class with ``groups`` that shares ``attributes``, including states and hooks.
+
+    ``__init__`` is not called, because a third-party class may require any arguments."""
+    clone: Optimizer = object.__new__(type(optimizer))
+    vars(clone).update(attributes, param_groups=groups)
+    return clone
+
+
+def independent_clone(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Return an optimizer of the same class and settings with ``groups``, without states or hooks."""
+    clone = shallow_clone(optimizer, vars(optimizer), [])
+    Optimizer.__init__(clone, groups, dict(optimizer.defaults))
+    return clone
 
 
 class _Group(NamedTuple):

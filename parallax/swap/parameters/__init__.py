@@ -1,1 +1,1 @@
-"""Parameters that visit the device block by block."""
+"""Parameter offload: blocks whose parameters are prefetched to the device one by one."""

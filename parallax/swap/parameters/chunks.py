@@ -1,8 +1,7 @@
-"""What lives below of a block's parameters: weights in chunks, and gradients, each in a place of its own in the store.
+"""Offloaded parameters of a block in the store: weights in chunks, and gradients, each in slots of its own.
 
-A chunk is also what an optimizer below the device steps at one time: it reads the chunk's weights and gradients into
-host memory, and writes the weights again. What the device has of them is old from then on.
-"""
+A chunk is also the unit that the host optimizer steps. It reads the chunk's weights and gradients into host memory
+and writes the new weights. The device's copy is stale from then on."""
 
 from __future__ import annotations
 
@@ -21,25 +20,25 @@ from parallax.swap.stores.store import Pending, Store
 from parallax.swap.verify import checksum
 from parallax.swap.weights import ParameterSegment, bytes_of, stepped_in
 
-ALIGNMENT = 64  # bytes, as torch's own allocator on a CPU: kernels round in another way where vectors begin elsewhere
-# Chunks that the optimizer's thread may leave behind in host memory while they are written.
-_GOING = 2
+ALIGNMENT = 64  # bytes, as torch's CPU allocator: kernels round differently at other alignments
+# chunks in host memory that are under write while the optimizer's thread continues
+_BUFFERS = 2
 
 
 class ChunkStore:
-    """A store, with what is known of the transfers through it."""
+    """A store shared by the blocks of a stage, with transfer counters and checksums."""
 
     def __init__(self, store: Store, *, verify: bool) -> None:
-        # Of everything that the main thread and the optimizer's both touch.
+        # guards all state shared by the main thread and the optimizer's thread
         self.lock = threading.RLock()
         self.bytes_in = self.bytes_out = 0
         self._counting = threading.Lock()
         self._store = store
         self._sums: dict[StoreSlot, int] | None = {} if verify else None
-        self._going: deque[tuple[Tensor, Pending]] = deque()
+        self._writing: deque[tuple[Tensor, Pending]] = deque()
 
     def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
-        """Begin to copy ``data`` down; the caller keeps it unchanged until that is done."""
+        """Begin to write ``data``, which the caller keeps unchanged until the transfer ends."""
         slot, pending = self._store.write(data)
         if self._sums is not None:
             self._sums[slot] = checksum(data)
@@ -48,52 +47,52 @@ class ChunkStore:
         return slot, pending
 
     def write_behind(self, data: Tensor) -> tuple[StoreSlot, Pending]:
-        """The same for host memory, which is kept here, a little of it."""
+        """Begin to write host memory, which is kept here until the transfer ends; at most two buffers are kept."""
         written = self.write(data)
-        self._going.append((data, written[1]))
-        while len(self._going) > _GOING:
-            self._going.popleft()[1].wait()
+        self._writing.append((data, written[1]))
+        while len(self._writing) > _BUFFERS:
+            self._writing.popleft()[1].wait()
         return written
 
     def read(self, slot: StoreSlot, target: Tensor) -> Pending:
-        """Begin to copy the bytes of ``slot`` into ``target``."""
+        """Begin to read the bytes of ``slot`` into ``target``."""
         with self._counting:
             self.bytes_in += slot.size
         return self._store.read(slot, target)
 
     def check(self, slot: StoreSlot, data: Tensor) -> None:
-        """Where verification is on, raise :class:`SwapError` unless ``data`` is what was written."""
+        """Raise :class:`SwapError` if verification is on and ``data`` differs from the bytes written."""
         if self._sums is not None and self._sums[slot] != checksum(data):
             raise SwapError(
                 f"{slot.size} bytes at byte {slot.offset} of the {self._store.tier} tier are not what was written: "
-                "check the disk or the memory, or switch streaming of parameters off"
+                "check the disk or the memory, or plan without parameter offload"
             )
 
     def free(self, slot: StoreSlot) -> None:
-        """The caller has waited for the transfers of this place."""
+        """Free a slot whose transfers have ended."""
         if self._sums is not None:
             del self._sums[slot]
         self._store.free(slot)
 
-    def let_go(self) -> None:
-        """Of host memory that was kept for writes; chunks that are discarded have waited for theirs."""
-        self._going.clear()
+    def release_buffers(self) -> None:
+        """Release host buffers whose writes have ended."""
+        self._writing.clear()
 
 
 class GradientWrite:
-    """A gradient, or a part of it, on its way to a new place; whoever began that keeps the bytes until it is over."""
+    """A gradient, or a part of it, under write to new slots. The caller keeps the bytes until it has ended."""
 
     def __init__(
         self, tier: ChunkStore, transfers: Sequence[tuple[Pending, StoreSlot | None]]
     ) -> None:
         self._tier, self._transfers = tier, transfers
 
-    def is_over(self) -> bool:
-        """Whether all transfers ended, well or not."""
-        return all(is_over(pending) for pending, _ in self._transfers)
+    def has_ended(self) -> bool:
+        """Whether all transfers ended, successfully or not."""
+        return all(has_ended(pending) for pending, _ in self._transfers)
 
-    def end(self) -> None:
-        """Wait for them; then the places before are free."""
+    def finish(self) -> None:
+        """Wait for the transfers, then free the previous slots."""
         try:
             for pending, _ in self._transfers:
                 pending.wait()
@@ -104,31 +103,31 @@ class GradientWrite:
 
 
 class Gradient:
-    """The gradient of one parameter, summed below."""
+    """The gradient of one offloaded parameter, accumulated in the store."""
 
     def __init__(self, segments: Sequence[ParameterSegment], tier: ChunkStore) -> None:
         self.segments, self._tier = segments, tier
-        self.seen = False  # a gradient that was made zero stays zero, and does not become none
+        self.seen = False  # a zeroed gradient stays zero instead of None
         self._places: dict[ParameterSegment, tuple[StoreSlot, Pending]] = {}
-        # Of the parts that were written in one piece, by the first element of each.
+        # of each part written in one piece, by its first element
         self._norms: dict[int, Tensor] = {}
 
     @property
-    def is_below(self) -> bool:
-        """Whether there is one, other than zero."""
+    def is_stored(self) -> bool:
+        """Whether the store holds a gradient other than zero."""
         return bool(self._places)
 
     @property
     def norm(self) -> Tensor | None:
-        """Its norm on the device: to the last bit where it was written in one piece."""
+        """Norm on the device; exact to the last bit if the gradient was written in one piece."""
         norms = list(self._norms.values())
         if len(norms) < 2:
             return norms[0] if norms else None
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def write(self, total: Tensor, segments: Sequence[ParameterSegment] = ()) -> GradientWrite:
-        """Begin to write all of it, or what ``total`` has of it, the neighbours ``segments``, in place of what was
-        there."""
+        """Begin to write ``total`` in place of the stored gradient: all of it, or the adjacent ``segments`` that it
+        holds."""
         segments = segments or self.segments
         flat, first, begun = total.detach().reshape(-1), segments[0].start, []
         for segment in segments:
@@ -145,13 +144,13 @@ class Gradient:
     def is_written(self, segment: ParameterSegment) -> bool:
         """Whether a read of ``segment`` would not wait for its write."""
         place = self._places.get(segment)
-        return place is None or is_over(place[1])
+        return place is None or has_ended(place[1])
 
     def check(self, segment: ParameterSegment, data: Tensor) -> None:
         self._tier.check(self._places[segment][0], _bytes(data))
 
     def read(self, segment: ParameterSegment, target: Tensor) -> Pending | None:
-        """Begin to read one segment into ``target``; None where there is nothing to read."""
+        """Begin to read one segment into ``target``; None if none is stored."""
         place = self._places.get(segment)
         if place is None:
             return None
@@ -159,7 +158,7 @@ class Gradient:
         return self._tier.read(place[0], _bytes(target))
 
     def read_all(self, total: Tensor) -> list[Pending]:
-        """All of it into ``total``, which a device's stream may read afterwards; the transfers, which may still run."""
+        """Read all segments into ``total``, for the device's stream; return the transfers, which may still run."""
         flat = total.view(-1)
         pending = [
             (segment, self.read(segment, flat[segment.start : segment.stop]))
@@ -173,8 +172,9 @@ class Gradient:
             self.check(segment, flat[segment.start : segment.stop])
         return [transfer for _, transfer in pending if transfer is not None]
 
-    def stepped(self, segment: ParameterSegment) -> Tensor | None:
-        """One segment in host memory, in the type that it is stepped in; zeros for one that was made zero."""
+    def read_for_step(self, segment: ParameterSegment) -> Tensor | None:
+        """Return one segment in host memory and in the type of the step; zeros if the gradient was zeroed, None if
+        there is none."""
         if not self.seen:
             return None
         found = torch.zeros(segment.stop - segment.start, dtype=segment.parameter.dtype)
@@ -188,25 +188,24 @@ class Gradient:
         for segment in segments:
             slot, pending = self._places.pop(segment, (None, None))
             if slot is not None and pending is not None:
-                with contextlib.suppress(SwapError):  # nobody wants it any more
+                with contextlib.suppress(SwapError):  # the gradient is dropped anyway
                     if not pending.cancel():
                         pending.wait()
                 self._tier.free(slot)
         self._norms.clear()
 
     def clear(self, *, to_none: bool) -> None:
-        """No gradient, or a gradient of zeros where there was one."""
+        """Set the gradient to None, or to zeros if there was one."""
         self.drop(self.segments)
         self.seen = self.seen and not to_none
 
 
 class Chunk:
-    """A run of a block's parameters, or of parts of them: one place in the store.
+    """A run of a block's parameters, or of parts of them, in one slot of the store.
 
-    It is what an optimizer below the device steps at one time (:class:`~parallax.swap.optimizer.host.Weights`), with a
-    master copy below where the device's type is too short to be stepped in. ``aged`` hears of a new place, with the
-    old one, which a read may still be at.
-    """
+    It is a bucket of the host optimizer (:class:`~parallax.swap.weights.BucketWeights`). If the device's type is
+    too short to be stepped in, a master copy has a slot of its own. ``retire_slot`` is called with the previous
+    slot when the weights get a new one; a read may still use it."""
 
     def __init__(
         self,
@@ -214,58 +213,58 @@ class Chunk:
         start: int,
         tier: ChunkStore,
         gradients: Mapping[nn.Parameter, Gradient],
-        aged: Callable[[StoreSlot | None], None],
+        retire_slot: Callable[[StoreSlot | None], None],
     ) -> None:
         self.segments, self.start, self.device = tuple(segments), start, torch.device("cpu")
         self.size = sum(span(segment) for segment in segments[:-1]) + bytes_of(segments[-1])
         self.updating = False
-        self._tier, self._gradients, self._aged = tier, gradients, aged
+        self._tier, self._gradients, self._retire_slot = tier, gradients, retire_slot
         self._slot: StoreSlot | None = None
         self._pending: Pending | None = None
         self._master: StoreSlot | None = None
         self._host: Tensor | None = None
         self._steps: list[Tensor] = []
-        self.kept: list[Tensor | None] = []  # the master is a place of its own
+        self.kept: list[Tensor | None] = []  # the master has a slot of its own
 
     def reduced(self) -> None:
-        """The gradients are below already; from here on the device's copy is about to age."""
+        """Mark the device's copy as about to become stale; the gradients are in the store already."""
         self.updating = True
 
     def commit(self, unused: Event) -> None:
-        """The step does not touch what the device has."""
+        """No-op: the step does not use the device's copy."""
 
-    def begin(self) -> list[tuple[Tensor, Tensor | None]]:
-        """The weights and gradients of each segment, read into host memory."""
+    def tensors_to_step(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return the weights and gradients of each segment, read into host memory."""
         self._steps = self._full()
         return [
-            (step, self._gradients[s.parameter].stepped(s))
+            (step, self._gradients[s.parameter].read_for_step(s))
             for step, s in zip(self._steps, self.segments)
         ]
 
-    def stepped(self) -> None:
+    def round_masters(self) -> None:
         """Round the new weights to the device's type."""
-        for place, step in zip(self.shared(), self._steps):
+        for place, step in zip(self.exchange_tensors(), self._steps):
             if place.dtype is not step.dtype:
                 place.copy_(step)
 
-    def shared(self) -> list[Tensor]:
-        """Host memory in the device's type."""
+    def exchange_tensors(self) -> list[Tensor]:
+        """Return host memory for the weights of each segment, in the device's type."""
         if self._host is None:
             self._host = torch.empty(self.size, dtype=torch.uint8)
         return [_shaped(flat, segment) for segment, flat in self.pieces(self._host)]
 
     def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether a part of ``parameter`` is here."""
+        """Whether the chunk has a part of ``parameter``."""
         return any(segment.parameter is parameter for segment in self.segments)
 
     def pieces(self, data: Tensor) -> Iterator[tuple[ParameterSegment, Tensor]]:
-        """Each segment, with its elements in the chunk's bytes ``data``."""
+        """Yield each segment with its elements in the chunk's bytes ``data``."""
         offset = 0
         for segment in self.segments:
             yield segment, data[offset : offset + bytes_of(segment)].view(segment.parameter.dtype)
             offset += span(segment)
 
-    def end(self) -> None:
+    def publish(self) -> None:
         """Begin to write the new weights; gradients become zero."""
         assert self._host is not None
         host, self._host = self._host, None
@@ -278,18 +277,18 @@ class Chunk:
         self.updating = False
 
     def wait(self) -> None:
-        """The next :meth:`StreamedParameters.enter` reads the new weights, and waits for them itself."""
+        """No-op: the next :meth:`OffloadedParameters.enter` reads the new weights and waits for them."""
 
     def skip(self) -> None:
-        """Gradients are the parameters' again, to be dropped."""
+        """Unmark the device's copy: no step follows."""
         self.updating = False
 
     def reset(self) -> None:
-        """A step was not finished, and what is below is right."""
+        """Discard an unfinished step; the stored weights are valid."""
         self.updating, self._host, self._steps = False, None, []
 
     def masters(self) -> list[Tensor | None]:
-        """Those of each segment, read into host memory; none before the first step."""
+        """Return the master copy of each segment in host memory; empty before the first step."""
         if self._master is None:
             return []
         try:
@@ -298,7 +297,7 @@ class Chunk:
             self._host = None
 
     def restore(self, index: int, master: Tensor | None) -> None:
-        """Somebody else has written the weights below; the master of one segment is this one, or made of them."""
+        """Set the master of one segment after its stored weights were set; None: derive it from the weights."""
         if master is None:
             self.drop_master()
         elif self._is_short:
@@ -308,11 +307,11 @@ class Chunk:
             self._write_master(steps)
 
     def put(self, slot: StoreSlot, pending: Pending) -> None:
-        """The weights are in ``slot`` from here on, and no longer as the device may have them."""
+        """Make ``slot`` the weights' slot; the device's copy becomes stale."""
         with self._tier.lock:
-            self._let_end()  # the place before may be given away next
+            self._wait_for_write()  # the previous slot may be reused next
             old, self._slot, self._pending = self._slot, slot, pending
-            self._aged(old)
+            self._retire_slot(old)
 
     def fetch(self, target: Tensor) -> Pending:
         """Begin to read the weights into ``target``."""
@@ -326,35 +325,37 @@ class Chunk:
         self._tier.check(self._slot, data)
 
     def discard(self) -> None:
-        """Nothing is below any more."""
+        """Free all slots."""
         self.drop_master()
-        self._let_end()
+        self._wait_for_write()
         if self._slot is not None:
             self._tier.free(self._slot)
         self._slot = self._pending = None
 
     def drop_master(self) -> None:
-        """The weights as the device has them are the truth."""
+        """Drop the master copy: the weights in the device's type are authoritative."""
         if self._master is not None:
             self._tier.free(self._master)
             self._master = None
 
-    def _let_end(self) -> None:
-        """Wait until the weights are written, whether that fails or not."""
+    def _wait_for_write(self) -> None:
+        """Wait until the weights are written, ignoring errors."""
         if self._pending is not None:
             with contextlib.suppress(SwapError):
                 self._pending.wait()
 
     @property
     def _is_short(self) -> bool:
-        """Whether weights are of a type too short to be stepped in."""
+        """Whether the weights' type is too short to be stepped in."""
         dtype = self.segments[0].parameter.dtype
         return stepped_in(dtype) is not dtype
 
     def _full(self) -> list[Tensor]:
-        """The weights of each segment as they are stepped, read into host memory; beside them, as the device has
-        them where there is no master yet."""
-        low = self.shared()
+        """Return the weights of each segment in the type of the step, read into host memory.
+
+        They come from the master copy if there is one, else from the weights in the device's type, which
+        :meth:`exchange_tensors` holds then."""
+        low = self.exchange_tensors()
         if self._master is None:
             assert self._host is not None
             self.fetch(self._host).wait()
@@ -375,8 +376,8 @@ class Chunk:
         pending.wait()
 
 
-def is_over(pending: Pending) -> bool:
-    """Whether a transfer ended, well or not."""
+def has_ended(pending: Pending) -> bool:
+    """Whether a transfer ended, successfully or not."""
     try:
         return pending.done()
     except SwapError:
@@ -388,7 +389,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def span(segment: ParameterSegment) -> int:
-    """Bytes from where a segment begins to where the next one does."""
+    """Bytes from the begin of a segment to the begin of the next, aligned."""
     return -(-bytes_of(segment) // ALIGNMENT) * ALIGNMENT
 
 

@@ -1,23 +1,24 @@
-"""The parameters of one block in one run of bytes that comes to the device and goes again.
+"""Flat storage of one block's offloaded parameters.
 
-A parameter keeps its identity, its version and the storage that autograd's saved tensors share with it: only the bytes
-of that storage are given back to the allocator (``resize_(0)``, as in FSDP: Zhao et al. 2023, section 4.3) and read
-again before they are used. So no saved-tensor hook is needed, and a weight that was saved in the forward is the same
-weight in the backward. While the bytes are away the parameter shows NaN in their place, because a kernel that reads
-a storage without bytes ends the process.
+A parameter keeps its identity, its version and the storage that autograd's saved tensors share with it. Only the
+bytes of that storage are freed (``resize_(0)``, as in FSDP: Zhao et al. 2023, section 4.3) and read again before
+use. So no saved-tensor hook is needed, and a weight saved in the forward is the same weight in the backward. While
+the bytes are offloaded, the parameter is a view of NaN, because a kernel that reads a storage without bytes kills
+the process.
 
 ::
 
-    device   AWAY ──begin_read──▶ COMING ──arrive──▶ HERE ──release──▶ AWAY       (changed in place: written first)
-    below    chunk 0 │ chunk 1 │ …    each one place in the store, and one bucket of the optimizer below
-"""
+    device   OFFLOADED ──start_read──▶ READING ──wait_for_read──▶ RESIDENT ──release──▶ OFFLOADED
+                                                        (release writes first if weights were changed in place)
+    store    chunk 0 │ chunk 1 │ …    each one slot in the store, and one bucket of the host optimizer"""
 
 from __future__ import annotations
 
 import contextlib
 import enum
 import itertools
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,44 +26,43 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from parallax.errors import SwapError
-from parallax.swap.parameters.chunks import Chunk, ChunkStore, Gradient, is_over, span
+from parallax.swap.parameters.chunks import Chunk, ChunkStore, Gradient, has_ended, span
 from parallax.swap.stores.slots import StoreSlot
 from parallax.swap.stores.store import Pending
 from parallax.swap.weights import aligned_runs
 
 
 class _State(enum.Enum):
-    AWAY = enum.auto()
-    COMING = enum.auto()
-    HERE = enum.auto()
+    OFFLOADED = enum.auto()
+    READING = enum.auto()
+    RESIDENT = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
 class _FlatPlace:
-    """A parameter in the block's storage, and what it shows while the bytes are away."""
+    """A parameter, its view of the block's storage, and its placeholder while the bytes are offloaded."""
 
     parameter: nn.Parameter
-    here: Tensor
-    away: Tensor
+    resident: Tensor
+    placeholder: Tensor
 
 
 class FlatParameter:
-    """One block. Made with the parameters on the device; afterwards they are below.
+    """The offloaded parameters of one block. They are on the device when it is made, and offloaded afterwards.
 
-    The main thread moves the bytes; the optimizer's thread only puts new ones below (:meth:`Chunk.put`), which makes
-    the device's copy ``stale``.
-    """
+    The main thread moves the bytes. The optimizer's thread only writes new bytes to the store (:meth:`Chunk.put`),
+    which makes the device's copy ``stale``."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], tier: ChunkStore, chunk_bytes: int, *, cut: bool
+        self, parameters: Sequence[nn.Parameter], tier: ChunkStore, chunk_bytes: int, *, split: bool
     ) -> None:
         self.tier = tier
         self.stale = False
         self._given = tuple(parameters)
-        # So that runs are long.
+        # makes runs long
         ordered = sorted(parameters, key=lambda p: (p.requires_grad, str(p.dtype)))
         self._gradients: dict[nn.Parameter, Gradient] = {}
-        self.chunks = tuple(self._cut(ordered, chunk_bytes, cut=cut))
+        self.chunks = tuple(self._split_into_chunks(ordered, chunk_bytes, split=split))
         segments = [segment for chunk in self.chunks for segment in chunk.segments]
         self._gradients |= {
             p: Gradient([s for s in segments if s.parameter is p], tier) for p in ordered
@@ -71,92 +71,94 @@ class FlatParameter:
         device = ordered[0].device if ordered else torch.device("cpu")
         self.storage = torch.empty(self.size, dtype=torch.uint8, device=device).untyped_storage()
         self._places = [self._place(parameter) for parameter in ordered]
-        self._state, self._versions = _State.HERE, -1
+        self._state, self._versions = _State.RESIDENT, -1
         self._reads: list[Pending] = []
         self._unused: list[StoreSlot] = []
         for place in self._places:
-            place.here.copy_(place.parameter.detach())
-            place.parameter.data = place.here
+            place.resident.copy_(place.parameter.detach())
+            place.parameter.data = place.resident
         self.release()
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """In the order that they were given in."""
+        """The parameters in the order given."""
         return self._given
 
     @property
-    def is_away(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether no byte is on the device."""
-        return self._state is _State.AWAY
+        return self._state is _State.OFFLOADED
 
     @property
     def updating(self) -> bool:
-        """Whether a step of the optimizer is about to change it."""
+        """Whether an optimizer step is about to change the weights."""
         return any(chunk.updating for chunk in self.chunks)
 
     @property
     def gradient_bytes(self) -> int:
-        """Of all parameters that are trained."""
+        """Bytes of the gradients of all trained parameters."""
         return sum(parameter.nbytes for parameter in self._given if parameter.requires_grad)
 
     def gradient(self, parameter: nn.Parameter) -> Gradient:
         return self._gradients[parameter]
 
     def clear_gradients(self, *, to_none: bool) -> None:
-        """They become zero, or none; a step that is under way makes those that it uses zero itself."""
+        """Set gradients to zero or None, except those that a running step uses and zeroes itself."""
         for parameter in self._given:
             parameter.grad = None
             if not any(chunk.updating for chunk in self.chunks if chunk.holds(parameter)):
                 self._gradients[parameter].clear(to_none=to_none)
 
-    def begin_read(self) -> None:
-        """Take the bytes on the device and begin to fill them."""
+    def start_read(self) -> None:
+        """Allocate the bytes on the device and begin to read them."""
         self.storage.resize_(self.size)
-        self._reads = [pending for pending in self._reads if not is_over(pending)]
+        self._reads = [pending for pending in self._reads if not has_ended(pending)]
         self._free_unused()
-        self.stale, self._state = False, _State.COMING
+        self.stale, self._state = False, _State.READING
         try:
-            for chunk, data in zip(self.chunks, self._split()):
+            for chunk, data in zip(self.chunks, self._chunk_bytes()):
                 self._reads.append(chunk.fetch(data))
         except BaseException:
             self.release()
             raise
 
-    def arrive(self) -> None:
-        """Return when the device's current stream may read the bytes."""
-        if self._state is not _State.COMING:
+    def wait_for_read(self) -> None:
+        """Return when the device's current stream may use the weights."""
+        if self._state is not _State.READING:
             return
         for pending in self._reads:
             pending.wait()
-        for chunk, data in zip(self.chunks, self._split()):
+        for chunk, data in zip(self.chunks, self._chunk_bytes()):
             chunk.check(data)
         for place in self._places:
-            place.parameter.data = place.here
-        self._state, self._versions = _State.HERE, self._version()
+            place.parameter.data = place.resident
+        self._state, self._versions = _State.RESIDENT, self._version()
 
     def release(self) -> None:
-        """Give the bytes on the device back; what was changed in place there goes below first."""
-        if self._state is _State.COMING:
+        """Free the bytes on the device; write them first if they were changed in place."""
+        if self._state is _State.READING:
             for pending in self._reads:
                 with contextlib.suppress(SwapError):
                     if not pending.cancel():
                         pending.wait()
             self._reads.clear()
-        elif self._state is _State.HERE and not self.stale and self._versions != self._version():
+        elif (
+            self._state is _State.RESIDENT and not self.stale and self._versions != self._version()
+        ):
             self._write_back()
         if self.size and not self.storage.resizable():
             raise SwapError(
-                "a parameter that streams was handed out by .numpy(), so its memory cannot be given back: "
+                "an offloaded parameter was passed to .numpy(), so its memory cannot be freed: "
                 "copy it first, with .clone().numpy()"
             )
         for place in self._places:
-            place.parameter.data = place.away
+            place.parameter.data = place.placeholder
         self.storage.resize_(0)
-        self._state = _State.AWAY
+        self._state = _State.OFFLOADED
 
     def read_full(self) -> list[Tensor]:
-        """Host copies of the parameters, in the order given, whatever is on the device."""
-        if self._state is _State.HERE and not self.stale and self._versions != self._version():
+        """Return host copies of the parameters, in the order given."""
+        if self._state is _State.RESIDENT and not self.stale and self._versions != self._version():
             self._write_back()
         found: dict[nn.Parameter, Tensor] = {}
         for chunk in self.chunks:
@@ -171,7 +173,7 @@ class FlatParameter:
         return [found[parameter] for parameter in self._given]
 
     def write_full(self, tensors: Sequence[Tensor]) -> None:
-        """New values of the parameters, in the order given."""
+        """Set the parameters, in the order given."""
         values = dict(zip(self._given, tensors, strict=True))
         for chunk in self.chunks:
             host = torch.empty(chunk.size, dtype=torch.uint8)
@@ -186,20 +188,20 @@ class FlatParameter:
             chunk.put(*self.tier.write_behind(host))
 
     def restore(self) -> None:
-        """The parameters stay on the device, each in a storage of its own, as if they had never streamed."""
+        """Put each parameter on the device in a storage of its own, as before the offload."""
         if self.stale:
             self.release()
-        if self.is_away:
-            self.begin_read()
-        self.arrive()
-        values = [place.here.clone() for place in self._places]
+        if self.is_offloaded:
+            self.start_read()
+        self.wait_for_read()
+        values = [place.resident.clone() for place in self._places]
         self.discard()
         for place, value in zip(self._places, values):
             place.parameter.data = value
 
     def discard(self) -> None:
-        """Give all bytes back, here and below; nothing can be read any more."""
-        self.stale = True  # so that nothing is written
+        """Free all bytes on the device and in the store; the parameters cannot be read any more."""
+        self.stale = True  # so that release writes nothing
         with contextlib.suppress(SwapError):
             self.release()
         for gradient in self._gradients.values():
@@ -210,21 +212,21 @@ class FlatParameter:
             self.tier.free(slot)
         self._unused.clear()
 
-    def _age(self, old: StoreSlot | None) -> None:
+    def _retire_slot(self, old: StoreSlot | None) -> None:
         self.stale = True
         if old is not None:
             self._unused.append(old)
         self._free_unused()
 
     def _free_unused(self) -> None:
-        """Free places that a read may still be at, as soon as none is."""
-        if self._unused and all(is_over(pending) for pending in self._reads):
+        """Free retired slots once no read uses them."""
+        if self._unused and all(has_ended(pending) for pending in self._reads):
             for slot in self._unused:
                 self.tier.free(slot)
             self._unused.clear()
 
     def _write_back(self) -> None:
-        for chunk, data in zip(self.chunks, self._split()):
+        for chunk, data in zip(self.chunks, self._chunk_bytes()):
             slot, pending = self.tier.write(data)
             pending.wait()
             chunk.drop_master()
@@ -234,24 +236,26 @@ class FlatParameter:
     def _version(self) -> int:
         return sum(place.parameter._version for place in self._places)
 
-    def _split(self) -> list[Tensor]:
-        """The storage's bytes, chunk by chunk, under a storage of their own: who asks for their address must not make
-        the parameters' one fixed for good, as ``Tensor.numpy`` does."""
+    def _chunk_bytes(self) -> list[Tensor]:
+        """Return the bytes of each chunk under a storage of its own.
+
+        Code that takes the address of the parameters' storage makes it non-resizable for good, as ``Tensor.numpy``
+        does."""
         flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(
             self.storage, 0, (self.size,), (1,)
         )
         alias = from_dlpack(flat) if self.size else flat
         return [alias[chunk.start : chunk.start + chunk.size] for chunk in self.chunks]
 
-    def _cut(
-        self, parameters: Sequence[nn.Parameter], chunk_bytes: int, *, cut: bool
+    def _split_into_chunks(
+        self, parameters: Sequence[nn.Parameter], chunk_bytes: int, *, split: bool
     ) -> Iterator[Chunk]:
-        """In runs of one type, either all trained or none."""
+        """Yield chunks of one type each, either all trained or all frozen."""
         start = 0
         for run in aligned_runs(
-            parameters, chunk_bytes, lambda p: (p.requires_grad, p.dtype), cut=cut, size=span
+            parameters, chunk_bytes, lambda p: (p.requires_grad, p.dtype), split=split, size=span
         ):
-            yield Chunk(run, start, self.tier, self._gradients, self._age)
+            yield Chunk(run, start, self.tier, self._gradients, self._retire_slot)
             start += sum(span(segment) for segment in run)
 
     def _place(self, parameter: nn.Parameter) -> _FlatPlace:
@@ -265,3 +269,78 @@ class FlatParameter:
         fill = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
         away = torch.full((), fill, dtype=parameter.dtype, device=parameter.device)
         return _FlatPlace(parameter, here, away.expand(parameter.shape))
+
+
+_Make = Callable[[list[nn.Parameter]], FlatParameter]
+
+
+def lay_out(blocks: Iterable[Iterable[nn.Parameter]], make: _Make) -> list[FlatParameter]:
+    """Return one :class:`FlatParameter` per block, made before the next block is requested.
+
+    These parameters stay on the device: parameters of several blocks, parameters that share memory with other
+    tensors, and parameters that are not plain contiguous memory. A shared parameter is recognised at its second
+    block, and restored to the device then."""
+    laid = _Layout(make)
+    for parameters in blocks:
+        laid.add(list(dict.fromkeys(parameters)))
+    return laid.flats
+
+
+class _Layout:
+    """The blocks laid out so far.
+
+    ``_homes``: by its id, the storage that a parameter had before it was offloaded, for as long as another tensor
+    holds it."""
+
+    def __init__(self, make: _Make) -> None:
+        self.flats: list[FlatParameter] = []
+        self._make = make
+        self._flat_of: dict[nn.Parameter, FlatParameter] = {}
+        self._kept: set[nn.Parameter] = set()
+        self._homes: dict[int, tuple[weakref.ref[torch.UntypedStorage], nn.Parameter]] = {}
+
+    def add(self, parameters: list[nn.Parameter]) -> None:
+        storages = [parameter.untyped_storage() for parameter in parameters]
+        offloaded = []
+        for parameter, storage in zip(parameters, storages):
+            home, twin = self._homes.get(id(storage), (None, parameter))
+            if parameter in self._flat_of:
+                self._keep(parameter, None)
+            elif home is not None and home() is storage:
+                self._keep(twin, storage)
+            elif (
+                _is_plain(parameter)
+                and storages.count(storage) == 1
+                and parameter not in self._kept
+            ):
+                offloaded.append(parameter)
+        self._homes |= {
+            id(p.untyped_storage()): (weakref.ref(p.untyped_storage()), p) for p in offloaded
+        }
+        flat = self._make(offloaded)
+        self.flats.append(flat)
+        self._flat_of |= dict.fromkeys(offloaded, flat)
+
+    def _keep(self, parameter: nn.Parameter, storage: torch.UntypedStorage | None) -> None:
+        """Restore a parameter to the device for good, into ``storage`` if other tensors share that."""
+        flat = self._flat_of.pop(parameter, None)
+        if flat is None:
+            return
+        self._kept.add(parameter)
+        flat.restore()
+        if storage is not None:
+            home = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = home.set_(storage, 0, parameter.shape, parameter.stride())
+        rest = [other for other in flat.parameters if other is not parameter]
+        again = self.flats[self.flats.index(flat)] = self._make(rest)
+        self._flat_of |= dict.fromkeys(rest, again)
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Whether it is a plain parameter in contiguous memory of its own."""
+    plain = (
+        type(parameter) is nn.Parameter
+        and parameter.layout is torch.strided
+        and parameter.is_contiguous()
+    )
+    return plain and 0 < parameter.nbytes == parameter.untyped_storage().nbytes()

@@ -1,1 +1,1 @@
-"""Stores below the device: host memory and disk."""
+"""The tier contract, and its stores: host memory and disk."""

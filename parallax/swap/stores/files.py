@@ -1,4 +1,4 @@
-"""A file that no other user can read, replace or find left over."""
+"""Swap files that no other user can read or replace, and that are never left over."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _LONGEST_NAME = 255  # bytes, on every file system in use
 
 
 def private_file(directory: Path, remedies: Remedies = ENGINE) -> int:
-    """An open, unlinked file in ``directory``, reached through the open directory and not by its name again,
-    so that nobody can put another in its place meanwhile."""
+    """Return an open, unlinked file in ``directory``.
+
+    The file is opened relative to the open directory, so that nobody can replace it in between."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -41,12 +42,14 @@ def private_file(directory: Path, remedies: Remedies = ENGINE) -> int:
 
 
 def check_directory(directory: Path, remedies: Remedies) -> None:
-    """Raise what :func:`private_file` would, and leave nothing behind."""
+    """Raise the error that :func:`private_file` would raise; leave no file behind."""
     try:
         if any(len(os.fsencode(name)) > _LONGEST_NAME for name in directory.parts):
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         with contextlib.suppress(FileNotFoundError):
-            os.lstat(directory / _PREFIX)  # too long as a whole; a file where a folder should be
+            os.lstat(
+                directory / _PREFIX
+            )  # raises for a path too long, and for a file in place of a folder
         nearest = next(
             folder
             for folder in (directory, *directory.absolute().parents)
@@ -71,7 +74,8 @@ def _unusable(directory: Path, error: OSError, remedies: Remedies) -> SwapError:
 
 
 def _make_private(folder: int, directory: Path, remedies: Remedies) -> None:
-    """Refuse what others could tamper with, or what is not ours alone to close to others."""
+    """Raise :class:`SwapError` for a folder of another user, or an open folder with other files; else restrict its
+    mode."""
     found = os.fstat(folder)
     if found.st_uid != os.getuid():
         raise SwapError(f"swap directory {directory} is another user's: {remedies.directory}")
@@ -86,7 +90,7 @@ def _make_private(folder: int, directory: Path, remedies: Remedies) -> None:
 
 
 def _remove_files(folder: int) -> None:
-    """Unlink our file, and those of processes that were killed before they could."""
+    """Unlink this process's file, and those of processes that were killed before they could unlink theirs."""
     for name in os.listdir(folder):
         if name.startswith(_PREFIX):
             with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Places in a store."""
+"""Allocation of slots in a store."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from parallax.errors import SwapError
 from parallax.swap.stores.forks import call_after_fork
 
 _ALIGNMENT = 4096
-_SLACK = 1.25  # a line may be so many times as long as the most bytes that were ever in use in it
+_SLACK = 1.25  # most length of the address range, relative to the most bytes ever in use
 
 
 class StoreSlot(NamedTuple):
-    """A place in a store: ``size`` bytes from ``offset`` on, or in several stretches (offset, bytes), of which
-    ``offset`` begins the first."""
+    """A slot of ``size`` bytes from ``offset`` on, or in several stretches (offset, bytes), the first of which begins
+    at ``offset``."""
 
     offset: int
     size: int
     stretches: tuple[tuple[int, int], ...] = ()
 
     def parts(self, start: int, size: int) -> Iterator[tuple[int, int]]:
-        """Where ``size`` of its bytes are, from its byte ``start`` on: (offset, bytes) in order."""
+        """Yield (offset, bytes) in order of ``size`` bytes of the slot, from its byte ``start`` on."""
         for offset, length in self.stretches or ((self.offset, self.size),):
             if start < length and size:
                 found = min(length - start, size)
@@ -34,63 +34,64 @@ class StoreSlot(NamedTuple):
 
 
 class SlotMap:
-    """Places in one growing line of bytes.
+    """Slots in one growing address range.
 
-    Sizes that differ from step to step leave gaps between what stays. A place is the smallest gap that holds it, or
-    new at the end of the line, which may become a quarter longer than the most bytes that were ever in use. Where
-    neither is found, a place is made of several gaps, the longest first. So the line stays bounded whatever is asked
-    in whatever order, and a tier is full only when its bytes are in use.
-    """
+    Sizes that differ from step to step leave gaps between slots. A slot is the smallest gap that fits, or new at
+    the end of the range, which may become a quarter longer than the most bytes ever in use. Otherwise a slot
+    consists of several gaps, longest first. So the range stays bounded for any sequence of requests, and a tier is
+    full only when its bytes are in use."""
 
-    def __init__(self, capacity: int, name: str, remedy: str = "give it more room") -> None:
+    def __init__(self, capacity: int, name: str, remedy: str = "raise its capacity") -> None:
         self.used_bytes = self.high_water = 0
         self._capacity, self._name, self._remedy = capacity, name, remedy
         self._end = self._most = 0
-        self._gaps: dict[int, int] = {}  # offset → bytes; no two are neighbours, none ends the line
-        self._ends: dict[int, int] = {}  # where a gap ends → its offset
+        self._gaps: dict[
+            int, int
+        ] = {}  # offset → bytes; never adjacent, never at the end of the range
+        self._ends: dict[int, int] = {}  # end of a gap → its offset
         self._sorted: list[tuple[int, int]] = []  # (bytes, offset) of each gap
         self.after_fork()
         call_after_fork(self)
 
     def after_fork(self) -> None:
-        """Another thread may have held the lock."""
+        """Replace the lock, which another thread of the parent may have held."""
         self._lock = threading.Lock()
 
-    def take(self, size: int) -> StoreSlot:
-        """A place for ``size`` bytes."""
+    def allocate(self, size: int) -> StoreSlot:
+        """Return a slot of ``size`` bytes; raise :class:`SwapError` if the store is full."""
         rounded = _rounded(size)
         with self._lock:
             if self.used_bytes + rounded > self._capacity:
                 raise SwapError(
                     f"{self._name} is full: {format_bytes(self.used_bytes)} in use of "
-                    f"{format_bytes(self._capacity)}, {format_bytes(size)} more asked; {self._remedy}"
+                    f"{format_bytes(self._capacity)}, {format_bytes(size)} more requested; {self._remedy}"
                 )
             self.used_bytes += rounded
             self.high_water = max(self.high_water, self.used_bytes)
             self._most = max(self._most, self.used_bytes)
             return _slot(size, self._find(rounded))
 
-    def give(self, slot: StoreSlot) -> None:
+    def release(self, slot: StoreSlot) -> None:
         with self._lock:
             for offset, size in slot.stretches or ((slot.offset, _rounded(slot.size)),):
                 self._free(offset, _rounded(size))
                 self.used_bytes -= _rounded(size)
 
     def take_high_water(self) -> int:
-        """The most bytes in use since the last call."""
+        """Return the most bytes in use since the last call."""
         with self._lock:
             found, self.high_water = self.high_water, self.used_bytes
         return found
 
     def _find(self, size: int) -> list[tuple[int, int]]:
-        """Stretches that are free, now taken; there are enough bytes."""
+        """Allocate ``size`` bytes, which are free, and return their stretches."""
         smallest = bisect.bisect_left(self._sorted, (size, 0))
         if smallest < len(self._sorted):
-            return [self._cut(smallest, size)]
+            return [self._take_gap(smallest, size)]
         found = []
         longest = min(self._capacity, int(self._most * _SLACK))
         while self._sorted and self._end + size > longest:
-            found.append(self._cut(len(self._sorted) - 1, size))
+            found.append(self._take_gap(len(self._sorted) - 1, size))
             size -= found[-1][1]
             if not size:
                 return found
@@ -98,8 +99,8 @@ class SlotMap:
         self._end += size
         return found
 
-    def _cut(self, index: int, size: int) -> tuple[int, int]:
-        """Take the front of a gap, or all of it."""
+    def _take_gap(self, index: int, size: int) -> tuple[int, int]:
+        """Allocate the front of a gap, or all of it."""
         length, offset = self._sorted.pop(index)
         del self._gaps[offset], self._ends[offset + length]
         if length > size:
@@ -107,7 +108,7 @@ class SlotMap:
         return offset, min(length, size)
 
     def _free(self, offset: int, size: int) -> None:
-        """Join with the gaps before and behind; what ends the line shortens it."""
+        """Merge freed bytes with the adjacent gaps; bytes at the end shorten the range."""
         before, behind = self._ends.get(offset), self._gaps.get(offset + size)
         if before is not None:
             self._remove(before)
@@ -131,7 +132,7 @@ class SlotMap:
 
 
 def _slot(size: int, found: list[tuple[int, int]]) -> StoreSlot:
-    """The last stretch is whole pages too, of which the place needs not all."""
+    """Return a slot of ``size`` bytes; the last stretch is whole pages and may be longer than needed."""
     return StoreSlot(found[0][0], size, tuple(found) if len(found) > 1 else ())
 
 

@@ -1,4 +1,4 @@
-"""Tiers below the device. A store writes bytes, reads them back, and frees them; nothing else."""
+"""Stores of offloaded data: they write bytes, read them back and free them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from parallax.swap.stores.forks import call_after_fork, generation
 from parallax.swap.stores.remedies import ENGINE, Remedies
 from parallax.swap.stores.slots import SlotMap, StoreSlot
 
-# Bytes per system call: large enough for bandwidth, small enough to share the disk.
+# bytes per system call: large enough for bandwidth, small enough to share the disk
 _REQUEST = 8 * 2**20
 
 
@@ -35,55 +35,54 @@ class Pending(Protocol):
         """Whether it has finished; raises :class:`SwapError` if it failed."""
 
     def wait(self) -> None:
-        """Wait on this thread until the source may be released, or the target be read by the device's
-        stream."""
+        """Return when the source may be released, or the device's stream may read the target."""
 
     def cancel(self) -> bool:
-        """Whether it was stopped before it began."""
+        """Whether it was cancelled before it began."""
 
     def seconds(self) -> float:
-        """How long it was under way, its time in a queue not counted; asked once it is done."""
+        """Duration without time in a queue; valid once it is done."""
 
 
 class Store(Protocol):
-    """The tier contract. ``data`` and ``target`` are one-dimensional uint8 tensors on the device; the caller
-    keeps them alive and unchanged until the transfer is done. ``tier`` is the name of its tier."""
+    """The tier contract. ``data`` and ``target`` are one-dimensional uint8 tensors on the device. The caller keeps
+    them alive and unchanged until the transfer is done. ``tier`` is the name of its tier."""
 
     tier: str
     slots: SlotMap
 
     @property
     def waste_bytes(self) -> int:
-        """Pinned memory allocated beyond what was asked."""
+        """Pinned memory allocated beyond the requested bytes."""
 
     def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
-        """Begin to copy ``data`` down."""
+        """Begin to copy ``data`` to a new slot."""
 
     def read(self, slot: StoreSlot, target: Tensor) -> Pending:
         """Begin to copy the bytes of ``slot`` into ``target``."""
 
     def free(self, slot: StoreSlot) -> None:
-        """Give the place back; its bytes may be overwritten at once."""
+        """Free the slot; its bytes may be overwritten at once."""
 
     def close(self) -> None:
-        """Finish or drop what is under way and release everything."""
+        """Finish or cancel transfers and release all resources."""
 
 
 class _EventPending:
-    """A device-to-host or host-to-device copy, one for each stretch of the place."""
+    """Device-to-host or host-to-device copies, one for each stretch of the slot."""
 
-    def __init__(self, copies: list[Event], *, up: bool) -> None:
-        self._copies, self._up = copies, up
+    def __init__(self, copies: list[Event], *, to_device: bool) -> None:
+        self._copies, self._to_device = copies, to_device
 
     def done(self) -> bool:
-        for copy in self._copies:  # noqa: SIM110  asked very often: no generator
+        for copy in self._copies:  # noqa: SIM110  called very often: no generator
             if not copy.done():
                 return False
         return True
 
     def wait(self) -> None:
         for copy in self._copies:
-            if self._up:
+            if self._to_device:
                 copy.wait_stream()
             else:
                 copy.wait_host()
@@ -99,8 +98,10 @@ class _EventPending:
 
 
 class HostStore:
-    """Arenas of host memory, pinned under accelerators: one of all ``capacity`` bytes, allocated at once, or slabs of
-    ``slab_bytes`` as places are taken, where much may be asked for and little be needed."""
+    """A store in host memory, pinned under accelerators.
+
+    Memory is one arena of all ``capacity`` bytes, allocated at once, or slabs of ``slab_bytes``, allocated as
+    slots need them, for a capacity that may never be used in full."""
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class HostStore:
         slab_bytes: int = 0,
     ) -> None:
         self.tier = tier.name
-        self.slots = SlotMap(capacity, f"the {tier.name} tier", remedies.more_room(tier))
+        self.slots = SlotMap(capacity, f"the {tier.name} tier", remedies.when_full(tier))
         self._capacity, self._copies = capacity, copies
         self._slab_bytes = slab_bytes or max(1, capacity)
         self._slabs: list[Arena] = []
@@ -122,34 +123,34 @@ class HostStore:
             self._allocate(capacity)
 
     def after_fork(self) -> None:
-        """Another thread may have held the lock."""
+        """Replace the lock, which another thread of the parent may have held."""
         self._growing = threading.Lock()
 
     @property
     def waste_bytes(self) -> int:
-        """Of all that is allocated by now."""
+        """Memory allocated so far beyond the requested bytes."""
         asked = min(self._capacity, len(self._slabs) * self._slab_bytes)
         return sum(slab.allocated_bytes for slab in self._slabs) - asked
 
     def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
-        """Copy down on the side stream."""
-        slot = self.slots.take(data.numel())
+        """Begin to copy ``data`` to a slot, on the stream for copies to the host."""
+        slot = self.slots.allocate(data.numel())
         try:
-            self._reach(slot)
+            self._allocate_slabs(slot)
         except SwapError:
-            self.slots.give(slot)
+            self.slots.release(slot)
             raise
         copies = [self._copies.copy(part, view) for part, view in self._pairs(slot, data)]
-        return slot, _EventPending(copies, up=False)
+        return slot, _EventPending(copies, to_device=False)
 
     def read(self, slot: StoreSlot, target: Tensor) -> Pending:
-        """Copy up on the side stream."""
+        """Begin to copy a slot to ``target``, on the stream for copies to the device."""
         copies = [self._copies.copy(view, part) for part, view in self._pairs(slot, target)]
-        return _EventPending(copies, up=True)
+        return _EventPending(copies, to_device=True)
 
     def free(self, slot: StoreSlot) -> None:
-        """The caller has waited for the transfers of this place."""
-        self.slots.give(slot)
+        """Free a slot whose transfers have ended."""
+        self.slots.release(slot)
 
     def close(self) -> None:
         """Wait for copies, then release the arenas."""
@@ -157,8 +158,8 @@ class HostStore:
         for slab in self._slabs:
             slab.close()
 
-    def _reach(self, slot: StoreSlot) -> None:
-        """Allocate the slabs of a place that are not there."""
+    def _allocate_slabs(self, slot: StoreSlot) -> None:
+        """Allocate the slabs of a slot that do not exist yet."""
         if len(self._slabs) * self._slab_bytes < self._capacity:
             self._allocate(max(offset + size for offset, size in slot.parts(0, slot.size)))
 
@@ -169,7 +170,7 @@ class HostStore:
                 self._slabs.append(self._copies.arena(size))
 
     def _pairs(self, slot: StoreSlot, data: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-        """The parts of ``data`` and where in a slab each has its place: nearly always one."""
+        """Return parts of ``data`` with their memory in a slab; nearly always one."""
         if not slot.stretches:
             slab, begin = divmod(slot.offset, self._slab_bytes)
             if begin + slot.size <= self._slab_bytes:
@@ -186,26 +187,29 @@ class HostStore:
                 at, offset, size = at + part, offset + part, size - part
 
 
-class _AtOnce:
-    """Works on the thread that asks."""
+class _InlineExecutor:
+    """An executor that runs work on the calling thread."""
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
-        """It is done when this returns."""
         future: Future[None] = Future()
         work()
         future.set_result(None)
         return future
 
     def shutdown(self, *, wait: bool, cancel_futures: bool) -> None:
-        """Nothing runs."""
+        """No-op: no thread runs."""
 
 
 class _FilePending:
-    """File work on a worker thread, device copies included. Work that ended, failed or was cancelled is let go of
-    at once: it holds the tensor. So of an error only the words stay, since its traceback holds the frames. A forked
-    child, which has no such threads, does itself what was not done when it began."""
+    """File work on a worker thread, including the device's copies.
 
-    def __init__(self, pool: ThreadPoolExecutor | _AtOnce, work: Callable[[], None]) -> None:
+    The work is released as soon as it ends, fails or is cancelled, because it holds the tensor. Of an error only
+    the text is kept, because its traceback holds the frames. A forked child has no worker threads, so it runs
+    unfinished work itself."""
+
+    def __init__(
+        self, pool: ThreadPoolExecutor | _InlineExecutor, work: Callable[[], None]
+    ) -> None:
         self._work: Callable[[], None] | None = work
         self._failure = ""
         self._seconds = 0.0
@@ -213,14 +217,14 @@ class _FilePending:
         self._future: Future[None] = pool.submit(self._run)
 
     def done(self) -> bool:
-        if not self._here().done():
+        if not self._own_future().done():
             return False
         self.wait()
         return True
 
     def wait(self) -> None:
         try:
-            self._here().result()
+            self._own_future().result()
         except CancelledError:
             raise SwapError("the swap tier was closed while this transfer waited") from None
         if self._failure:
@@ -235,10 +239,12 @@ class _FilePending:
     def seconds(self) -> float:
         return self._seconds
 
-    def _here(self) -> Future[None]:
+    def _own_future(self) -> Future[None]:
         if self._generation != generation():
             self._generation = generation()
-            self._future = _AtOnce().submit(self._run if self._work is not None else lambda: None)
+            self._future = _InlineExecutor().submit(
+                self._run if self._work is not None else lambda: None
+            )
         return self._future
 
     def _run(self) -> None:
@@ -256,13 +262,12 @@ class _FilePending:
 
 
 class DiskStore:
-    """One file per rank, written and read by worker threads; reads do not queue behind writes, because
-    someone waits for them. What comes back is checked against a sum of what was written (30 GB/s on one core,
-    so it costs nothing beside the file).
+    """One file per rank, written and read by worker threads. Reads have threads of their own, because training waits
+    for them. Data read is compared with a checksum of the data written (30 GB/s on one core, so it costs nothing
+    beside the file).
 
-    The file is made with mode 0600 in a directory that only its owner can enter, never through a symbolic
-    link, and unlinked while open: whatever ends the process, nothing is left over.
-    """
+    The file has mode 0600 in a directory that only its owner can enter. It is never reached through a symbolic
+    link and is unlinked while open, so that no file is left over however the process ends."""
 
     def __init__(
         self,
@@ -277,30 +282,34 @@ class DiskStore:
     ) -> None:
         self.tier = tier.name
         self.slots = SlotMap(
-            capacity, f"the {tier.name} tier in {directory}", remedies.more_room(tier)
+            capacity, f"the {tier.name} tier in {directory}", remedies.when_full(tier)
         )
         self._remedies = remedies
         self._copies, self._delay = copies, delay
         self.directory = directory
         self._file: int | None = private_file(directory, remedies)
-        self._bounce = copies.bounce(2 * threads, _REQUEST)
-        self.waste_bytes = self._bounce.waste_bytes
-        self._writers: ThreadPoolExecutor | _AtOnce = _pool(threads, "parallax-swap-write", copies)
-        self._readers: ThreadPoolExecutor | _AtOnce = _pool(threads, "parallax-swap-read", copies)
-        self._written: dict[StoreSlot, tuple[int, int]] = {}  # the file that holds it, and the sum
+        self._staging = copies.file_staging(2 * threads, _REQUEST)
+        self.waste_bytes = self._staging.waste_bytes
+        self._writers: ThreadPoolExecutor | _InlineExecutor = _pool(
+            threads, "parallax-swap-write", copies
+        )
+        self._readers: ThreadPoolExecutor | _InlineExecutor = _pool(
+            threads, "parallax-swap-read", copies
+        )
+        self._written: dict[StoreSlot, tuple[int, int]] = {}  # slot → its file, and the checksum
         self._inherited: list[int] = []
         self._closed = False
         call_after_fork(self)
 
     def after_fork(self) -> None:
-        """Read what the parent wrote before, for as long as it leaves that as it is, and write to a file of one's own,
-        both without threads: a child may only load data, or do no more than leave."""
+        """Read the parent's data from its file, and write to a new file, both without threads. The parent's data is
+        valid until the parent changes it; most children only load training data or exit."""
         if self._file is not None:
             self._inherited.append(self._file)
-        self._file, self._writers, self._readers = None, _AtOnce(), _AtOnce()
+        self._file, self._writers, self._readers = None, _InlineExecutor(), _InlineExecutor()
 
     def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
-        slot, ready = self.slots.take(data.numel()), self._copies.mark()
+        slot, ready = self.slots.allocate(data.numel()), self._copies.mark()
         return slot, _FilePending(self._writers, lambda: self._save(slot, data, ready))
 
     def read(self, slot: StoreSlot, target: Tensor) -> Pending:
@@ -308,18 +317,18 @@ class DiskStore:
         return _FilePending(self._readers, lambda: self._fill(slot, target, ready))
 
     def free(self, slot: StoreSlot) -> None:
-        """The caller has waited for the transfers of this place."""
+        """Free a slot whose transfers have ended."""
         self._written.pop(slot, None)
-        self.slots.give(slot)
+        self.slots.release(slot)
 
     def close(self) -> None:
-        """Drop what has not begun, wait for the rest, close the file."""
+        """Cancel transfers that have not begun, wait for the others, close the file."""
         if self._closed:
             return
         self._closed = True
         for pool in (self._writers, self._readers):
             pool.shutdown(wait=True, cancel_futures=True)
-        self._bounce.close()
+        self._staging.close()
         for file in [self._file, *self._inherited]:
             if file is not None:
                 os.close(file)
@@ -327,7 +336,7 @@ class DiskStore:
     def _save(self, slot: StoreSlot, data: Tensor, ready: Event) -> None:
         time.sleep(self._delay())
         total, at, file = 0, 0, self._own_file()
-        for piece in self._bounce.down(data, ready):
+        for piece in self._staging.to_host(data, ready):
             total += _sum(piece)
             self._each(slot, at, piece, lambda view, at: os.pwrite(file, view, at), "write")
             at += piece.numel()
@@ -337,7 +346,7 @@ class DiskStore:
         time.sleep(self._delay())
         total = at = 0
         file, expected = self._written.get(slot) or (self._own_file(), None)
-        for piece in self._bounce.up(target, ready):
+        for piece in self._staging.to_device(target, ready):
             self._each(slot, at, piece, lambda view, at: os.preadv(file, [view], at), "read")
             total += _sum(piece)
             at += piece.numel()
@@ -381,11 +390,11 @@ class DiskStore:
 
 
 def _pool(threads: int, name: str, copies: CopyEngine) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, name, initializer=copies.adopt)
+    return ThreadPoolExecutor(threads, name, initializer=copies.bind_thread)
 
 
 class _Bytes:
-    """The memory of a tensor, for numpy. ``Tensor.numpy`` would forbid its owner to resize the storage."""
+    """A tensor's memory for numpy; ``Tensor.numpy`` would make the owner's storage non-resizable."""
 
     def __init__(self, data: Tensor) -> None:
         self.__array_interface__ = {
@@ -402,7 +411,8 @@ def _array(data: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def _sum(data: Tensor) -> int:
-    """Differs after any one flipped bit, and almost surely for a hole or another tensor's bytes."""
+    """Return a checksum that differs after any single bit flip, and almost surely for a hole or another tensor's
+    bytes."""
     view = _array(data)
     whole = view.size - view.size % 8
     return int(np.add.reduce(view[:whole].view(np.uint64))) + int(

@@ -1,15 +1,15 @@
-"""How a store is opened in each tier, and how a tier of one's own becomes known.
+"""Opening a store in each tier, and registration of custom tiers.
 
-A tier is what the planner, the machine and messages have to know of a place (:class:`parallax.plan.tier.Tier`), and a
-function that opens a store there. Both are registered together, so a new tier is one file::
+A tier consists of the properties that the planner, the machine and messages use
+(:class:`parallax.plan.tier.Tier`), and a function that opens a store. Both are registered together, so a new tier
+is one file::
 
     FAST = Tier(name="fast", key="disk", shared=True, ...)
 
     def open_fast(asked: StoreRequest) -> Store:
         return DiskStore(Path("/fast"), asked.capacity, asked.copies, threads=asked.threads, tier=FAST)
 
-    register_tier(FAST, open_fast)                # in every process that plans or trains
-"""
+    register_tier(FAST, open_fast)                # in every process that plans or trains"""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from parallax.swap.stores.store import DiskStore, HostStore, Store
 
 @dataclass(frozen=True, kw_only=True)
 class StoreRequest:
-    """What a store of one rank is opened with: its ``capacity`` in bytes, who copies, and for tiers of files the
-    ``directory``, how many ``threads`` write and as many read, and by what ``delay`` transfers are held up.
-    ``remedies``: what whoever reads its errors can set. ``slab_bytes``: of memory, what is allocated at one time; 0:
-    all of it at once, for who knows what he needs."""
+    """Arguments for opening the store of one rank.
+
+    ``capacity``: bytes. ``copies``: copy engine of the device. ``directory``, ``threads`` (that write, and as many
+    that read) and ``delay`` (seconds before a transfer): for tiers of files. ``remedies``: settings that error
+    messages name. ``slab_bytes``: bytes of memory to allocate at one time; 0: all at once."""
 
     tier: Tier
     capacity: int
@@ -48,7 +49,7 @@ CheckFolder = Callable[[Path, Remedies], None]
 
 
 def _any_folder(directory: Path, remedies: Remedies) -> None:
-    """A tier that has no files in it."""
+    """Accept any folder, for tiers without files."""
 
 
 class _Opener(NamedTuple):
@@ -57,33 +58,33 @@ class _Opener(NamedTuple):
 
 
 def open_store(asked: StoreRequest) -> Store:
-    """The store; raises :class:`PlanError` for a tier that holds nothing."""
+    """Return the store; raise :class:`PlanError` for a tier that holds no data."""
     if asked.tier.name not in _OPENERS:
         raise PlanError(
-            f"tier {printable(asked.tier.name)} holds nothing, and the plan puts data there: plan with swap.tier=auto"
+            f"tier {printable(asked.tier.name)} holds no data, but the plan offloads to it: plan again with "
+            "swap.tier=auto"
         )
     return _OPENERS[asked.tier.name].open(asked)
 
 
 def register_tier(tier: Tier, opener: OpenStore, check: CheckFolder = _any_folder) -> None:
-    """Make a tier of one's own known as ``swap.tier=name``, and in plans. ``opener`` opens the store of one rank;
-    ``check`` raises :class:`SwapError` where it could not, before anything moves.
+    """Register a custom tier as ``swap.tier=name``, and for plans.
 
-    Raises :class:`PlanError` where the name is taken.
-    """
+    ``opener`` opens the store of one rank. ``check`` raises :class:`SwapError` if a store could not be opened in a
+    folder, before data is moved. Raises :class:`PlanError` if the name is taken."""
     if tier.name in TIERS or tier.name == AUTO:
-        raise PlanError(f"tier {printable(tier.name)}: there is one of that name; choose another")
+        raise PlanError(f"tier {printable(tier.name)}: the name is taken; choose another")
     TIERS[tier.name] = tier
     _OPENERS[tier.name] = _Opener(opener, check)
 
 
 def check_tier_opens(tier: Tier, directory: Path, remedies: Remedies) -> None:
-    """Raise :class:`SwapError` now where files in ``directory`` could not be opened later, in the middle of a step."""
+    """Raise :class:`SwapError` if a store could not be opened in ``directory`` later, in the middle of a step."""
     _OPENERS[tier.name].check(directory, remedies)
 
 
 def open_host(asked: StoreRequest) -> Store:
-    """In host memory."""
+    """Open a store in host memory."""
     return HostStore(
         asked.capacity,
         asked.copies,
@@ -94,7 +95,7 @@ def open_host(asked: StoreRequest) -> Store:
 
 
 def open_disk(asked: StoreRequest) -> Store:
-    """In files."""
+    """Open a store in a file."""
     return DiskStore(
         asked.directory,
         asked.capacity,

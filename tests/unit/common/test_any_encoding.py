@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from parallax import cli
-from parallax.common.terminal import print_anything, safe_console
+from parallax.common.terminal import accept_any_text, safe_console
 
 TEXT = "→ µ × ── äöü 数 step 1/2"
 
@@ -18,7 +18,7 @@ def test_any_text_can_be_printed(encoding: str, monkeypatch: pytest.MonkeyPatch)
     streams = [io.TextIOWrapper(io.BytesIO(), encoding, errors="strict") for _ in range(2)]
     monkeypatch.setattr(sys, "stdout", streams[0])
     monkeypatch.setattr(sys, "stderr", streams[1])
-    print_anything()
+    accept_any_text()
     for stream in streams:
         print(TEXT, file=stream, flush=True)
         assert b"step 1/2" in stream.buffer.getvalue()  # type: ignore[attr-defined]

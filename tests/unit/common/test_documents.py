@@ -21,7 +21,7 @@ from parallax.common.documents import (
     read_json,
     read_lines,
 )
-from parallax.common.typed import fitting
+from parallax.common.typed import convert_exactly
 from parallax.plan.profile import Affine, BlockCost
 
 
@@ -100,9 +100,9 @@ COST = {
 
 
 def test_what_fits_is_read_exactly() -> None:
-    found = fitting(BlockCost, COST)
+    found = convert_exactly(BlockCost, COST)
     assert found.moved == Affine(1)
-    assert fitting(tuple[tuple[int, tuple[int, ...]], ...], [[4, [0, 1]]]) == ((4, (0, 1)),)
+    assert convert_exactly(tuple[tuple[int, tuple[int, ...]], ...], [[4, [0, 1]]]) == ((4, (0, 1)),)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_what_fits_is_read_exactly() -> None:
 )
 def test_what_does_not_fit(key: str, value: object, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as found:
-        fitting(BlockCost, {**COST, key: value}, "block")
+        convert_exactly(BlockCost, {**COST, key: value}, "block")
     assert len(str(found.value)) < 150
     with pytest.raises(ValueError, match=r"block\.name: missing"):
-        fitting(BlockCost, {k: v for k, v in COST.items() if k != "name"}, "block")
+        convert_exactly(BlockCost, {k: v for k, v in COST.items() if k != "name"}, "block")

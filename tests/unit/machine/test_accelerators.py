@@ -20,10 +20,10 @@ from parallax.machine.accelerator import Accelerator, DeviceFacts
 from parallax.machine.accelerators import (
     OwnDevice,
     RanksDevices,
-    keep_to,
+    limit_device_memory,
     ranks_devices,
     register_accelerator,
-    tell_ranks_devices,
+    set_ranks_devices,
 )
 from parallax.machine.cuda import Cuda
 from parallax.machine.local import RANKS_PER_GPU, ClusterConfig, build_cluster, choose_devices
@@ -159,7 +159,7 @@ def test_devices_are_those_that_all_ranks_have(
     """Of which this one sees a single one."""
     install(80 * GIB)
     ranks = [own(identity) for identity in others + mine]
-    tell_ranks_devices(RanksDevices.of(ranks, range(len(others), len(ranks))))
+    set_ranks_devices(RanksDevices.collect(ranks, range(len(others), len(ranks))))
     found = cluster_of(tmp_path, devices=len(mine))
     assert found.nodes[0].concurrent == present
     assert [device.memory_bytes for device in found.devices] == [each * GIB for each in budgets]
@@ -170,7 +170,7 @@ def test_devices_are_those_that_all_ranks_have(
 def test_each_rank_has_the_budget_of_its_own_device(tmp_path: Path) -> None:
     """Not that of the one which plans."""
     install(80 * GIB)
-    tell_ranks_devices(RanksDevices.of([own("a"), own("b", 40)], range(2)))
+    set_ranks_devices(RanksDevices.collect([own("a"), own("b", 40)], range(2)))
     assert [d.memory_bytes for d in cluster_of(tmp_path, devices=2).devices] == [76 * GIB, 38 * GIB]
 
 
@@ -186,7 +186,7 @@ def test_each_rank_has_the_budget_of_its_own_device(tmp_path: Path) -> None:
     ids=["two kinds", "one without a name", "one without a device", "CPUs", "nobody asked"],
 )
 def test_what_is_not_known_of_all_is_not_told(found: list[OwnDevice | None]) -> None:
-    assert RanksDevices.of(found, range(len(found))) is None
+    assert RanksDevices.collect(found, range(len(found))) is None
 
 
 @pytest.mark.parametrize(
@@ -256,8 +256,8 @@ def test_what_was_measured_is_given_back_before_the_limit(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("torch.accelerator.empty_cache", lambda: done.append("emptied"))
     monkeypatch.setitem(accelerators._KNOWN, "cuda", Limited(()))
-    keep_to(torch.device("cuda", 0), 5)
-    keep_to(torch.device("cpu"), 5)
+    limit_device_memory(torch.device("cuda", 0), 5)
+    limit_device_memory(torch.device("cpu"), 5)
     assert done == ["emptied", "5 bytes"]
 
 
@@ -286,7 +286,9 @@ def test_variables_are_set_before_devices_are_asked_for(monkeypatch: pytest.Monk
 
 def test_what_was_told_of_other_devices_is_no_matter(tmp_path: Path) -> None:
     install(80 * GIB)
-    tell_ranks_devices(RanksDevices.of([own(each, kind="another") for each in "abcd"], range(4)))
+    set_ranks_devices(
+        RanksDevices.collect([own(each, kind="another") for each in "abcd"], range(4))
+    )
     assert cluster_of(tmp_path, devices=2).devices[0].memory_bytes == 38 * GIB
 
 

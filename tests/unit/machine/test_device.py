@@ -16,7 +16,7 @@ import torch
 
 from parallax.errors import SwapError
 from parallax.machine.accelerators import accelerator_named
-from parallax.machine.device import BounceRing, CpuCopies, copies_for
+from parallax.machine.device import CpuCopies, StagingRing, copies_for
 from parallax.machine.pinned import PINNING_REMEDY, Arena, PlainArena, RegisteredArena
 from parallax.swap.stores.store import DiskStore
 from tests.unit.swap_fakes import MIB, LateCopies
@@ -164,15 +164,15 @@ def test_no_host_memory_is_allocated_after_the_store_was_made(scratch: Path) -> 
 
 def test_a_buffer_comes_back_whatever_happens() -> None:
     copies = LateCopies()
-    ring = BounceRing(copies, torch.device("cpu"), 1, 100)
+    ring = StagingRing(copies, torch.device("cpu"), 1, 100)
     data, done = torch.arange(250, dtype=torch.uint8), copies.mark()
     for _ in range(3):
-        pieces = ring.down(data, done)
+        pieces = ring.to_host(data, done)
         next(pieces)
         del pieces  # as an exception in the loop does
-    assert torch.cat([piece.clone() for piece in ring.down(data, done)]).equal(data)
+    assert torch.cat([piece.clone() for piece in ring.to_host(data, done)]).equal(data)
     target = torch.zeros_like(data)
-    for at, piece in enumerate(ring.up(target, done)):
+    for at, piece in enumerate(ring.to_device(target, done)):
         piece.copy_(data[100 * at : 100 * at + 100])
     assert torch.equal(target, data)
     ring.close()
@@ -183,7 +183,7 @@ def test_the_cpu_has_no_copies_of_its_own() -> None:
     copies = copies_for(torch.device("cpu"))
     assert isinstance(copies, CpuCopies)
     data = torch.arange(10, dtype=torch.uint8)
-    (piece,) = copies.bounce(4, 100).down(data, copies.mark())
+    (piece,) = copies.file_staging(4, 100).to_host(data, copies.mark())
     assert piece.data_ptr() == data.data_ptr()
     event = copies.copy(data, torch.zeros_like(data))
     assert event.done()

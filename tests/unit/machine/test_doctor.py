@@ -47,7 +47,7 @@ def test_tables_for_people() -> None:
         "memory",
         "bandwidths",
         "versions",
-        "what will go wrong here",
+        "problems to expect",
         "disk read",
         "gloo",
     ):

@@ -118,7 +118,7 @@ def test_what_the_catalog_does_not_have_is_refused(name: str) -> None:
     ("listed", "said"),
     [
         ("", "Slurm lists no nodes"),
-        ("n1|gpu:8|1000|8|0", "does not say which GPUs node n1 has"),
+        ("n1|gpu:8|1000|8|0", "does not name the GPUs of n1"),
         ("n1|gpu:l4:1,gpu:a100:1|1000|8|0", "several kinds .a100-80, l4."),
     ],
 )
@@ -147,6 +147,6 @@ def test_a_slurm_that_does_not_answer_is_said_in_one_line(
     assert cli.main(["doctor", "--write-cluster", "ours.yaml"]) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(
-        "parallax: --write-cluster: Slurm does not say what there is (sinfo: fatal: last); "
+        "parallax: --write-cluster: Slurm does not list its nodes (sinfo: fatal: last); "
     )
     assert not Path("ours.yaml").exists()

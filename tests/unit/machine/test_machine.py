@@ -387,7 +387,7 @@ def test_more_threads_than_cores_are_said(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     said = [processes_of(choose_devices(ClusterConfig(devices=count))) for count in ("auto", 1, 3)]
     assert said[:2] == ["2 processes × 1 thread on 2 cores", "1 process × 2 threads on 2 cores"]
-    assert said[2].startswith("3 processes × 1 thread share 2 cores: as asked for, and slower")
+    assert said[2].startswith("3 processes × 1 thread share 2 cores: as requested, and slower")
 
 
 @no_cuda

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from parallax.errors import ConfigError, PlanError
-from parallax.machine.variables import check_interfaces, check_rank, left_over, or_unset
+from parallax.machine.variables import check_interfaces, check_rank, leftover_warning, unset_hint
 from parallax.run.processes import rank as rank_module
 
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -38,11 +38,16 @@ def test_a_rank_beyond_the_number_of_ranks_is_named() -> None:
 
 
 def test_what_no_launcher_has_set_is_named() -> None:
-    assert left_over({}) == or_unset({}) == ""
-    assert left_over({"RANK": "3"}) == "RANK=3: set by no torchrun, and ignored; type `unset RANK`"
-    assert or_unset(RANK).endswith(UNSET)
+    assert leftover_warning({}) == unset_hint({}) == ""
+    assert (
+        leftover_warning({"RANK": "3"})
+        == "RANK=3: set by no torchrun, and ignored; type `unset RANK`"
+    )
+    assert unset_hint(RANK).endswith(UNSET)
     for launcher in ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
-        assert left_over({**RANK, launcher: "1"}) == or_unset({**RANK, launcher: "1"}) == ""
+        assert (
+            leftover_warning({**RANK, launcher: "1"}) == unset_hint({**RANK, launcher: "1"}) == ""
+        )
 
 
 @dataclasses.dataclass

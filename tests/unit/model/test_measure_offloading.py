@@ -18,7 +18,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling import measure as module
 from parallax.plan.profile import ModelProfile
 from parallax.swap.config import SwapConfig
-from parallax.swap.trial import Trial, Trials
+from parallax.swap.offload_benchmark import OffloadBenchmark, OffloadBenchmarks
 from tests.unit.model.test_measure import (
     CPU,
     WIDE,
@@ -34,17 +34,17 @@ __all__ = ["_fresh"]
 
 
 class Counting:
-    """Trials of a run on disk, counted."""
+    """OffloadBenchmarks of a run on disk, counted."""
 
     tier = "disk"
 
     def __init__(self, folder: Path) -> None:
-        self.trials = Trials("disk", SwapConfig(minimum_bytes=1), folder)
+        self.trials = OffloadBenchmarks("disk", SwapConfig(minimum_bytes=1), folder)
         self.moved: list[int] = []
 
     def of(
         self, block: nn.Module, moved: int, device: torch.device
-    ) -> contextlib.AbstractContextManager[Trial]:
+    ) -> contextlib.AbstractContextManager[OffloadBenchmark]:
         self.moved.append(moved)
         return self.trials.of(block, moved, device)
 
@@ -92,7 +92,9 @@ def test_a_trial_moves_what_a_block_saves_and_changes_no_gradient(tmp_path: Path
     block = Both()
     rows = torch.randn(4, WIDE, requires_grad=True)
     plain = torch.autograd.grad(block(rows).sum(), [rows, *block.parameters()])
-    with Trials("disk", SwapConfig(minimum_bytes=1), tmp_path).of(block, 1 << 20, CPU) as trial:
+    with OffloadBenchmarks("disk", SwapConfig(minimum_bytes=1), tmp_path).of(
+        block, 1 << 20, CPU
+    ) as trial:
         for _ in range(2):
             with trial.saving():
                 out = block(rows)
@@ -114,6 +116,6 @@ def test_a_folder_that_cannot_be_written_is_one_line(
         pytest.raises(
             ConfigError, match=r"cannot write in .* \(Permission denied\): name another folder"
         ),
-        Trials("disk", SwapConfig(), tmp_path).of(Both(), 1, CPU),
+        OffloadBenchmarks("disk", SwapConfig(), tmp_path).of(Both(), 1, CPU),
     ):
         pass

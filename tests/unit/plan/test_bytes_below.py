@@ -24,7 +24,7 @@ from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.runtime.optim.optimizer import OptimizerConfig, StageOptimizer
 from parallax.runtime.replicas.replicate import SharedStates
-from parallax.swap.parameters.nothing_streams import NothingStreams
+from parallax.swap.parameters.offloaded import ResidentParameters
 from parallax.swap.stores.store import Store
 from tests.plans import make_plan
 from tests.unit.plan_fakes import block, profile
@@ -217,7 +217,7 @@ def test_replicas_take_no_more_than_their_part(seed: int, precision: str) -> Non
             copies=CpuCopies(),
             open_store=note,
             share=share_out if replicas > 1 else None,
-            streamed=NothingStreams(),
+            streamed=ResidentParameters(),
         ).close()
         assert all(needed <= stage.state_bytes for needed in needs)
 

@@ -95,11 +95,11 @@ class MemoryStore:
 
     def __init__(self, asked: StoreRequest) -> None:
         self.tier, self.waste_bytes = asked.tier.name, 0
-        self.slots = SlotMap(asked.capacity, "the memory", asked.remedies.more_room(asked.tier))
+        self.slots = SlotMap(asked.capacity, "the memory", asked.remedies.when_full(asked.tier))
         self._bytes = torch.empty(2 * asked.capacity, dtype=torch.uint8)
 
     def write(self, data: Tensor) -> tuple[StoreSlot, Copied]:
-        slot = self.slots.take(data.numel())
+        slot = self.slots.allocate(data.numel())
         for at, part in self._parts(slot, data):
             self._bytes[at : at + part.numel()] = part
         return slot, Copied()
@@ -110,7 +110,7 @@ class MemoryStore:
         return Copied()
 
     def free(self, slot: StoreSlot) -> None:
-        self.slots.give(slot)
+        self.slots.release(slot)
 
     def close(self) -> None:
         pass
@@ -253,7 +253,7 @@ def test_what_is_full_names_the_tier_and_its_key(opened: list[Store], tmp_path: 
 
 def test_names_are_taken_once(opened: list[Store]) -> None:
     for name in ("host", "second", "auto"):
-        with pytest.raises(PlanError, match=f"tier {name}: there is one of that name"):
+        with pytest.raises(PlanError, match=f"tier {name}: the name is taken"):
             register_tier(replace(SECOND, name=name), open_memory([]))
     with pytest.raises(ConfigError, match="accepted are host_memory, disk"):
         replace(SECOND, name="third", key="ssd")
@@ -261,7 +261,7 @@ def test_names_are_taken_once(opened: list[Store]) -> None:
 
 def test_tiers_that_nobody_knows(tmp_path: Path) -> None:
     chain = describe(MLPConfig(layers=2, hidden=8, embedding=4, sequence=4).build)
-    for tier, words in (("second", "tier second is not known here"), ("none", "holds nothing")):
+    for tier, words in (("second", "tier second is not known here"), ("none", "holds no data")):
         plan = make_plan(chain, directive="offload", global_batch=ROWS, tier=tier)
         with pytest.raises(PlanError, match=words):
             Engine.build(chain, plan, loss=MLP.loss, scratch=tmp_path)

@@ -44,7 +44,7 @@ def left() -> tuple[object, ...]:
     """What others would find: handlers, the descriptor to which signals are written, threads."""
     descriptor = signal.set_wakeup_fd(-1)
     threads = [each.name for each in threading.enumerate() if each.name == "parallax-onlooker"]
-    return [signal.getsignal(number) for number in subject.heeded()], descriptor, threads
+    return [signal.getsignal(number) for number in subject.handled_signals()], descriptor, threads
 
 
 def pressed(at: int) -> bool:
@@ -75,7 +75,7 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind() -> None:
         signal.signal(signal.SIGINT, handler)
 
 
-@pytest.mark.parametrize("number", subject.heeded())
+@pytest.mark.parametrize("number", subject.handled_signals())
 def test_requests_are_passed_on(number: signal.Signals) -> None:
     seen = []
     before = signal.signal(number, lambda each, frame: seen.append(each))

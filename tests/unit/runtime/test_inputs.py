@@ -72,7 +72,7 @@ def test_what_is_on_its_way_when_another_fails_has_come(monkeypatch: pytest.Monk
     waits: list[Tensor] = []
 
     class Copies(CpuCopies):
-        def beside(self) -> Copies:
+        def on_own_streams(self) -> Copies:
             return self
 
         def copy(self, source: Tensor, target: Tensor, after: Event | None = None) -> Event:

@@ -19,8 +19,7 @@ from parallax.plan.plan import STATE_BUCKET_BYTES
 from parallax.runtime.optim import resident
 from parallax.runtime.optim.optimizer import OptimizerConfig, StageOptimizer
 from parallax.runtime.optim.scaling import gradient_norm
-from parallax.swap.parameters.nothing_streams import NothingStreams
-from parallax.swap.parameters.streamed import StreamedParameters
+from parallax.swap.parameters.offloaded import OffloadedParameters, ResidentParameters
 from parallax.swap.stores.store import DiskStore, Store
 
 CPU = torch.device("cpu")
@@ -90,7 +89,7 @@ class Opener:
             copies=CpuCopies(),
             open_store=store,
             share=None,
-            streamed=NothingStreams(),
+            streamed=ResidentParameters(),
         )
         self._stack.callback(optimizer.close)
         return optimizer
@@ -234,7 +233,7 @@ def test_a_skipped_step_of_streamed_parameters_leaves_no_trace(scratch: Path) ->
     with contextlib.ExitStack() as stack:
         store = DiskStore(scratch / "weights", 2**24, CpuCopies(), threads=1)
         stack.callback(store.close)
-        streamed = StreamedParameters([block.parameters() for block in net], store)
+        streamed = OffloadedParameters([block.parameters() for block in net], store)
         stack.callback(streamed.close)
         for index, block in enumerate(net):
             streamed.attach(index, block)
@@ -252,7 +251,7 @@ def test_a_skipped_step_of_streamed_parameters_leaves_no_trace(scratch: Path) ->
         other = open_optimizer(
             list(twin.parameters()),
             open_store=lambda needed, places: None,
-            streamed=NothingStreams(),
+            streamed=ResidentParameters(),
         )
         for step in range(4):
             x = torch.randn(5, 24, generator=torch.Generator().manual_seed(step))

@@ -140,7 +140,7 @@ def step_interrupted(at: int, where: str, folder: Path) -> Keyboard:
         with scope:
             for number in range(3):
                 gradients(model)
-                assert number == 0 or scope.states[0].below_bytes > 0
+                assert number == 0 or scope.states[0].offloaded_bytes > 0
                 with keyboard if (number, where) == (2, "step") else contextlib.nullcontext():
                     optimizer.step()
                 optimizer.zero_grad()

@@ -223,7 +223,7 @@ def test_a_failed_read_is_told_each_time(store: ManualStore) -> None:
 def test_a_full_tier_leaves_no_trace() -> None:
     manager = SwapManager(ManualStore(capacity=8192), limit_bytes=100 * KIB)
     entry = manager.save(tensor(8000), 0)[0]
-    with pytest.raises(SwapError, match=r"8\.0 KiB in use of 8\.0 KiB, 7\.8 KiB more asked"):
+    with pytest.raises(SwapError, match=r"8\.0 KiB in use of 8\.0 KiB, 7\.8 KiB more requested"):
         manager.save(tensor(8000), 0)[0]
     assert manager.resident_bytes == 8000
     del entry

@@ -73,8 +73,8 @@ def settle(scope: Swapping) -> None:
     """All that is saved leaves the device: what an operator saves begins to leave when the next one saves."""
     marker = torch.zeros(1, requires_grad=True).exp()
     deadline = time.monotonic() + LEAVE_SECONDS
-    while scope.activations_now() > marker.nbytes:
-        assert time.monotonic() < deadline, f"{scope.activations_now()} bytes stay on the device"
+    while scope.activation_bytes() > marker.nbytes:
+        assert time.monotonic() < deadline, f"{scope.activation_bytes()} bytes stay on the device"
         time.sleep(0.0001)
 
 

@@ -250,7 +250,9 @@ def test_after_a_failure_nothing_goes_on_half_updated(
             lambda: host.ready(mine.parameters()),
             lambda: host.states(mine[0].weight),
         ):
-            with pytest.raises(SwapError, match=r"weights are half new: load the last checkpoint"):
+            with pytest.raises(
+                SwapError, match=r"only some weights are updated: load the last checkpoint"
+            ):
                 again()
         backward(plain, 0)
         optimizer.step()
@@ -285,7 +287,7 @@ class Peer:
     def owns(self, parameter: Tensor) -> bool:
         return parameter.dim() > 1
 
-    def spread(self, parameter: Tensor, tensors: list[Tensor]) -> None:
+    def broadcast(self, parameter: Tensor, tensors: list[Tensor]) -> None:
         if not self.owns(parameter):
             self.answer.wait(20)
 

@@ -23,8 +23,7 @@ from parallax.model.saved import Selector
 from parallax.runtime.optim.scaling import gradient_norm
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
-from parallax.swap.parameters.prefetch_order import PrefetchOrder
-from parallax.swap.parameters.streamed import StreamedParameters
+from parallax.swap.parameters.offloaded import OffloadedParameters, PrefetchOrder
 from parallax.swap.stores.store import DiskStore, HostStore, Store
 from parallax.swap.verify import Delays
 from tests.unit.swap_fakes import MIB, ManualStore
@@ -85,7 +84,7 @@ def run(
     return [losses[m].item() for m in sorted(losses)]
 
 
-Stream = Callable[..., StreamedParameters]
+Stream = Callable[..., OffloadedParameters]
 
 
 @pytest.fixture(params=["disk", "host"])
@@ -103,12 +102,12 @@ def store(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Store]:
 @pytest.fixture
 def stream(store: Store) -> Iterator[Stream]:
     """Makes streams over blocks; in the end nothing may be left below, nor too much have been on the device."""
-    made: list[StreamedParameters] = []
+    made: list[OffloadedParameters] = []
 
-    def build(blocks: Sequence[nn.Module], **options: Any) -> StreamedParameters:
+    def build(blocks: Sequence[nn.Module], **options: Any) -> OffloadedParameters:
         options = {"chunk_bytes": 1024, "verify": True, **options}
         made.append(
-            StreamedParameters([list(block.parameters()) for block in blocks], store, **options)
+            OffloadedParameters([list(block.parameters()) for block in blocks], store, **options)
         )
         for index, block in enumerate(blocks):
             made[-1].attach(index, block)
@@ -122,11 +121,11 @@ def stream(store: Store) -> Iterator[Stream]:
 
 
 def gradients(
-    blocks: Sequence[nn.Module], streamed: StreamedParameters | None = None
+    blocks: Sequence[nn.Module], streamed: OffloadedParameters | None = None
 ) -> list[Tensor | None]:
     found = []
     for parameter in [p for block in blocks for p in block.parameters()]:
-        if streamed is not None and streamed.streams(parameter):
+        if streamed is not None and streamed.is_offloaded(parameter):
             assert parameter.grad is None
             found.append(streamed.read_gradient(parameter))
         else:
@@ -134,7 +133,7 @@ def gradients(
     return found
 
 
-def weights(blocks: Sequence[nn.Module], streamed: StreamedParameters) -> list[Tensor]:
+def weights(blocks: Sequence[nn.Module], streamed: OffloadedParameters) -> list[Tensor]:
     return [tensor for index in range(len(blocks)) for tensor in streamed.read_full(index)]
 
 
@@ -296,7 +295,7 @@ def test_gradients_can_be_replaced(stream: Stream) -> None:
     assert streamed.read_gradient(mine[0].unused) is None
     for parameter in (mine[0].down, mine[0].unused):
         summed = torch.randn_like(parameter)
-        streamed.gradient(parameter).write(summed).end()
+        streamed.gradient(parameter).write(summed).finish()
         assert_same([streamed.read_gradient(parameter)], [summed])
         assert torch.equal(
             get_total_norm(streamed.norm_terms([parameter])), get_total_norm([summed])
@@ -351,10 +350,10 @@ def test_shared_parameters_stay(stream: Stream, how: str) -> None:
     if how == "memory":
         mine[2].down = nn.Parameter(mine[0].down.detach())
     streamed = stream(mine)
-    assert not streamed.streams(mine[0].down)
-    assert not streamed.streams(mine[2].down)
+    assert not streamed.is_offloaded(mine[0].down)
+    assert not streamed.is_offloaded(mine[2].down)
     assert mine[0].down.data_ptr() == mine[2].down.data_ptr()
-    assert streamed.streams(mine[0].up.weight)
+    assert streamed.is_offloaded(mine[0].up.weight)
     if how == "same":
         assert run(mine, gpipe(2)) == run(plain, gpipe(2))
         assert_same(gradients(mine, streamed), gradients(plain))
@@ -369,7 +368,7 @@ def test_blocks_are_made_one_after_another(store: Store) -> None:
             alive.append(block)
             yield block.parameters()
 
-    streamed = StreamedParameters(make(), store)
+    streamed = OffloadedParameters(make(), store)
     streamed.close()
     assert store.slots.used_bytes == 0
 
@@ -377,7 +376,7 @@ def test_blocks_are_made_one_after_another(store: Store) -> None:
 def test_a_changed_byte_below_is_noticed(scratch: Path) -> None:
     store = HostStore(4 * MIB, CpuCopies())
     mine = model()
-    streamed = StreamedParameters([list(b.parameters()) for b in mine], store, verify=True)
+    streamed = OffloadedParameters([list(b.parameters()) for b in mine], store, verify=True)
     slot = streamed._flats[2].chunks[0]._slot
     assert slot is not None
     store._slabs[0].data[slot.offset : slot.offset + slot.size][slot.size // 2] += 1
@@ -389,7 +388,7 @@ def test_a_changed_byte_below_is_noticed(scratch: Path) -> None:
 
 
 def gradients_of_one_more(
-    blocks: nn.ModuleList, streamed: StreamedParameters
+    blocks: nn.ModuleList, streamed: OffloadedParameters
 ) -> list[Tensor | None]:
     run(blocks, gpipe(1))
     return gradients(blocks, streamed)
@@ -421,7 +420,7 @@ def test_the_next_block_comes_while_one_runs() -> None:
     store = ManualStore()
     mine = model(3)
     sizes = [sum(p.nbytes for p in block.parameters()) for block in mine]
-    streamed = StreamedParameters([list(b.parameters()) for b in mine], store, chunk_bytes=MIB)
+    streamed = OffloadedParameters([list(b.parameters()) for b in mine], store, chunk_bytes=MIB)
     assert [t.name for t in store.transfers if not t.finished] == []
     streamed.enter(0)
     under_way = [t for t in store.transfers if not t.finished]
@@ -437,18 +436,18 @@ def test_a_step_is_expected_to_go_as_the_last_one() -> None:
     step = [0, 1, 2, 0, 1, 2, 1, 0, 2, 1, 0]  # two forwards, two backwards of three blocks
     guessed = []
     for block in step:
-        visits.at(block)
-        guessed += visits.following(1, 3)
+        visits.visit(block)
+        guessed += visits.next_blocks(1, 3)
     assert guessed == [1, 2, 1, 1, 2, 1, 0, 1, 1, 0, 1]
     visits.restart()
     guessed = []
     for block in step:
-        assert visits.at(block)
-        assert not visits.at(block)
-        guessed += visits.following(1, 3)
+        assert visits.visit(block)
+        assert not visits.visit(block)
+        guessed += visits.next_blocks(1, 3)
     assert guessed == step[1:]
-    visits.at(2)
-    assert visits.following(2, 3) == [1, 0]
+    visits.visit(2)
+    assert visits.next_blocks(2, 3) == [1, 0]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -463,7 +462,7 @@ def test_late_transfers_and_offloaded_activations(scratch: Path, seed: int) -> N
         ]
         for store in stores:
             stack.callback(store.close)
-        streamed = StreamedParameters(
+        streamed = OffloadedParameters(
             [block.parameters() for block in mine], stores[0], chunk_bytes=8192, verify=True
         )
         stack.callback(streamed.close)
@@ -488,13 +487,13 @@ def test_late_transfers_and_offloaded_activations(scratch: Path, seed: int) -> N
 
 def test_a_window_of_nothing_is_refused(store: Store) -> None:
     with pytest.raises(ConfigError, match="window=0"):
-        StreamedParameters([], store, window=0)
+        OffloadedParameters([], store, window=0)
 
 
 def test_what_the_selector_should_know(stream: Stream) -> None:
     mine = model()
     streamed = stream(mine)
     streamed.enter(0)
-    assert streamed.holds(mine[0].down.t())
-    assert streamed.holds(mine[0].up.weight.detach())
-    assert not streamed.holds(batch(0))
+    assert streamed.holds_memory_of(mine[0].down.t())
+    assert streamed.holds_memory_of(mine[0].up.weight.detach())
+    assert not streamed.holds_memory_of(batch(0))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from parallax.machine.device import CpuCopies
 from parallax.machine.host import ResidentMeter, return_freed_memory
-from parallax.swap.parameters.streamed import StreamedParameters
+from parallax.swap.parameters.offloaded import OffloadedParameters
 from parallax.swap.stores.store import DiskStore
 
 MIB = 2**20
@@ -78,7 +78,7 @@ def streamed(scratch: Path, count: int = BLOCKS) -> tuple[list[float], int, int,
             yield blocks[-1].parameters()
 
     meter = ResidentMeter()
-    stream = StreamedParameters(make(), store)
+    stream = OffloadedParameters(make(), store)
     for index, block in enumerate(blocks):
         stream.attach(index, block)
     try:

@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 from parallax.errors import SwapError
 from parallax.machine.device import CpuCopies
 from parallax.swap.optimizer.host import HostOptimizer
-from parallax.swap.parameters.streamed import StreamedParameters
+from parallax.swap.parameters.offloaded import OffloadedParameters
 from parallax.swap.stores.store import DiskStore
 from tests.unit.swap.test_parameters import (
     WIDTH,
@@ -44,7 +44,7 @@ def test_steps_are_those_of_a_resident_optimizer(stream: Stream, count: int, cut
     for block in plain:
         block.gain.data = block.gain.data.float()
     mine = copy.deepcopy(plain)
-    streamed = stream(mine, cut=cut)
+    streamed = stream(mine, split=cut)
 
     def optimizer(blocks: nn.ModuleList) -> torch.optim.Optimizer:
         matrices = [p for p in blocks.parameters() if p.dim() > 1]
@@ -152,7 +152,7 @@ def test_memory_that_is_handed_out_cannot_be_given_back(stream: Stream) -> None:
     streamed = stream(mine, window=1)
     streamed.enter(0)
     held = mine[0].down.detach().numpy()
-    with pytest.raises(SwapError, match=r"handed out by \.numpy\(\)"):
+    with pytest.raises(SwapError, match=r"passed to \.numpy\(\)"):
         streamed.enter(1)
     assert held.shape == (WIDTH, 2 * WIDTH)
 
@@ -175,7 +175,7 @@ def test_values_that_are_set_again_are_not_overtaken_by_older_ones(scratch: Path
     disk = DiskStore(scratch, 2**20, CpuCopies(), threads=2, delay=lambda: next(late))
     with contextlib.closing(disk):
         layer = nn.Linear(16, 16)
-        streamed = StreamedParameters([layer.parameters()], disk)
+        streamed = OffloadedParameters([layer.parameters()], disk)
         for value in (1.0, 2.0, 3.0):
             streamed.write_full(0, [torch.full((16, 16), value), torch.full((16,), value)])
         time.sleep(0.2)  # whatever is late has come

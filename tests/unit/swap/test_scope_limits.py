@@ -49,7 +49,7 @@ def test_a_limit_that_cannot_be_kept_says_why(tight: Callable[..., Swapping]) ->
     with (
         pytest.raises(
             BudgetExceeded,
-            match=r"limit 500.0 KiB = parameters and buffers .* gradients .* leaves no room",
+            match=r"limit 500.0 KiB = parameters and buffers .* gradients .* leaves too little",
         ),
         parallax.swap(model, "500KiB"),
     ):

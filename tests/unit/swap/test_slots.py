@@ -35,9 +35,9 @@ def test_the_line_is_bounded_by_what_was_in_use(asked: list[tuple[bool, int]]) -
     slots, taken, most = SlotMap(2**40, "the tier"), list[StoreSlot](), 0
     for give, size in asked:
         if give and taken:
-            slots.give(taken.pop(size % len(taken)))
+            slots.release(taken.pop(size % len(taken)))
         else:
-            taken.append(slots.take(size))
+            taken.append(slots.allocate(size))
         most = max(most, slots.used_bytes)
         found = sorted(place for slot in taken for place in places(slot))
         assert sum(size for _, size in found) == sum(slot.size for slot in taken)
@@ -51,12 +51,12 @@ def test_a_tier_is_full_only_when_its_bytes_are_in_use(asked: list[tuple[bool, i
     slots, taken = SlotMap(capacity, "the tier"), list[StoreSlot]()
     for give, size in asked:
         if give and taken:
-            slots.give(taken.pop(size % len(taken)))
+            slots.release(taken.pop(size % len(taken)))
             continue
         pages = -(-size // PAGE)
         fits = slots.used_bytes + pages * PAGE <= capacity
         try:
-            taken.append(slots.take(size))
+            taken.append(slots.allocate(size))
             assert fits
         except SwapError:
             assert not fits

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import parallax
 from parallax.errors import BudgetExceeded
-from parallax.swap.lms.below import StatesBelow
+from parallax.swap.lms.offloaded_states import OffloadedStates
 from parallax.swap.lms.scope import Swapping
 from tests.unit.swap_fakes import assert_equal
 
@@ -57,7 +57,7 @@ def tight(scratch: Path) -> Callable[..., Swapping]:
 
 
 def below(optimizer: Optimizer) -> int:
-    return sum(isinstance(state, StatesBelow) for state in optimizer.state.values())
+    return sum(isinstance(state, OffloadedStates) for state in optimizer.state.values())
 
 
 def saved(value: Any) -> Any:
@@ -302,11 +302,11 @@ def test_a_state_changed_while_it_leaves(tight: Callable[..., Swapping]) -> None
         states = swapping.states[0]
         for weight, twin in zip(model.parameters(), other.parameters()):
             held = optimizer.state[weight]["exp_avg"]
-            states._leave(weight)
+            states._offload(weight)
             held.mul_(0.5)
             del held
             same.state[twin]["exp_avg"].mul_(0.5)
-        while states._leaving:
-            states._land()
+        while states._writing:
+            states._finish_oldest_write()
         assert_equal(optimizer.state_dict(), same.state_dict())
         assert steps(model, optimizer) == steps(other, same)

@@ -39,10 +39,10 @@ def test_places_never_overlap_and_none_is_lost(asked: list[tuple[bool, int]]) ->
     slots, taken = SlotMap(capacity, "the tier"), list[StoreSlot]()
     for give, size in asked:
         if give and taken:
-            slots.give(taken.pop(size % len(taken)))
+            slots.release(taken.pop(size % len(taken)))
         else:
             try:
-                taken.append(slots.take(size))
+                taken.append(slots.allocate(size))
             except SwapError:
                 assert slots.used_bytes + size > capacity - PAGE, "refused though there was room"
         places = [place for slot in taken for place in slot.stretches or [(slot.offset, slot.size)]]
@@ -50,33 +50,33 @@ def test_places_never_overlap_and_none_is_lost(asked: list[tuple[bool, int]]) ->
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
         assert not spans or spans[-1][1] <= capacity
     for slot in taken:
-        slots.give(slot)
+        slots.release(slot)
     assert slots.used_bytes == 0
-    assert slots.take(capacity).offset == 0
+    assert slots.allocate(capacity).offset == 0
 
 
 def test_the_same_sizes_again_need_no_growth() -> None:
     slots = SlotMap(2**40, "the tier")
     for _ in range(5):
-        taken = [slots.take(size) for size in (5000, 9000, 5000, 100)]
+        taken = [slots.allocate(size) for size in (5000, 9000, 5000, 100)]
         assert max(slot.offset for slot in taken) < 8 * PAGE
         for slot in taken:
-            slots.give(slot)
+            slots.release(slot)
 
 
 def test_new_sizes_fit_between_places_in_use() -> None:
     slots = SlotMap(100 * PAGE, "the tier")
-    taken = [slots.take(10 * PAGE) for _ in range(10)]
+    taken = [slots.allocate(10 * PAGE) for _ in range(10)]
     for slot in taken[1:9]:
-        slots.give(slot)
+        slots.release(slot)
     offsets = [
-        slots.take(40 * PAGE).offset,
-        slots.take(3 * PAGE).offset,
-        slots.take(37 * PAGE).offset,
+        slots.allocate(40 * PAGE).offset,
+        slots.allocate(3 * PAGE).offset,
+        slots.allocate(37 * PAGE).offset,
     ]
     assert offsets == [10 * PAGE, 50 * PAGE, 53 * PAGE]
     with pytest.raises(SwapError, match=r"400\.0 KiB in use of 400\.0 KiB"):
-        slots.take(1)
+        slots.allocate(1)
 
 
 @pytest.fixture(params=["disk", "host", "slabs"])

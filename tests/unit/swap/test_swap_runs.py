@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallax.swap.optimizer.clones import independent_clone, shallow_clone
+from parallax.swap.optimizer.chunked_step import independent_clone, shallow_clone
 from parallax.swap.weights import ParameterSegment, aligned_runs, bytes_of
 
 LANES = 64
@@ -37,7 +37,7 @@ def parameters(draw: random.Random) -> list[nn.Parameter]:
 def test_runs_cover_all_in_order_and_cut_no_vector(seed: int, cut: bool, size: Any) -> None:
     draw = random.Random(seed)
     given, most = parameters(draw), draw.choice([1, 256, 1000, 4096, 10**6])
-    runs = list(aligned_runs(given, most, lambda p: p.dtype, cut=cut, size=size))
+    runs = list(aligned_runs(given, most, lambda p: p.dtype, split=cut, size=size))
     flat = [segment for run in runs for segment in run]
     for parameter in given:
         mine = [s for s in flat if s.parameter is parameter]

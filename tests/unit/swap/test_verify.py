@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import SwapError
-from parallax.machine.device import BounceRing, CpuCopies, DoneEvent, Event, no_delay
+from parallax.machine.device import CpuCopies, DoneEvent, Event, StagingRing, no_delay
 from parallax.model.saved import Selector
 from parallax.swap.activations.accounting import MemoryAccounting
 from parallax.swap.activations.evictor import Evictor
@@ -135,7 +135,7 @@ def no_wait_for_the_dead(self: Transfers, record: Record, micro: int) -> None:
     record.transfer = None
 
 
-def no_wait_before_the_file(self: BounceRing, data: Tensor, ready: Event) -> Iterator[Tensor]:
+def no_wait_before_the_file(self: StagingRing, data: Tensor, ready: Event) -> Iterator[Tensor]:
     buffer = self._free.get()
     for piece in data.split(self._piece):
         self._copies.copy(piece, buffer[: piece.numel()], DoneEvent())
@@ -144,7 +144,7 @@ def no_wait_before_the_file(self: BounceRing, data: Tensor, ready: Event) -> Ite
 
 
 def no_wait_before_the_next_piece(
-    self: BounceRing, target: Tensor, ready: Event
+    self: StagingRing, target: Tensor, ready: Event
 ) -> Iterator[Tensor]:
     buffer = self._free.get()
     for piece in target.split(self._piece):
@@ -222,15 +222,15 @@ WAITS: list[tuple[str, str, type, str, Any]] = [
     (
         "a copy down, before the file is written",
         "late disk",
-        BounceRing,
-        "down",
+        StagingRing,
+        "to_host",
         no_wait_before_the_file,
     ),
     (
         "a copy up, before the buffer is filled again",
         "late disk",
-        BounceRing,
-        "up",
+        StagingRing,
+        "to_device",
         no_wait_before_the_next_piece,
     ),
     ("every wait of the training thread", "disk", MemoryAccounting, "wait_for", no_stall),

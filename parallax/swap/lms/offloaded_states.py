@@ -1,4 +1,5 @@
-"""What an optimizer holds as the state of a parameter while the large tensors of that state are below the device."""
+"""The mapping that an optimizer holds as the state of a parameter while the large tensors of that state are
+offloaded."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from parallax.errors import SwapError
 from parallax.swap.lms.wrapped import parts, take_apart, wraps
 from parallax.swap.stores.store import Store
 
-SMALLEST = 4096  # bytes: what a place in a store is rounded up to
+SMALLEST = 4096  # bytes; slots of a store are multiples of it
 
 
 def movable(parameter: Tensor, state: dict[Any, Any]) -> list[Any]:
-    """Keys of the tensors worth moving that share no memory with the parameter or with each other."""
+    """Return the keys of tensors worth offloading that share no memory with the parameter or with each other."""
     held: set[int] = set()
     for tensor in (parameter, parameter.grad):
         if tensor is not None and _dense(tensor):
@@ -29,12 +30,12 @@ def movable(parameter: Tensor, state: dict[Any, Any]) -> list[Any]:
     return [
         key
         for key, value in _tensors(state)
-        if value.device == parameter.device and _alone(value, held)
+        if value.device == parameter.device and _unshared(value, held)
     ]
 
 
 def moved_bytes(parameter: Tensor, state: dict[Any, Any]) -> int:
-    """Bytes of what is movable."""
+    """Bytes of the movable tensors."""
     return sum(
         part.nbytes
         for key in movable(parameter, state)
@@ -44,7 +45,8 @@ def moved_bytes(parameter: Tensor, state: dict[Any, Any]) -> int:
 
 
 def sizes_of(parameter: Tensor, state: Any) -> tuple[int, list[int]]:
-    """Bytes of what is movable, and of each other tensor that is not the parameter's own memory."""
+    """Return the bytes of the movable tensors, and the bytes of each other tensor that is not the parameter's own
+    memory."""
     keys = movable(parameter, state) if isinstance(state, dict) else []
     moved = [part for key in keys for part in parts(state[key])]
     left = {k: v for k, v in state.items() if k not in keys} if keys else state
@@ -57,12 +59,12 @@ def sizes_of(parameter: Tensor, state: Any) -> tuple[int, list[int]]:
 
 
 def others_bytes(optimizer: optim.Optimizer) -> list[int]:
-    """Bytes of each tensor that an optimizer of somebody else's has neither as a parameter nor as its state."""
+    """Return the bytes of each tensor of a third-party optimizer that is neither a parameter nor a state."""
     if type(optimizer).__module__.startswith("torch.optim."):
         return []
     own = [p for group in optimizer.param_groups for p in group["params"]]
     for key, state in optimizer.state.items():
-        if isinstance(key, Tensor) and not isinstance(state, StatesBelow):
+        if isinstance(key, Tensor) and not isinstance(state, OffloadedStates):
             own += _tensors_in(state)
     held = [v for k, v in vars(optimizer).items() if k not in ("state", "param_groups")]
     held += [v for k, v in optimizer.state.items() if not isinstance(k, Tensor)]
@@ -75,7 +77,7 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def _sizes_in(value: Any, own: set[int]) -> list[int]:
-    """Bytes of each memory that tensors in ``value`` have and that is not among ``own``."""
+    """Return the bytes of each memory of tensors in ``value`` that is not among ``own``."""
     found: dict[int, int] = {}
     for tensor in _tensors_in(value):
         for part in parts(tensor):
@@ -86,7 +88,7 @@ def _sizes_in(value: Any, own: set[int]) -> list[int]:
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in lists and dictionaries of such."""
+    """Yield all tensors in nested lists and dictionaries."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -97,7 +99,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(each)
 
 
-# Tensors like the parameter that its first step makes, by the settings of its group. A subclass may make others.
+# Number of tensors of the parameter's size that the first step makes, by the group's settings. Not for subclasses.
 _MADE: dict[type[optim.Optimizer], Callable[[dict[str, Any]], int]] = {
     optim.ASGD: lambda group: 1,
     optim.Adadelta: lambda group: 2,
@@ -115,17 +117,19 @@ _MADE: dict[type[optim.Optimizer], Callable[[dict[str, Any]], int]] = {
 def yet_to_be_made(
     optimizer: optim.Optimizer, group: dict[str, Any], parameter: Tensor
 ) -> int | None:
-    """Bytes worth moving among the states that the first step of ``parameter`` will make; None: nobody can say."""
+    """Return the bytes worth offloading of the states that the first step of ``parameter`` will make; None if
+    unknown."""
     made, gradient = _MADE.get(type(optimizer)), parameter.grad
     if made is None or not _known(parameter) or gradient is None or not _dense(gradient):
         return None
     return made(group) * sum(part.nbytes for part in parts(parameter) if _large(part))
 
 
-class StatesBelow(dict[Any, Any]):
-    """What the optimizer holds as the state of a parameter whose large tensors are below: the small ones, while
-    ``recall`` brings the others up for whoever reaches for them, and returns the state that is in its place then. A
-    copy is an ordinary state."""
+class OffloadedStates(dict[Any, Any]):
+    """The state of a parameter whose large tensors are offloaded. The mapping itself holds the small ones.
+
+    Any access to a large tensor calls ``recall``, which restores the state and returns the mapping that replaces
+    this one in the optimizer. A copy is an ordinary dictionary."""
 
     def __init__(
         self,
@@ -143,7 +147,7 @@ class StatesBelow(dict[Any, Any]):
             recall,
         )
         self._written = False
-        self._became: dict[Any, Any] = {}
+        self._restored: dict[Any, Any] = {}
         self._places: list[_StatePlace] = []
         self._values: dict[Any, _Value] = {}
         try:
@@ -158,13 +162,13 @@ class StatesBelow(dict[Any, Any]):
         return self._live()[key]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._order if self._values else self._became)
+        return iter(self._order if self._values else self._restored)
 
     def __len__(self) -> int:
-        return len(self._order if self._values else self._became)
+        return len(self._order if self._values else self._restored)
 
     def __contains__(self, key: Any) -> bool:
-        return key in (self._order if self._values else self._became)
+        return key in (self._order if self._values else self._restored)
 
     def __reversed__(self) -> Iterator[Any]:
         return reversed([*self])
@@ -193,7 +197,7 @@ class StatesBelow(dict[Any, Any]):
         return repr(self._live())
 
     def keys(self) -> Any:
-        """Of all, without bringing them up."""
+        """Return all keys, without restoring the tensors."""
         return dict.fromkeys(self).keys()
 
     def values(self) -> Any:
@@ -203,7 +207,7 @@ class StatesBelow(dict[Any, Any]):
         return self._live().items()
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """One, brought up with the others if it is below."""
+        """Return one value; an offloaded one is restored with all others."""
         if key not in self:
             return default
         return self[key]
@@ -224,7 +228,7 @@ class StatesBelow(dict[Any, Any]):
         self._live().clear()
 
     def copy(self) -> dict[Any, Any]:
-        """The same tensors, brought up."""
+        """Return a dictionary of the same tensors, restored."""
         return self._live().copy()
 
     __copy__ = copy
@@ -239,57 +243,58 @@ class StatesBelow(dict[Any, Any]):
         return dict, (self._with(self._device_copy),)
 
     def _live(self) -> dict[Any, Any]:
-        return self._recall(self.parameter) if self._values else self._became
+        return self._recall(self.parameter) if self._values else self._restored
 
     @property
     def on_device(self) -> bool:
-        """Whether the device's memory holds them: still, already, or for a transfer under way."""
+        """Whether the device's memory holds the tensors: not yet written, read again, or under transfer."""
         return any(place.flat is not None for place in self._places)
 
-    def landed(self) -> bool:
-        """Whether no write is under way; :meth:`land` tells of one that failed."""
+    def is_written(self) -> bool:
+        """Whether no write is under way; :meth:`finish_write` raises for a failed one."""
         with suppress(SwapError):
             return all(place.pending.done() for place in self._places)
         return True
 
-    def land(self) -> bool:
-        """Wait until all is written, then let go of the device's copy; whether nobody else holds that. Somebody who
-        does may change it: then it stays what it was."""
+    def finish_write(self) -> bool:
+        """Wait for the writes, then free the device copies; return whether no other code references them.
+
+        Code that references a copy may change it. Then the state stays on the device."""
         for place in self._places:
             place.pending.wait()
         self._written = True
-        gone = [place.let_go() for place in self._places]
+        gone = [place.free_copy() for place in self._places]
         if not all(gone):
-            self.call()
+            self.start_read()
         return all(gone)
 
-    def call(self) -> None:
-        """Begin to read what the device does not have."""
+    def start_read(self) -> None:
+        """Begin to read tensors that are not on the device."""
         for place in self._places:
             if place.flat is None:
-                place.call(self._store)
+                place.start_read(self._store)
 
-    def full(self) -> dict[Any, Any]:
-        """The state as the optimizer made it; waits for reads, and for writes that began."""
+    def restored(self) -> dict[Any, Any]:
+        """Return the state as the optimizer made it; waits for reads, and for writes that have begun."""
         for place in self._places:
             if self._written or not place.pending.cancel():
                 self._wait(place)
         return self._with(lambda place: place.tensor(place.held))
 
-    def settle(self) -> dict[Any, Any]:
-        """What :meth:`full` returns, and what who still has this finds from now on; the places are given back."""
-        self.call()
-        # Before the places go: who is interrupted between may begin again.
-        self._became = self.full()
+    def restore(self) -> dict[Any, Any]:
+        """Return :meth:`restored`, to which this mapping refers from now on, and free the slots."""
+        self.start_read()
+        # before the slots are freed, so that an interrupted call can be repeated
+        self._restored = self.restored()
         self.free()
-        return self._became
+        return self._restored
 
-    def on_host(self) -> dict[Any, Any]:
-        """The state, its large tensors as copies on the host."""
+    def host_copy(self) -> dict[Any, Any]:
+        """Return the state with copies of its large tensors on the host."""
         return self._with(self._host_copy)
 
     def free(self) -> None:
-        """Give the places back, when nothing runs on them."""
+        """Free the slots once no transfer uses them."""
         self._values = {}
         while self._places:
             place = self._places.pop()
@@ -303,9 +308,9 @@ class StatesBelow(dict[Any, Any]):
         return self._places[-1]
 
     def _with(self, fill: Callable[[_StatePlace], Tensor]) -> dict[Any, Any]:
-        """The state, its large tensors made by ``fill``."""
+        """Return the state with its large tensors made by ``fill``."""
         return {
-            key: self._values[key].made(fill) if key in self._values else self[key]
+            key: self._values[key].build(fill) if key in self._values else self[key]
             for key in self._order
         }
 
@@ -324,7 +329,7 @@ class StatesBelow(dict[Any, Any]):
         return place.tensor(found)
 
     def _wait(self, place: _StatePlace) -> None:
-        """A write that failed is no loss while the device has the bytes."""
+        """Wait for a transfer; a failed write loses nothing while the device has the bytes."""
         try:
             place.pending.wait()
         except SwapError:
@@ -333,21 +338,21 @@ class StatesBelow(dict[Any, Any]):
 
 
 class _Value:
-    """A state tensor, of whose parts the large ones have a place."""
+    """A state tensor whose large parts have a slot."""
 
     def __init__(self, tensor: Tensor, put: Callable[[Tensor], _StatePlace]) -> None:
         found, self._rebuild = take_apart(tensor)
         self._parts = [put(part) if _large(part) else part for part in found]
 
-    def made(self, fill: Callable[[_StatePlace], Tensor]) -> Tensor:
-        """It, each part that has a place made by ``fill``."""
+    def build(self, fill: Callable[[_StatePlace], Tensor]) -> Tensor:
+        """Return the tensor, each offloaded part made by ``fill``."""
         return self._rebuild(
             fill(part) if isinstance(part, _StatePlace) else part for part in self._parts
         )
 
 
 class _StatePlace:
-    """A plain tensor in the store, or on its way there or back (``flat`` holds its bytes on the device then)."""
+    """A plain tensor in the store or under transfer; ``flat`` holds its bytes while they are on the device."""
 
     def __init__(self, tensor: Tensor, store: Store) -> None:
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
@@ -365,12 +370,13 @@ class _StatePlace:
 
     @property
     def held(self) -> Tensor:
-        """Its bytes, where the device has them."""
+        """Its bytes on the device."""
         assert self.flat is not None
         return self.flat
 
-    def let_go(self) -> bool:
-        """Drop the device's copy unless somebody else holds it, or has changed it since the write began."""
+    def free_copy(self) -> bool:
+        """Free the device copy, unless other code references it or has changed it since the write began; return
+        whether it is free."""
         alias, self._alias = self._alias, None
         if alias is not None and alias._version != self._version:
             return False
@@ -380,10 +386,10 @@ class _StatePlace:
             self.flat = _flat(storage, self.device)
         return storage is None
 
-    def call(self, store: Store) -> None:
+    def start_read(self, store: Store) -> None:
         flat = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         self.pending = store.read(self.slot, flat)
-        self.flat = flat  # only now: without a read it would be taken for the bytes
+        self.flat = flat  # only now: if the read fails to start, these are not the bytes
 
     def tensor(self, flat: Tensor) -> Tensor:
         found = torch.empty(0, dtype=self._dtype, device=flat.device)
@@ -401,7 +407,7 @@ def _tensors(state: dict[Any, Any]) -> Iterator[tuple[Any, Tensor]]:
 
 
 def _whole(tensor: Tensor) -> bool:
-    """Whether it can be made again of its bytes."""
+    """Whether it can be rebuilt from its bytes."""
     plain = type(tensor) is Tensor or wraps(tensor)
     return (
         plain
@@ -422,7 +428,7 @@ def _dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def _alone(tensor: Tensor, held: set[int]) -> bool:
+def _unshared(tensor: Tensor, held: set[int]) -> bool:
     addresses = [part.untyped_storage().data_ptr() for part in parts(tensor)]
     new = held.isdisjoint(addresses)
     held.update(addresses)

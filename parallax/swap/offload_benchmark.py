@@ -1,9 +1,8 @@
-"""Offloading on trial: one block's saved activations go below the device and come back, as they do in a run.
+"""Offload micro-benchmark: offloads one block's saved activations and reads them back, as in a run.
 
-A profile says with it how much longer a block computes where what it saves is offloaded, beside waiting for transfers:
-hooks and the manager's books take time for each tensor, and threads that copy share memory, caches and the
-interpreter's lock with the thread that computes.
-"""
+A profile adds from it the seconds that a block computes longer when its activations are offloaded, without waits
+for transfers. Hooks and the manager's bookkeeping cost time per tensor. Threads that copy share memory, caches
+and the interpreter's lock with the computing thread."""
 
 from __future__ import annotations
 
@@ -25,30 +24,30 @@ from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
 from parallax.swap.config import SwapConfig
 
-_ROOM = 16 * 2**20  # bytes in the store beyond two trials: every place begins at a page
-_PATIENCE = 10.0  # seconds in which what one block saves has been written, whatever the disk
+_SPARE_BYTES = 16 * 2**20  # in the store beyond two micro-batches: every slot begins at a page
+_WRITE_SECONDS = 10.0  # limit for writing one block's activations on any disk
 
 
-class Trial:
-    """What one block saves, on its way."""
+class OffloadBenchmark:
+    """The benchmark of one block."""
 
     def __init__(self, manager: SwapManager, selector: Selector, copies: CopyEngine) -> None:
         self._manager, self._selector, self._micro = manager, selector, 0
         self._copies = copies
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """The context in which the block runs forward; each time is a micro-batch of its own."""
+        """Return the context in which the block runs forward; each context is one micro-batch."""
         self._micro += 1
         return offloading(self._manager, self._selector, self._micro)
 
     def bring_back(self) -> None:
-        """Wait until all that was saved has left, then bring it back, and wait for the device: its waits would be taken
-        for work."""
-        until = time.monotonic() + _PATIENCE
+        """Wait until all activations are written, prefetch them, and synchronize the device, so that later waits are
+        not measured as computing."""
+        until = time.monotonic() + _WRITE_SECONDS
         while self._manager.resident_bytes > 0:
             if time.monotonic() > until:
                 raise SwapError(
-                    f"offloading on trial: what a block saved was not written within {_PATIENCE:.0f} s"
+                    f"measuring offload: a block's activations were not written within {_WRITE_SECONDS:.0f} s"
                 )
             time.sleep(1e-4)
         self._manager.fetch(self._micro)
@@ -56,37 +55,37 @@ class Trial:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that lie in the store now."""
+        """Bytes in the store now."""
         return self._manager.stored_bytes
 
     @property
     def stall_seconds(self) -> float:
-        """How long anyone has waited for transfers so far."""
+        """Seconds that training has waited for transfers so far."""
         return self._manager.stall_seconds
 
 
 @dataclass(frozen=True)
-class Trials:
-    """Trials in the tier and with the settings that a run would use, below or beside ``directory``: a swap folder
-    belongs to one run."""
+class OffloadBenchmarks:
+    """Benchmarks in the tier and with the settings of a run, in a temporary folder in ``directory`` or its nearest
+    existing parent: a swap folder belongs to one run."""
 
     tier: str
     config: SwapConfig
     directory: Path
 
     @contextlib.contextmanager
-    def of(self, block: nn.Module, moved: int, device: torch.device) -> Iterator[Trial]:
-        """A trial of ``block``, which saves ``moved`` bytes that may leave."""
-        room, here = 2 * moved + _ROOM, replace(self.config, directory="auto")
+    def of(self, block: nn.Module, moved: int, device: torch.device) -> Iterator[OffloadBenchmark]:
+        """Yield the benchmark of ``block``, which saves ``moved`` bytes that may be offloaded."""
+        capacity, config = 2 * moved + _SPARE_BYTES, replace(self.config, directory="auto")
         with self._folder() as folder:
             copies = copies_for(device)
-            store = here.open_store(self.tier, room, copies, folder)
-            manager = SwapManager(store, limit_bytes=room, policy=here.policy())
+            store = config.open_store(self.tier, capacity, copies, folder)
+            manager = SwapManager(store, limit_bytes=capacity, policy=config.policy())
             try:
-                yield Trial(
+                yield OffloadBenchmark(
                     manager,
                     Selector(
-                        [*block.parameters(), *block.buffers()], here.smallest_bytes(device.type)
+                        [*block.parameters(), *block.buffers()], config.smallest_bytes(device.type)
                     ),
                     copies,
                 )

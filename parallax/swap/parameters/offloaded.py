@@ -1,0 +1,511 @@
+"""Parameter offload: weights and gradients in a store, on the device one block at a time.
+
+The blocks of a stage run one after another. So only the weights of the running block and of the next one need to
+be on the device. Gradients are offloaded as soon as autograd has made them. Gradients of several micro-batches are
+summed in the order in which autograd would sum them on the device, so the result is equal to the last bit.
+
+::
+
+    device   │ block 1 runs │ block 2 is read │        forward
+             │ block 2 runs │ block 3 is read │
+                   …
+             │ block 2 runs │ block 1 is read │ gradients of block 3 are written │        backward
+
+Bytes on the device never exceed ``limit_bytes``: the ``window`` largest blocks, and the gradients of one."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from parallax.errors import SwapError, check_positive
+from parallax.model.block import tensors_in
+from parallax.plan.plan import STATE_BUCKET_BYTES
+from parallax.swap.parameters.chunks import Chunk, ChunkStore, Gradient, GradientWrite, has_ended
+from parallax.swap.parameters.flat import FlatParameter, lay_out
+from parallax.swap.stores.store import Store
+from parallax.swap.weights import ParameterSegment, stepped_in
+
+_REMEMBERED = 100_000  # block visits of one step; a longer sequence is an evaluation without end
+
+
+@dataclass
+class ParameterStatistics:
+    """Statistics since the last :meth:`OffloadedParameters.take_statistics`, in bytes and seconds. ``high_water`` is
+    of the bytes on the device, including gradients that the running backward has still to make."""
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+    stall_seconds: float = 0.0
+    high_water: int = 0
+
+
+class GradientSink(Protocol):
+    """A consumer of the gradients of a step's last backward, before they are written to the store."""
+
+    def accept(self, parameter: nn.Parameter, total: Tensor) -> Collection[ParameterSegment]:
+        """Copy segments of ``total``, this rank's sum, and return them; the other segments are written to the store."""
+
+    def accepted(self, parameter: nn.Parameter) -> None:
+        """Called when the writes of the other segments have begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingGradient:
+    """A gradient that stays on the device until it is written."""
+
+    gradient: Tensor
+    written: GradientWrite
+
+
+class OffloadedParameters:
+    """The parameters of ``blocks``, offloaded as the iterable yields them, so that a generator may make one block
+    after another if not all fit.
+
+    Parameters that several blocks use, that share memory with others, or that are not contiguous stay on the
+    device with their gradients (:meth:`is_offloaded` is False). Offloaded parameters may be read or changed in
+    place only while their block is :meth:`enter`-ed. An optimizer steps them through :attr:`chunks`, of at most
+    ``chunk_bytes`` each; without ``split``, no chunk has only a part of a parameter."""
+
+    def __init__(
+        self,
+        blocks: Iterable[Iterable[nn.Parameter]],
+        store: Store,
+        *,
+        window: int = 2,
+        chunk_bytes: int = STATE_BUCKET_BYTES,
+        split: bool = True,
+        verify: bool = False,
+    ) -> None:
+        check_positive("window", window)
+        self._tier, self.lock = (tier := ChunkStore(store, verify=verify)), tier.lock
+        self._window = window
+        self._flats = lay_out(
+            blocks, lambda parameters: FlatParameter(parameters, tier, chunk_bytes, split=split)
+        )
+        self._storages = {id(flat.storage) for flat in self._flats}
+        self._flat_of = {parameter: flat for flat in self._flats for parameter in flat.parameters}
+        self._hooks: list[RemovableHandle] = []
+        self._watched: set[nn.Parameter] = set()
+        self._visits = PrefetchOrder()
+        self._current: FlatParameter | None = None
+        self._reserved = 0  # gradients that the running block's backward has still to make
+        self._pending: deque[_PendingGradient] = deque()
+        self.sink: GradientSink | None = None
+        self._statistics = ParameterStatistics()
+        self._counted = (0, 0)
+        self._closed = False
+        self._weight_limit, self._limit_bytes = self._limits()
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The buckets that an optimizer steps: all trained parameters, in the order of the forward."""
+        return tuple(
+            c for flat in self._flats for c in flat.chunks if c.segments[0].parameter.requires_grad
+        )
+
+    @property
+    def limit_bytes(self) -> int:
+        """The most bytes ever on the device: the weights of the window and the gradients of one block."""
+        return self._limit_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes on the device now."""
+        with self.lock:
+            self._collect_written()
+            return self._weights() + self._gradients()
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds since the last :meth:`take_statistics` that training waited for weights or for memory."""
+        return self._statistics.stall_seconds
+
+    def is_offloaded(self, parameter: nn.Parameter) -> bool:
+        """Whether ``parameter`` is one of the offloaded parameters."""
+        return parameter in self._flat_of
+
+    def parameters(self, block: int) -> tuple[nn.Parameter, ...]:
+        """The offloaded parameters of a block."""
+        return self._flats[block].parameters
+
+    def holds_memory_of(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is an offloaded parameter or a view of one."""
+        return id(tensor.untyped_storage()) in self._storages
+
+    def attach(self, block: int, module: nn.Module) -> None:
+        """Make ``module`` enter ``block`` before each forward, recomputed or not, and before the backward of its
+        result."""
+        self._hooks.append(module.register_forward_pre_hook(lambda *_: self.enter(block)))
+        self._hooks.append(
+            module.register_forward_hook(
+                lambda _, args, kwargs, result: self.before_backward(block, result, (args, kwargs)),
+                with_kwargs=True,
+            )
+        )
+
+    def before_backward(self, block: int, result: Any, given: Any = ()) -> None:
+        """Enter ``block`` when the backward reaches its ``result``; tensors among the inputs ``given`` that the block
+        only passes on are ignored."""
+        passed = {tensor.grad_fn for tensor in tensors_in(given)}
+        for node in {tensor.grad_fn for tensor in tensors_in(result)} - passed:
+            if node is not None:
+                node.register_prehook(lambda _: self._enter_backward(block))
+
+    def enter(self, block: int, *, backward: bool = False) -> None:
+        """Return when the device's current stream may use the weights of ``block``, and begin to read the next block.
+        In a ``backward``, memory for the block's gradients is reserved."""
+        with self.lock, torch.no_grad():
+            self._check_open()
+            flat = self._current = self._flats[block]
+            moved = self._visits.visit(block)
+            if backward or moved:
+                self._reserved = flat.gradient_bytes if backward else 0
+            self._watch(flat)
+            start = time.perf_counter()
+            self._collect_written()
+            try:
+                if flat.stale:
+                    flat.release()
+                if flat.is_offloaded:
+                    self._free_bytes_for(flat.size, weights=flat.size)
+                    flat.start_read()
+                self._free_bytes_for(0)
+                self._prefetch()
+                self._note_high_water()
+                flat.wait_for_read()
+            except BaseException:
+                flat.release()
+                raise
+            self._statistics.stall_seconds += time.perf_counter() - start
+
+    def _enter_backward(self, block: int) -> None:
+        if torch.is_grad_enabled():
+            raise SwapError(
+                "create_graph=True: a backward through this backward would use the weights of blocks in an unknown "
+                "order; keep parameters on the device where gradients of gradients are needed"
+            )
+        self.enter(block, backward=True)
+
+    def norm_terms(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """Return tensors whose total norm is that of the gradients of ``parameters``, to the last bit: the gradient
+        of a resident parameter, and the norm of an offloaded gradient, in fp32 or wider."""
+        found = []
+        for parameter in parameters:
+            flat = self._flat_of.get(parameter)
+            gradient = None if flat is None else flat.gradient(parameter)
+            if gradient is None and parameter.grad is not None:
+                found.append(parameter.grad)
+            elif gradient is not None and gradient.norm is not None:
+                found.append(gradient.norm.view(1))
+            elif gradient is not None and gradient.seen:
+                found.append(
+                    torch.zeros(1, dtype=stepped_in(parameter.dtype), device=parameter.device)
+                )
+        return found
+
+    def read_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the gradient of an offloaded parameter, on its device."""
+        with self.lock, torch.no_grad():
+            gradient = self._flat_of[parameter].gradient(parameter)
+            if not gradient.seen:
+                return None
+            total = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            for transfer in gradient.read_all(total):
+                while not has_ended(transfer):  # its slot may be reused next
+                    time.sleep(0)
+            return total
+
+    def gradient(self, parameter: nn.Parameter) -> Gradient:
+        """Return the stored gradient of an offloaded parameter; hold :attr:`lock` to begin reads and writes of it."""
+        return self._flat_of[parameter].gradient(parameter)
+
+    def zero_gradients(self, *, set_to_none: bool = False) -> None:
+        """Set gradients to zero or None before a step, except those that an optimizer is stepping on and zeroes
+        itself. The order of block visits of the last step becomes the expected order of the next."""
+        with self.lock:
+            while self._pending:
+                with contextlib.suppress(SwapError):  # the gradient is dropped anyway
+                    self._finish_oldest_write()
+            for flat in self._flats:
+                flat.clear_gradients(to_none=set_to_none)
+            self._reserved = 0
+            self._visits.restart()
+
+    def read_full(self, block: int) -> list[Tensor]:
+        """Return the values of :meth:`parameters` in host memory, without a copy on the device."""
+        with self.lock, torch.no_grad():
+            self._check_open()
+            return self._flats[block].read_full()
+
+    def write_full(self, block: int, tensors: Sequence[Tensor]) -> None:
+        """Set the values of :meth:`parameters`."""
+        with self.lock, torch.no_grad():
+            self._check_open()
+            self._flats[block].write_full(tensors)
+
+    def take_statistics(self) -> ParameterStatistics:
+        """Return the statistics since the last call."""
+        with self.lock:
+            self._collect_written()
+            taken = self._statistics
+            now = (self._tier.bytes_in, self._tier.bytes_out)
+            taken.bytes_in, taken.bytes_out = now[0] - self._counted[0], now[1] - self._counted[1]
+            self._counted = now
+            self._statistics = ParameterStatistics(high_water=self._weights() + self._gradients())
+            return taken
+
+    def restore(self) -> None:
+        """Put every parameter on the device and end the offload; gradients are lost."""
+        with self.lock, torch.no_grad():
+            self.zero_gradients(set_to_none=True)
+            for flat in self._flats:
+                flat.restore()
+            self._close()
+
+    def close(self) -> None:
+        """End the offload; weights that are not on the device stay NaN. The caller closes the store next."""
+        with self.lock, torch.no_grad():
+            if not self._closed:
+                self.zero_gradients(set_to_none=True)
+                for flat in self._flats:
+                    flat.discard()
+                self._close()
+
+    def _close(self) -> None:
+        self._closed = True
+        self._tier.release_buffers()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SwapError(
+                "offloaded parameters were read after close(): call close() after the last use"
+            )
+
+    def _limits(self) -> tuple[int, int]:
+        """Return the limits in bytes of weights, and of weights and gradients together.
+
+        Adding a gradient to a stored one needs its bytes twice, beside the running block."""
+        sizes = [flat.size for flat in self._flats]
+        largest = max(sizes, default=0)
+        weights = min(sum(sizes), self._window * largest)
+        gradients = max((flat.gradient_bytes for flat in self._flats), default=0)
+        twice = max((p.nbytes for p in self._flat_of if p.requires_grad), default=0)
+        return weights, max(weights + gradients, largest + gradients + twice)
+
+    def _watch(self, flat: FlatParameter) -> None:
+        """Hook the gradients of trained parameters; a parameter may have been unfrozen since the last call."""
+        new = [p for p in flat.parameters if p.requires_grad and p not in self._watched]
+        if new:
+            self._hooks.extend(
+                parameter.register_post_accumulate_grad_hook(self._offload_gradient)
+                for parameter in new
+            )
+            self._watched.update(new)
+            self._weight_limit, self._limit_bytes = self._limits()
+
+    def _offload_gradient(self, parameter: Tensor) -> None:
+        """Begin to write a gradient, added to the stored one."""
+        assert isinstance(parameter, nn.Parameter)
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        with self.lock, torch.no_grad():
+            self._check_open()
+            if gradient.layout is not torch.strided:
+                raise SwapError(
+                    "a sparse gradient cannot be offloaded: use dense ones, or keep the parameters on the device"
+                )
+            start = time.perf_counter()
+            stored = self._flat_of[parameter].gradient(parameter)
+            total = gradient.detach().contiguous()
+            if stored.is_stored:
+                self._free_bytes_for(total.nbytes)
+                self._note_high_water(total.nbytes)
+                total = torch.empty_like(total)
+                stored.read_all(total)
+                total.add_(gradient)
+            self._reserved = max(0, self._reserved - total.nbytes)
+            taken = () if self.sink is None else self.sink.accept(parameter, total)
+            rest = [segment for segment in stored.segments if segment not in taken]
+            if rest:
+                part = total.view(-1)[rest[0].start : rest[-1].stop]
+                self._pending.append(_PendingGradient(total, stored.write(part, rest)))
+            if self.sink is not None:
+                self.sink.accepted(parameter)
+            self._note_high_water()
+            self._collect_written()
+            self._prefetch()
+            self._statistics.stall_seconds += time.perf_counter() - start
+
+    def _prefetch(self) -> None:
+        """Begin to read the next blocks if they fit."""
+        for flat in self._expected_next():
+            if flat.stale and not flat.is_offloaded:
+                flat.release()
+            if not flat.is_offloaded:
+                continue
+            while not self._fits(flat.size + self._accumulation_bytes(), weights=flat.size):
+                if not self._evict():
+                    return
+            if flat.updating:
+                return
+            flat.start_read()
+
+    def _free_bytes_for(self, size: int, *, weights: int = 0) -> None:
+        """Return when ``size`` more bytes fit, of which ``weights`` are weights: evict blocks that are not expected
+        next, then wait for gradients under write, then evict expected blocks."""
+        while not self._fits(size, weights=weights):
+            if self._evict():
+                continue
+            if self._pending and self._weights() + weights <= self._weight_limit:
+                self._finish_oldest_write()
+            elif not self._evict(expected=True):
+                return  # all other bytes are in use
+
+    def _fits(self, size: int, *, weights: int = 0) -> bool:
+        held = self._weights()
+        return (
+            held + weights <= self._weight_limit
+            and held + self._gradients() + size <= self._limit_bytes
+        )
+
+    def _evict(self, *, expected: bool = False) -> bool:
+        """Evict one block; return whether there was one."""
+        spared = [] if expected else self._expected_next()
+        for flat in self._flats:
+            if (
+                flat.size
+                and not flat.is_offloaded
+                and flat is not self._current
+                and flat not in spared
+            ):
+                flat.release()
+                return True
+        return False
+
+    def _expected_next(self) -> list[FlatParameter]:
+        following = self._visits.next_blocks(self._window - 1, len(self._flats))
+        return [
+            self._flats[block] for block in following if self._flats[block] is not self._current
+        ]
+
+    def _accumulation_bytes(self) -> int:
+        """Bytes needed to add one gradient of the running block to its stored gradient."""
+        flat = self._current
+        if not self._reserved or flat is None:
+            return 0
+        return max((p.nbytes for p in flat.parameters if flat.gradient(p).is_stored), default=0)
+
+    def _collect_written(self) -> None:
+        """Release gradients that are written."""
+        while self._pending and self._pending[0].written.has_ended():
+            self._finish_oldest_write()
+
+    def _finish_oldest_write(self) -> None:
+        """Wait for the oldest gradient under write."""
+        pending = self._pending.popleft()  # holds the bytes until the write has ended
+        pending.written.finish()
+
+    def _weights(self) -> int:
+        return sum(flat.size for flat in self._flats if not flat.is_offloaded)
+
+    def _gradients(self) -> int:
+        return self._reserved + sum(pending.gradient.nbytes for pending in self._pending)
+
+    def _note_high_water(self, more: int = 0) -> None:
+        held = self._weights() + self._gradients() + more
+        self._statistics.high_water = max(self._statistics.high_water, held)
+
+
+class ResidentParameters:
+    """The same interface for parameters that all stay on the device. ``blocks`` are iterated once."""
+
+    chunks: tuple[Chunk, ...] = ()
+    stall_seconds = 0.0
+
+    def __init__(self, blocks: Iterable[Iterable[nn.Parameter]] = ()) -> None:
+        for _ in blocks:
+            pass
+
+    def is_offloaded(self, parameter: nn.Parameter) -> bool:  # noqa: ARG002
+        return False
+
+    def holds_memory_of(self, tensor: Tensor) -> bool:  # noqa: ARG002
+        return False
+
+    def parameters(self, block: int) -> tuple[nn.Parameter, ...]:  # noqa: ARG002
+        return ()
+
+    def attach(self, block: int, module: nn.Module) -> None:
+        """No-op: there is nothing to enter."""
+
+    def norm_terms(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    def read_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        return parameter.grad
+
+    def read_full(self, block: int) -> list[Tensor]:  # noqa: ARG002
+        return []
+
+    def write_full(self, block: int, tensors: Sequence[Tensor]) -> None:
+        """No-op: no parameter is offloaded."""
+
+    def zero_gradients(self, *, set_to_none: bool = False) -> None:
+        """No-op: no gradient is offloaded."""
+
+    def take_statistics(self) -> ParameterStatistics:
+        return ParameterStatistics()
+
+    def close(self) -> None:
+        """No-op: no store was opened."""
+
+
+class PrefetchOrder:
+    """The order of block visits, to predict the next ones.
+
+    A step visits the blocks in the order of the previous step. Without a previous step, or after a deviation from
+    it, blocks are assumed to run to the end of the chain and back."""
+
+    def __init__(self) -> None:
+        self._last: list[int] = []
+        self._now: list[int] = []
+        self._same = True
+
+    def visit(self, block: int) -> bool:
+        """Note that ``block`` runs now; return whether another block ran before."""
+        if self._now and self._now[-1] == block:
+            return False
+        if len(self._now) == _REMEMBERED:
+            self._now.clear()
+        at = len(self._now)
+        self._same = self._same and at < len(self._last) and self._last[at] == block
+        self._now.append(block)
+        return True
+
+    def restart(self) -> None:
+        self._last, self._now, self._same = self._now, [], True
+
+    def next_blocks(self, count: int, blocks: int) -> list[int]:
+        """Return the next ``count`` of all ``blocks``, as far as they can be predicted."""
+        if self._same:
+            return self._last[len(self._now) : len(self._now) + count]
+        at = self._now[-1]
+        forward = len(self._now) < 2 or at > self._now[-2]
+        found = []
+        for _ in range(min(count, blocks - 1)):
+            forward = at == 0 or (forward and at < blocks - 1)
+            at += 1 if forward else -1
+            found.append(at)
+        return found
