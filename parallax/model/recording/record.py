@@ -8,6 +8,7 @@ one whose runs differ in more than sizes. The model itself cannot stay whole: th
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +33,6 @@ from parallax.model.recording.fakes import (
     nothing_left_behind,
     without_modes,
 )
-from parallax.model.recording.flags import without_caches, without_checkpointing
 from parallax.model.recording.flow import storage_of
 from parallax.model.recording.inputs import (
     Sample,
@@ -43,10 +43,9 @@ from parallax.model.recording.inputs import (
     sample_shapes,
 )
 from parallax.model.recording.known import ChangedByCaller, StaysWhole, WritesParameter
-from parallax.model.recording.lists import join_lists
 from parallax.model.recording.program import ForwardProgram, ForwardStep, agree
 from parallax.model.recording.recorder import ForwardRecorder
-from parallax.model.recording.trace import ForwardTrace
+from parallax.model.recording.trace import ForwardTrace, join_lists
 
 logger = logging.getLogger("parallax")
 
@@ -413,3 +412,33 @@ def looked_into(model: nn.Module, shares: WorkShares, whole: frozenset[str]) -> 
 def _divides(module: nn.Module, share: float) -> bool:
     parts = [child for child in module.children() if next(child.parameters(), None) is not None]
     return share > 1 / PARTS and len(parts) > 0
+
+
+def without_caches(model: nn.Module) -> None:
+    """Tell a model of transformers to return no cache of keys and values: this is training. Its modules get copies of
+    their configurations, for those may be the user's own."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False) is True:
+            copies[id(config)] = copy.copy(config)
+            copies[id(config)].use_cache = False
+            logger.debug("%s: use_cache is off in training", type(module).__name__)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if id(value) in copies:
+                setattr(module, name, copies[id(value)])
+
+
+def without_checkpointing(model: nn.Module) -> None:
+    """Tell a model of transformers to compute nothing again by itself: the plan says of each block what is kept."""
+    modules: Iterator[Any] = model.modules()
+    flagged = [m for m in modules if getattr(m, "gradient_checkpointing", False) is True]
+    for module in flagged:
+        module.gradient_checkpointing = False
+    if flagged:
+        logger.info(
+            "%s asks for gradient checkpointing: the plan decides for each block what is kept and what is computed "
+            "again; plan.activations=recompute is all of it",
+            type(model).__name__,
+        )
