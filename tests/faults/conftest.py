@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from parallax import cli
-from parallax.model.profiling import noise
+from parallax.model.profiling import clock
 from parallax.run import feedback
 from tests.distributed.pool import ROOT
 from tests.faults.commands import (
@@ -26,7 +26,7 @@ from tests.faults.commands import (
 def kept_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests run beside each other, so the machine is busy and steps take longer than predicted. The profiles of their
     models stay in the cache all the same."""
-    monkeypatch.setattr(noise, "disturbance", lambda *_: 1.0)
+    monkeypatch.setattr(clock, "disturbance", lambda *_: 1.0)
     monkeypatch.setattr(feedback, "contradiction", lambda *_: "")
 
 

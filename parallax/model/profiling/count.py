@@ -29,8 +29,7 @@ from parallax.model.construction.attributes import plain_tensors
 from parallax.model.describe import Chain, as_tuple
 from parallax.model.losses import call_loss
 from parallax.model.precision import PrecisionConfig
-from parallax.model.profiling.blocks import BlockSizes, block_by_block, tie_costs
-from parallax.model.profiling.gathered import repeated
+from parallax.model.profiling.blocks import BlockSizes, block_by_block, repeated, tie_costs
 from parallax.model.profiling.meter import PassWork, WorkMeter
 from parallax.model.saved import Saved, address
 from parallax.plan.analytic.recipe import recipe

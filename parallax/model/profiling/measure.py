@@ -29,11 +29,16 @@ from parallax.model.losses import call_loss
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.allocations import Allocations, allocations
-from parallax.model.profiling.blocks import BlockSizes, block_by_block, tie_costs
-from parallax.model.profiling.clock import Clock
-from parallax.model.profiling.gathered import NO_LOSS, WholeLoss, repeated
+from parallax.model.profiling.blocks import (
+    NO_LOSS,
+    BlockSizes,
+    WholeLoss,
+    block_by_block,
+    repeated,
+    tie_costs,
+)
+from parallax.model.profiling.clock import Clock, NoiseMeter
 from parallax.model.profiling.kept import Sample, device_name, profile_path, recall, remember
-from parallax.model.profiling.noise import NoiseMeter
 from parallax.model.profiling.offloads import Offloader, slowdown_seconds
 from parallax.model.profiling.timed import BlockPasses, Tensors, optimizer_seconds
 from parallax.model.saved import Saved

@@ -18,8 +18,8 @@ from parallax.errors import DescribeError
 from parallax.model.describe import Chain, describe
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.precision import PrecisionConfig
+from parallax.model.profiling import clock
 from parallax.model.profiling import measure as module
-from parallax.model.profiling import noise
 from parallax.model.profiling.measure import measure
 from parallax.plan.profile import BlockCost, ModelProfile
 from parallax.runtime.batch import TensorRows
@@ -35,7 +35,7 @@ WIDE, FLOAT = 64, 4
 def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(module, "SECONDS_PER_BLOCK", 0.0)
-    monkeypatch.setattr(noise, "disturbance", lambda *_: 1.0)  # whatever else runs here
+    monkeypatch.setattr(clock, "disturbance", lambda *_: 1.0)  # whatever else runs here
 
 
 class Both(nn.Module):

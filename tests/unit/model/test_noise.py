@@ -10,7 +10,7 @@ import torch
 
 from parallax.model.profiling import kept
 from parallax.model.profiling import measure as module
-from parallax.model.profiling.noise import LEAST_SECONDS, NoiseMeter, disturbance
+from parallax.model.profiling.clock import LEAST_SECONDS, NoiseMeter, disturbance
 from parallax.plan.profile import NOISY, ModelProfile
 from tests.unit.model.test_measure import CPU, chain_of, linear, profile_of
 
