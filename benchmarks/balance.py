@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.teams import Place, plans
-from parallax.model.block import has_gradient
+from parallax.model.block import can_require_grad
 from parallax.model.describe import Chain, as_tuple, describe
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
@@ -203,7 +203,7 @@ def stage_seconds(
         inputs = chain.arguments(batch.inputs(0, sizes.rows))
         passed = []
         for number, blocks in enumerate(stages):
-            entering = tuple(t.detach().requires_grad_(has_gradient(t)) for t in inputs)
+            entering = tuple(t.detach().requires_grad_(can_require_grad(t)) for t in inputs)
             start = time.perf_counter()
             outputs: tuple[Tensor, ...] = entering
             for block in blocks:

@@ -47,7 +47,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Partition:
     """A model that was cut: its blocks, the names of the first one's arguments (none: those of its forward), where
     the tensors lie in inputs that are nests of nests, the template of what the model returns (None: what the last block
     returns), and the sizes that inputs must have (None: any; empty: nothing is known)."""
@@ -219,7 +219,7 @@ def plain_rows(tensor: Tensor) -> Tensor:
     return jagged.values() if tensor.layout is torch.jagged else tensor
 
 
-def apart(values: Any) -> Any:
+def with_own_storage(values: Any) -> Any:
     """A nest whose tensors have memory of their own: a slice of a batch, or of a whole data set, is copied. What is
     saved of it for backward is then as large as it is, moves alone, and is gone afterwards."""
     return transform(values, lambda part: part.clone() if _is_part(part) else part)
@@ -232,7 +232,7 @@ def _is_part(value: Any) -> bool:
     return value.nbytes < value.untyped_storage().nbytes()
 
 
-def words_of(module: nn.Module) -> str | None:
+def module_repr(module: nn.Module) -> str | None:
     """What ``module`` says of itself and of all inside. None where something inside has no words, as where it tells of
     its values and has none yet."""
     try:
@@ -241,7 +241,7 @@ def words_of(module: nn.Module) -> str | None:
         return None
 
 
-def has_gradient(tensor: Tensor) -> bool:
+def can_require_grad(tensor: Tensor) -> bool:
     """Whether a tensor of this type can have one."""
     return tensor.is_floating_point() or tensor.is_complex()
 

@@ -45,10 +45,10 @@ class BatchRows(Protocol):
         """Loss targets of rows [start, stop)."""
 
 
-class _Rule(Protocol):
+class _CountingRule(Protocol):
     """How the counted targets of any rows are found."""
 
-    def mass(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
+    def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
         """Of rows ``low`` to ``high``. ``results``: what the model returned for ``few`` others."""
 
 
@@ -60,7 +60,7 @@ class Counting:
         # A compiled one is observed as it was before: it would be compiled anew.
         plain = getattr(loss, "_torchdynamo_orig_callable", getattr(loss, "_orig_mod", loss))
         self._plain: AnyLoss = plain if callable(plain) else loss
-        self._rule: _Rule | None = None
+        self._rule: _CountingRule | None = None
         self._observed = hasattr(loss, "count")  # it says itself what it counts
 
     def value(self, results: Any, targets: Any, inputs: Callable[[], Any]) -> Tensor:
@@ -71,7 +71,7 @@ class Counting:
         if self._plain is not self._loss:
             with torch.no_grad(), _Observer() as seen:
                 plain = call_loss(self._plain, results, targets)
-            self._rule = _OfLoss(self._plain) if seen.means(plain) else None
+            self._rule = _CrossEntropyRule(self._plain) if seen.means(plain) else None
             return call_loss(self._loss, results, targets)
         try:
             with _Observer() as seen:
@@ -81,34 +81,34 @@ class Counting:
         except Exception:  # the loss's own, or a compiler's that takes no observer
             return call_loss(self._loss, results, targets)
         if seen.means(value):
-            self._rule = _OfLoss(self._loss)
+            self._rule = _CrossEntropyRule(self._loss)
         elif any(value is each for each in tensors_in(results)):
             self._rule, self._observed = _label_rule(value, results, inputs())
         return value
 
     @property
-    def counts(self) -> bool:
+    def counts_targets(self) -> bool:
         """Whether it is known what the loss is a mean over, other than rows."""
         return self._rule is not None
 
     @property
-    def sure(self) -> bool:
+    def observed(self) -> bool:
         """Whether the loss has been observed on targets of which some count."""
         return self._observed
 
-    def forget(self) -> None:
+    def assume_row_mean(self) -> None:
         """It is a mean over rows, as far as is known."""
         self._rule = None
 
-    def mass(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
+    def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
         """Of rows ``low`` to ``high``, whose share of the loss of all rows is this by the mass of all. ``results``:
         what the model returned for ``few`` rows. Without a rule it is the number of rows."""
         if self._rule is None:
             return float(high - low)
-        return self._rule.mass(results, few, batch, low, high)
+        return self._rule.row_weight(results, few, batch, low, high)
 
 
-class EvenMean:
+class RowMeanCheck:
     """Whether a loss of which nothing is known is the mean of its rows' losses where targets are masked. It is looked
     at once: in the first part that has rows with other numbers of masked targets, which are negative integers."""
 
@@ -225,13 +225,13 @@ def _counted(named: Mapping[str, Any]) -> float:
 
 
 @dataclass(frozen=True)
-class _OfLoss:
+class _CrossEntropyRule:
     """Calls the ``loss`` as far as its cross-entropy."""
 
     loss: AnyLoss
 
-    def mass(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
-        """See :class:`_Rule`. Outputs have no values, and no bytes where the loss can do with such."""
+    def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
+        """See :class:`_CountingRule`. Outputs have no values, and no bytes where the loss can do with such."""
         rows, targets = high - low, batch.targets(low, high)
         size = sum(each.numel() for each in tensors_in(targets)) or rows
         for blank in (_meta, _zeros):
@@ -249,22 +249,22 @@ class _OfLoss:
 
 
 @dataclass(frozen=True)
-class _OfLabels:
+class _LabelRule:
     """Counts the labels among a model's inputs, but negative ones. ``place``: which of their tensors; ``shifted``: each
     score is of the next label, so there is none of the first."""
 
     place: int
     shifted: bool
 
-    def mass(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
-        """See :class:`_Rule`."""
+    def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
+        """See :class:`_CountingRule`."""
         del results, few
         labels = list(tensors_in(batch.inputs(low, high)))[self.place]
         kept = (labels[..., 1:] if self.shifted else labels) >= 0
         return (high - low) * float(kept.sum()) / labels.numel()
 
 
-def _label_rule(value: Tensor, results: Any, inputs: Any) -> tuple[_OfLabels | None, bool]:
+def _label_rule(value: Tensor, results: Any, inputs: Any) -> tuple[_LabelRule | None, bool]:
     """The rule by which ``value`` is a mean over labels among the ``inputs``, None where there is none; and whether
     that is sure: of labels of which none counts nothing can be told."""
     best, rule = _SAME_HALF if value.dtype.itemsize < 4 else _SAME, None
@@ -273,7 +273,7 @@ def _label_rule(value: Tensor, results: Any, inputs: Any) -> tuple[_OfLabels | N
         if labels.is_floating_point() or not labels.dim():
             continue
         for shifted in (True, False) if labels.dim() == 2 else (False,):
-            candidate = _OfLabels(place, shifted)
+            candidate = _LabelRule(place, shifted)
             for each in (one for one in scores if one.shape[:-1] == labels.shape):
                 mean = _mean(each, labels, shifted)
                 if mean is None and bool(value.isnan()):

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from parallax.errors import DescribeError
-from parallax.model.block import RAGGED_HELP, Block, Cut, leaves, rebuild, words_of
-from parallax.model.construction.construct import Construction, ModelFactory, construct
+from parallax.model.block import RAGGED_HELP, Block, Partition, leaves, module_repr, rebuild
+from parallax.model.construction.deferred import DeferredModel, ModelFactory, deferred_init
 from parallax.model.construction.weights import FileLayout, OwnLayout
 from parallax.model.pretrained import layout_of
 from parallax.model.recording.inputs import Sample
-from parallax.model.recording.record import cut_recorded
+from parallax.model.recording.record import trace_and_partition
 
 logger = logging.getLogger("parallax")
 
@@ -54,7 +54,7 @@ class Chain:
     checkpoints leave these out then. Empty: they hold all.
     """
 
-    construction: Construction = field(repr=False)
+    deferred: DeferredModel = field(repr=False)
     blocks: tuple[Block, ...]
     ties: dict[str, tuple[tuple[int, str], ...]]
     seed: int
@@ -71,7 +71,7 @@ class Chain:
     @property
     def model(self) -> nn.Module:
         """The whole on the meta device."""
-        return self.construction.model
+        return self.deferred.model
 
     def fingerprint(self) -> str:
         """A hash of structure and shapes, and of what is not trained: equal for two models that cost the same and hold
@@ -79,7 +79,7 @@ class Chain:
         text = [str(self.dtype)]
         for block in self.blocks:
             kinds = [f"{name}: {type(m).__qualname__}" for name, m in block.module.named_modules()]
-            text.append(f"{block.name}|{words_of(block.module) or kinds}")
+            text.append(f"{block.name}|{module_repr(block.module) or kinds}")
             text += [
                 f"{n}{tuple(t.shape)}" for n, t in block.module.state_dict(keep_vars=True).items()
             ]
@@ -191,26 +191,26 @@ def describe(
     lack parts, such as a new head, and hold others (:func:`~parallax.model.materialise.check_weights` tells which).
     ``base``: see :class:`Chain`. Raises :class:`DescribeError` with the lines to write where none of the ways applies.
     """
-    construction = construct(factory, seed)
-    model = construction.model
-    if construction.unwritten and not weights:
-        name, *more = construction.unwritten
+    deferred = deferred_init(factory, seed)
+    model = deferred.model
+    if deferred.unwritten and not weights:
+        name, *more = deferred.unwritten
         raise DescribeError(
             f"{name}{f' and {len(more)} more' if more else ''} of {_kind(model)} was never written by its constructor; "
             "initialise it there (torch.empty has no values), or give a file of weights"
         )
-    cut = _cut(construction, blocks, sample, dtype)
-    _check_cover(model, cut.blocks)
+    partition = _partition(deferred, blocks, sample, dtype)
+    _check_cover(model, partition.blocks)
     return Chain(
-        construction=construction,
-        blocks=cut.blocks,
-        ties=_find_ties(model, cut.blocks),
+        deferred=deferred,
+        blocks=partition.blocks,
+        ties=_find_ties(model, partition.blocks),
         seed=seed,
         dtype=dtype,
-        inputs=cut.inputs,
-        nest=cut.nest,
-        template=cut.template,
-        sizes=cut.sizes,
+        inputs=partition.inputs,
+        nest=partition.nest,
+        template=partition.template,
+        sizes=partition.sizes,
         layout=layout_of(model),
         weights=Path(weights).expanduser() if weights else None,
         partial_weights=partial_weights,
@@ -218,10 +218,10 @@ def describe(
     )
 
 
-def _cut(
-    construction: Construction, blocks: Sequence[str], sample: Sample | None, dtype: torch.dtype
-) -> Cut:
-    model = construction.model
+def _partition(
+    deferred: DeferredModel, blocks: Sequence[str], sample: Sample | None, dtype: torch.dtype
+) -> Partition:
+    model = deferred.model
     names = {id(module): name for name, module in model.named_modules()}
     modules = _named_blocks(model, blocks) if blocks else _own_blocks(model)
     for module in modules or ():
@@ -232,15 +232,15 @@ def _cut(
     if modules is not None:
         _check_apart(names, modules)
         blocks_ = tuple(Block(names[id(module)], module) for module in modules)
-        return Cut(blocks_)
-    return cut_recorded(model, sample, dtype, partial(_value, construction, dtype))
+        return Partition(blocks_)
+    return trace_and_partition(model, sample, dtype, partial(_value, deferred, dtype))
 
 
-def _value(construction: Construction, dtype: torch.dtype, tensor: Tensor) -> Tensor:
+def _value(deferred: DeferredModel, dtype: torch.dtype, tensor: Tensor) -> Tensor:
     """What the constructor put into one tensor of the skeleton."""
     alone = nn.Module()
     alone.register_buffer("value", tensor)
-    made: Tensor = construction.values().parts(alone, dtype, {})[id(tensor)]
+    made: Tensor = deferred.values().parts(alone, dtype, {})[id(tensor)]
     return made
 
 

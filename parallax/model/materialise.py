@@ -17,7 +17,7 @@ from torch import nn
 from parallax.errors import CheckpointError, printable
 from parallax.model.construction.weights import CheckpointWeights
 from parallax.model.describe import Chain
-from parallax.model.files.values import in_words, not_finite
+from parallax.model.files.values import nonfinite_kind, nonfinite_text
 from parallax.model.pretrained import tied_names
 
 
@@ -38,7 +38,7 @@ def materialise_each(
     aliases = tied_names(chain.model)
     if weights:
         _check(chain, weights, aliases)
-    values = chain.construction.values()
+    values = chain.deferred.values()
     tied = {id(chain.model.get_parameter(name)) for name in chain.ties}
     shared: dict[int, nn.Parameter] = {}
     for index in indices:
@@ -70,7 +70,7 @@ def _check_values(chain: Chain, index: int, block: nn.Module, saved: Mapping[str
     state = block.state_dict(keep_vars=True)
     for inner, name in chain.names[index].items():
         tensor = state[inner]
-        if not isinstance(tensor, nn.Parameter) or not (what := not_finite(tensor)):
+        if not isinstance(tensor, nn.Parameter) or not (what := nonfinite_kind(tensor)):
             continue
         if tensor.requires_grad or (what == "nan" and (inner in saved or chain.base)):
             whose = (
@@ -84,7 +84,7 @@ def _check_values(chain: Chain, index: int, block: nn.Module, saved: Mapping[str
                 else "mend the files or the constructor that it comes from"
             )
             raise CheckpointError(
-                f"{printable(whose)} {in_words(tensor)}, and cannot be trained: {remedy}"
+                f"{printable(whose)} {nonfinite_text(tensor)}, and cannot be trained: {remedy}"
             )
 
 
@@ -124,5 +124,5 @@ def _check(
     known = chain.model.state_dict(keep_vars=True)
     wanted = {name: known[name] for names in chain.names for name in names.values()}
     buffers = {name for name, _ in chain.model.named_buffers()}
-    made = set(wanted) - set(chain.construction.unwritten) if chain.partial_weights else set()
+    made = set(wanted) - set(chain.deferred.unwritten) if chain.partial_weights else set()
     return weights.check(wanted, aliases, buffers, made=made)

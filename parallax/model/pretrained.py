@@ -40,13 +40,13 @@ def read_weights(
             wanted, aliases, ignored={*buffers, *without}, made=wanted if incomplete else ()
         )
     for remark in remarks:
-        say(f"weights {path}: {remark}")
+        log_once(f"weights {path}: {remark}")
     for name in wanted:
         if (found := weights.find(name, aliases)) is not None:
             fill(state[name], partial(weights.fill, name=found))
 
 
-def unlike(model: nn.Module, path: Path, names: Collection[str]) -> list[str]:
+def mismatched_shapes(model: nn.Module, path: Path, names: Collection[str]) -> list[str]:
     """Those of ``names`` that the files at ``path`` have in another shape than ``model``."""
     with without_function_modes(), without_operator_modes():
         shapes = CheckpointWeights(path, layout_of(model)).shapes()
@@ -55,7 +55,7 @@ def unlike(model: nn.Module, path: Path, names: Collection[str]) -> list[str]:
 
 
 @cache
-def say(line: str) -> None:
+def log_once(line: str) -> None:
     """Once for a process, however often the model is built."""
     logger.info(line)
 

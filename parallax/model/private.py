@@ -112,7 +112,7 @@ class NestedSizes:
         self._first: int | None = None
 
     @contextmanager
-    def repeated(self) -> Iterator[None]:
+    def repeat(self) -> Iterator[None]:
         """Count as the first run inside did."""
         counts: Any = sys.modules.get("torch.nested._internal.nested_tensor")
         now = counts._tensor_id_counter if counts is not None else 0
@@ -128,7 +128,7 @@ class NestedSizes:
             counts._tensor_id_counter = max(now, counts._tensor_id_counter)
 
 
-def _look(tensor: Tensor) -> dict[str, Any]:
+def _metadata(tensor: Tensor) -> dict[str, Any]:
     """What a forward that runs again must save again. The sizes of a nested tensor's rows are symbols, others each
     time it is made, and one of strided layout has none."""
     nested = tensor.is_nested
@@ -137,8 +137,8 @@ def _look(tensor: Tensor) -> dict[str, Any]:
 
 
 SAME_TENSORS = "same tensors"
-"""Tells torch.utils.checkpoint to look at what is saved as :func:`_look` does."""
-_allowed_determinism_checks_to_fns[SAME_TENSORS] = _look
+"""Tells torch.utils.checkpoint to look at what is saved as :func:`_metadata` does."""
+_allowed_determinism_checks_to_fns[SAME_TENSORS] = _metadata
 
 
 def parse_to(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:

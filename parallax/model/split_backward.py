@@ -1,4 +1,4 @@
-"""A backward in two halves: the gradient of the input at once, that of the parameters when there is time for it.
+"""A backward in two store: the gradient of the input at once, that of the parameters when there is time for it.
 
 Zero-bubble schedules send a micro-batch's input gradient to the stage before and fill what would be bubble with the
 weight gradients. Cutting autograd's graph in two breaks where a stage returns a view, uses a weight twice or holds a
@@ -52,7 +52,7 @@ class WeightGradStore:
 
     def apply(self, product: _Product, x: Tensor) -> Tensor:
         """Run ``product`` on ``x``."""
-        result: Tensor = _Apart.apply(self._anchor, x, product, self)
+        result: Tensor = _DeferredProduct.apply(self._anchor, x, product, self)
         return result
 
     def defer(self, product: _Product, x: Tensor, gradient: Tensor) -> None:
@@ -60,7 +60,7 @@ class WeightGradStore:
         if not self._forward:
             self._deferred.append((product, x, gradient))
 
-    def part(self, parameters: Iterable[nn.Parameter]) -> None:
+    def separate_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """The backward has ended. A gradient that autograd took over as it was may lie in the memory of what is owed,
         and the next micro-batch will add to it: give it memory of its own."""
         held = {gradient.untyped_storage().data_ptr() for _, _, gradient in self._deferred}
@@ -78,7 +78,7 @@ class WeightGradStore:
         ]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
-    def owes(self) -> set[nn.Parameter]:
+    def pending_parameters(self) -> set[nn.Parameter]:
         """Parameters whose gradients are not complete."""
         return {parameter for product, _, _ in self._deferred for parameter in product.parameters}
 
@@ -98,15 +98,15 @@ class WeightGradStore:
                         ready(parameter)
 
 
-class _Apart(torch.autograd.Function):
+class _DeferredProduct(torch.autograd.Function):
     """A product whose backward is the input's alone."""
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, x: Tensor, product: _Product, halves: WeightGradStore
+        ctx: Any, anchor: Tensor, x: Tensor, product: _Product, store: WeightGradStore
     ) -> Tensor:
         del anchor
-        ctx.product, ctx.halves = product, halves
+        ctx.product, ctx.store = product, store
         ctx.save_for_backward(x)
         return product.forward(x)
 
@@ -114,7 +114,7 @@ class _Apart(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        ctx.halves.defer(ctx.product, x, gradient)
+        ctx.store.defer(ctx.product, x, gradient)
         return (
             None,
             ctx.product.input_gradient(x, gradient) if ctx.needs_input_grad[1] else None,
@@ -227,9 +227,9 @@ class _Convolution(_Product):
 class _Splitting(TorchFunctionMode):
     """Replaces products with parameters."""
 
-    def __init__(self, halves: WeightGradStore) -> None:
+    def __init__(self, store: WeightGradStore) -> None:
         super().__init__()
-        self._halves = halves
+        self._store = store
 
     def __torch_function__(
         self,
@@ -241,7 +241,7 @@ class _Splitting(TorchFunctionMode):
         if func in _MAKERS and torch.is_grad_enabled():
             found = _make(func, *args, **(kwargs or {}))
             if found is not None:
-                return self._halves.apply(*found)
+                return self._store.apply(*found)
         return func(*args, **(kwargs or {}))
 
 

@@ -16,7 +16,7 @@ from parallax.common.events import Span, read_events
 from parallax.common.files import replace_text
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, PlanError, printable
-from parallax.model.profiling.kept import forget
+from parallax.model.profiling.cache import remove_cached
 from parallax.plan.cluster import Cluster
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
@@ -112,7 +112,7 @@ def drop_contradicted(directory: Path, config: RunConfig, summary: Mapping[str, 
         return ""
     with contextlib.suppress(PlanError):
         profile = ModelProfile.load(kept)
-        if forget(profile):
+        if remove_cached(profile):
             return f"{wrong}: the kept profile of {profile.model} is dropped, and the next plan measures again"
     return ""
 

@@ -18,7 +18,7 @@ from parallax.machine.accelerators import unusable_device
 from parallax.machine.host import node_name
 from parallax.machine.local import ClusterConfig, choose_devices
 from parallax.model.block import flatten, padding_help
-from parallax.model.construction.construct import construct
+from parallax.model.construction.deferred import deferred_init
 from parallax.model.describe import Chain, describe
 from parallax.model.factory.huggingface import HuggingFaceConfig
 from parallax.model.factory.registry import (
@@ -133,7 +133,7 @@ def device_kind(config: RunConfig) -> str:
 def build_loss(config: RunConfig) -> Loss:
     """Return the model's own ``loss(outputs, targets)``, or :func:`usual_loss`."""
     factory = partial(build_model, built_model(config))
-    model = construct(factory, config.seed).with_attributes()
+    model = deferred_init(factory, config.seed).with_attributes()
     own = getattr(model, "loss", None)
     if not callable(own):
         return usual_loss

@@ -24,7 +24,7 @@ from parallax.machine.local import (
 )
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
-from parallax.model.profiling.kept import profile_path, remember
+from parallax.model.profiling.cache import profile_path, store_cached
 from parallax.model.profiling.measure import measure
 from parallax.model.profiling.offloads import Offloader
 from parallax.nodes.places import Nodes
@@ -256,7 +256,7 @@ def remember_profile(
     path = profile_path(
         chain, loss, **_conditions(chain, batch, choice, precision, swap, gather_loss)
     )
-    remember(profile, path)
+    store_cached(profile, path)
     return path
 
 

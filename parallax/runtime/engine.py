@@ -24,7 +24,7 @@ from parallax.machine.device import CopyEngine, copies_for
 from parallax.machine.host import data_bytes
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain
-from parallax.model.layers.norms import Norms
+from parallax.model.layers.norms import BatchNorms
 from parallax.model.losses import check_loss
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
@@ -82,7 +82,7 @@ class Engine:
             mesh.device,
             configs.precision,
             self._below.open_stream,
-            norms=Norms(configs.replicas.batchnorm, mesh),
+            norms=BatchNorms(configs.replicas.batchnorm, mesh),
             compile=configs.compile,
         )
         swap = self._open_swap([each for each in plans.values() if each.offloads], configs.swap)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallax.model.block import has_gradient
+from parallax.model.block import can_require_grad
 from parallax.runtime.channels.message import Gradients, Tensors
 
 
@@ -50,7 +50,7 @@ class GraphEntry:
 
     def copy(self, lent: Tensor) -> Tensor:
         """The caller's own tensor; in the graph, where it can be."""
-        if not has_gradient(lent):
+        if not can_require_grad(lent):
             return lent.clone()
         leaf = lent.detach().requires_grad_()
         copied = leaf.clone()
@@ -67,7 +67,7 @@ class GraphEntry:
         if len(floating) == len(inputs):
             return entered
         entering = iter(entered)
-        return tuple(next(entering) if has_gradient(tensor) else tensor for tensor in inputs)
+        return tuple(next(entering) if can_require_grad(tensor) else tensor for tensor in inputs)
 
     def take_gradients(self) -> Gradients:
         """Of the floating inputs, once; None where nothing depends on them."""

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from parallax.common.events import Span
 from parallax.machine.device import private_random_state
 from parallax.mesh import Mesh
-from parallax.model.block import apart
+from parallax.model.block import with_own_storage
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
@@ -230,7 +230,7 @@ class Executor:
         flight = _Flight(halves=WeightGradStore(self._device) if step.program.splits else None)
         entering, leaving = self._plan.entering(stage), self._plan.leaving(stage)
         if entering is None:
-            inputs = self._chain.arguments(apart(self._inputs.take((first, rows))))
+            inputs = self._chain.arguments(with_own_storage(self._inputs.take((first, rows))))
         else:
             inputs, flight.entry = self._received.pop(_key(action))
             if flight.entry is not None:
@@ -283,7 +283,7 @@ class Executor:
             del gradients, pairs
             torch.autograd.backward(roots, arriving)
             if flight.halves is not None:
-                flight.halves.part(self._stage.parameters_of(action.stage))
+                flight.halves.separate_gradients(self._stage.parameters_of(action.stage))
         if announced:
             self._sync.ended(action.stage)
         if flight.entry is not None:
@@ -302,7 +302,9 @@ class Executor:
                 self._sync.split(action.stage, ())
         elif flight.halves is not None:
             flight.halves.finish(
-                self._sync.split(action.stage, flight.halves.owes()) if completes else None
+                self._sync.split(action.stage, flight.halves.pending_parameters())
+                if completes
+                else None
             )
         return 0.0
 

@@ -22,8 +22,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from parallax.common.seeds import block_seed
 from parallax.errors import ConfigError, DataError, HangError
 from parallax.mesh import Mesh
-from parallax.model.block import apart, to_device
-from parallax.model.counting import Counting, EvenMean
+from parallax.model.block import to_device, with_own_storage
+from parallax.model.counting import Counting, RowMeanCheck
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
 from parallax.nodes.objects import all_objects
@@ -100,7 +100,7 @@ class Evaluation:
         self._loss, self._chain, self._precision, self._device = loss, chain, precision, device
         self._counts, self._counting = hasattr(loss, "count"), Counting(loss)
         self._share = torch.zeros((), dtype=torch.float64, device=device)
-        self._even = EvenMean(loss)
+        self._even = RowMeanCheck(loss)
         self._whole: float | None = None
         self.mass = 0.0
         self._rows: list[tuple[int, int]] = []
@@ -126,7 +126,7 @@ class Evaluation:
         """The loss of rows ``low`` to ``high``, added to the share where it is ``counted``, and the gradient that its
         backward begins with."""
         given = step.batch.targets(low, high)
-        targets = apart(to_device(given, self._device))
+        targets = with_own_storage(to_device(given, self._device))
         results = self._chain.results(outputs)
         with self._precision.autocast(self._device.type):
             value = self._counting.value(results, targets, lambda: step.batch.inputs(low, high))
@@ -151,7 +151,7 @@ class Evaluation:
     def _check_mean(self, step: LossStep, results: Any, targets: Any, low: int, high: int) -> None:
         """Raise :class:`ConfigError` where nothing is known of the loss, and targets are masked for which it is not the
         mean over its rows."""
-        if self._counting.counts:
+        if self._counting.counts_targets:
             return
         rows, first = high - low, low
         if rows == 1:
@@ -171,11 +171,11 @@ class Evaluation:
         if self._counts:
             return 1.0, step.denominator
         rows = len(step.batch)
-        if self._counting.counts:
+        if self._counting.counts_targets:
             try:
-                mass = self._counting.mass(results, high - low, step.batch, low, high)
+                mass = self._counting.row_weight(results, high - low, step.batch, low, high)
                 whole = self._whole or self._mass_of_all(step, results, high - low)
-                if self._counting.sure:  # until then the rule may become another one
+                if self._counting.observed:  # until then the rule may become another one
                     self._whole = whole
                 return mass, whole
             except HangError:
@@ -184,12 +184,12 @@ class Evaluation:
                 Exception
             ) as error:  # a loss of the user's that does other things with other rows
                 logger.debug("targets are not counted: %s", error)
-                self._counting.forget()
+                self._counting.assume_row_mean()
         return float(high - low), float(rows)
 
     def _mass_of_all(self, step: LossStep, results: Any, few: int) -> float:
         """Of the batch; of its micro-batches where these have other shapes."""
-        rows, mass = len(step.batch), partial(self._counting.mass, results, few, step.batch)
+        rows, mass = len(step.batch), partial(self._counting.row_weight, results, few, step.batch)
         try:
             return mass(0, rows)
         except HangError:

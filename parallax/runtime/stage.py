@@ -17,9 +17,9 @@ from parallax.errors import PlanError
 from parallax.machine.accelerators import accelerator_of
 from parallax.machine.host import memory_is_bounded, relieve_memory
 from parallax.model.describe import Chain, as_tuple, parameter_names
-from parallax.model.layers.buffers import ChangingBuffers, Found
+from parallax.model.layers.buffers import BufferSnapshot, ChangingBuffers
 from parallax.model.layers.dropout import Draws, RowDropout, has_dropout
-from parallax.model.layers.norms import Norms
+from parallax.model.layers.norms import BatchNorms
 from parallax.model.layers.row_noise import RowNoise
 from parallax.model.layers.sparse import make_gradients_dense
 from parallax.model.materialise import materialise_each
@@ -82,7 +82,7 @@ class Stage(nn.Module):
         precision: PrecisionConfig,
         open_stream: OpenStream = keep_all,
         *,
-        norms: Norms | None = None,
+        norms: BatchNorms | None = None,
         compile: bool = False,
     ) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Stage(nn.Module):
         self._seed, self._precision, self._device = chain.seed, precision, device
         self._names = parameter_names(chain, self._indices)
         self._arrive: Callable[[Iterable[nn.Parameter]], None] = _are_there
-        self.norms = norms or Norms()
+        self.norms = norms or BatchNorms()
         self._noise = RowNoise(device)
         self._compiled = compile
         self._seeded, self._seeds = -1, list[int]()  # a step, and its seed for each block
@@ -128,7 +128,7 @@ class Stage(nn.Module):
         )
 
     def _prepare(self, place: int, block: nn.Module) -> None:
-        self.norms.adopt(place, block, compiled=self._compiled)
+        self.norms.add_block(place, block, compiled=self._compiled)
         if self._compiled:
             # The method, not the module: hooks on the block stay outside, and no name of a parameter changes. All
             # sizes are variable at once: with a second program for a second size, a recomputed forward could be
@@ -141,7 +141,7 @@ class Stage(nn.Module):
     def train(self, mode: bool = True) -> Stage:
         """Frozen BatchNorms stay in evaluation mode."""
         super().train(mode)
-        self.norms.freeze()
+        self.norms.freeze_statistics()
         return self
 
     @contextlib.contextmanager
@@ -269,18 +269,18 @@ class Stage(nn.Module):
             directive = self._directives[place]
             self._arrive(self._by_place[place].parameters())
             if training:
-                self.norms.begin(place, where.whole)
+                self.norms.begin_micro_batch(place, where.whole)
             if directive is Directive.RECOMPUTE and training:
                 inputs = checkpoint(
                     self._run_again,
-                    Found(),
+                    BufferSnapshot(),
                     self._changes.get(place, True),
                     place,
                     where,
                     *inputs,
                     use_reentrant=False,
                     preserve_rng_state=False,
-                    context_fn=self.norms.contexts(place, where.whole),
+                    context_fn=self.norms.checkpoint_contexts(place, where.whole),
                     determinism_check=SAME_TENSORS,
                 )
             elif directive is Directive.OFFLOAD and swap is not None and training:
@@ -294,7 +294,7 @@ class Stage(nn.Module):
 
     def _run_again(
         self,
-        found: Found,
+        found: BufferSnapshot,
         copy: bool,
         place: int,
         where: MicroBatchContext,
@@ -304,14 +304,17 @@ class Stage(nn.Module):
         if place not in self._changing:
             self._changing[place] = ChangingBuffers(
                 self._by_place[place],
-                self.norms.at(place),
+                self.norms.modules_of(place),
                 self.streams,
                 compiled=self._compiled,
             )
         buffers, again = self._changing[place], found.complete
-        with found.sizes.repeated(), buffers.repeated(found) if again else buffers.first(found):
+        with (
+            found.sizes.repeat(),
+            buffers.repeated_forward(found) if again else buffers.first_forward(found),
+        ):
             outputs = self._run_copies(copy, place, where, *inputs)
-        buffers.end()
+        buffers.end_forward()
         return outputs
 
     def _run_copies(

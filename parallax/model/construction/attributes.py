@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from parallax.model.construction.log import Log, Unrecordable
+from parallax.model.construction.log import OperationLog, Unrecordable
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType)
 _REGISTERED = ("_parameters", "_buffers", "_modules")
@@ -28,7 +28,7 @@ def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def check_functions(model: nn.Module, log: Log) -> None:
+def check_functions(model: nn.Module, log: OperationLog) -> None:
     """No function that is kept in an attribute holds a tensor or a module of ``model``, of which a copy of the module
     would not be a copy. Raises :class:`Unrecordable`."""
     inside = {id(module) for module in model.modules()}
@@ -91,7 +91,7 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
-def _holds(value: Any, inside: set[int], log: Log) -> bool:
+def _holds(value: Any, inside: set[int], log: OperationLog) -> bool:
     if isinstance(value, types.MethodType):
         return id(value.__self__) in inside
     if isinstance(value, list | tuple):
@@ -99,5 +99,5 @@ def _holds(value: Any, inside: set[int], log: Log) -> bool:
     if isinstance(value, dict):
         return any(_holds(part, inside, log) for part in value.values())
     if isinstance(value, Tensor):
-        return log.find(value) is not None
+        return log.cell_of(value) is not None
     return isinstance(value, nn.Module) and id(value) in inside

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from parallax.common.seeds import block_seed
-from parallax.model.construction.log import After, Drawn, Own, Seeded, Unrecordable
+from parallax.model.construction.log import Drawn, OwnState, SeededState, StateAfter, Unrecordable
 from parallax.model.private import without_function_modes, without_operator_modes
 
 
@@ -48,7 +48,7 @@ class Generators:
     def begun(self) -> Iterator[None]:
         """The context of the construction; after it every generator is as it was."""
         with seeded(self._seed):
-            self._mark(torch.default_generator, Own(0))
+            self._mark(torch.default_generator, OwnState(0))
             try:
                 yield
             finally:
@@ -63,8 +63,11 @@ class Generators:
         state = _state(generator)
         if generator is not torch.default_generator:
             self._before.setdefault(generator, state)
-        drawn = self._meanings.get(_key(state)) or Seeded(state)
-        self._mark(generator, Own(drawn.place + 1) if isinstance(drawn, Own) else After(place))
+        drawn = self._meanings.get(_key(state)) or SeededState(state)
+        self._mark(
+            generator,
+            OwnState(drawn.place + 1) if isinstance(drawn, OwnState) else StateAfter(place),
+        )
         return drawn
 
     def _mark(self, generator: torch.Generator, meaning: Drawn) -> None:

@@ -57,7 +57,7 @@ class View(NamedTuple):
     conjugated: bool
     negated: bool
 
-    def of(self, storage: torch.UntypedStorage) -> Tensor:
+    def as_tensor(self, storage: torch.UntypedStorage) -> Tensor:
         """The tensor, in real memory."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.size, self.stride)
@@ -73,7 +73,7 @@ class View(NamedTuple):
         return count * self.dtype.itemsize
 
     @property
-    def reach(self) -> int:
+    def span(self) -> int:
         """Elements from its first to its last."""
         return sum((size - 1) * stride for size, stride in zip(self.size, self.stride)) + 1
 
@@ -82,31 +82,31 @@ class View(NamedTuple):
         """Whether it is all of its piece, each element once."""
         dense = all(stride or size < 2 for size, stride in zip(self.size, self.stride))
         count = self.nbytes // self.dtype.itemsize
-        return dense and self.nbytes == self.cell.nbytes and self.reach == count
+        return dense and self.nbytes == self.cell.nbytes and self.span == count
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnState:
     """Generators that the constructor did not seed: number ``place`` of them."""
 
     place: int
 
 
 @dataclass(frozen=True)
-class Seeded:
+class SeededState:
     """The state that the constructor gave to a generator."""
 
     state: Tensor
 
 
 @dataclass(frozen=True)
-class After:
+class StateAfter:
     """The state in which operation ``place`` left its generator, which the constructor had seeded."""
 
     place: int
 
 
-Drawn = Own | Seeded | After
+Drawn = OwnState | SeededState | StateAfter
 
 
 class Operation:
@@ -137,7 +137,7 @@ class Operation:
         self.drawn: Drawn | None = None
 
 
-class Log:
+class OperationLog:
     """``cells`` by the address of their storage; one that came from outside is there under two, its own and that of
     its twin without bytes."""
 
@@ -146,11 +146,11 @@ class Log:
         self.cells: dict[int, Cell] = {}
         self._constants: list[tuple[torch.UntypedStorage, bytes]] = []
 
-    def find(self, tensor: Tensor) -> Cell | None:
+    def cell_of(self, tensor: Tensor) -> Cell | None:
         """The piece of memory that ``tensor`` looks at, where the log knows it."""
         return self.cells.get(tensor.untyped_storage()._cdata)
 
-    def view(self, tensor: Tensor) -> View:
+    def view_of(self, tensor: Tensor) -> View:
         """``tensor``, which the log knows."""
         return View(
             self.cells[tensor.untyped_storage()._cdata],
@@ -178,7 +178,7 @@ class Log:
             cell = Cell(len(self.cells), bare, storage)
             self.cells[storage._cdata] = self.cells[bare._cdata] = cell
             self._constants.append((storage, fingerprint(storage)))
-        return self.view(tensor).of(cell.storage)
+        return self.view_of(tensor).as_tensor(cell.storage)
 
     def check_constants(self) -> None:
         """What came from outside is what it was when it came. Raises :class:`Unrecordable`."""

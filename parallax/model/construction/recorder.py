@@ -22,8 +22,8 @@ from torch import Tensor
 
 from parallax.errors import HangError
 from parallax.model.construction.generators import Generators
-from parallax.model.construction.log import Log, Operation, Unrecordable, View
-from parallax.model.construction.replay import Replay, change, flat, plainly
+from parallax.model.construction.log import Operation, OperationLog, Unrecordable, View
+from parallax.model.construction.replay import Replay, change, flat, plain_execution
 from parallax.model.private import OperatorMode, without_function_modes, without_operator_modes
 
 logger = logging.getLogger("parallax")
@@ -56,7 +56,7 @@ class OperatorRecorder(OperatorMode):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.log = Log()
+        self.log = OperationLog()
         self._replay, self._draws = Replay(self.log, seed), Generators(seed)
         self.to_meta = False
         """Whether the constructor itself names the meta device in the call under way."""
@@ -73,10 +73,10 @@ class OperatorRecorder(OperatorMode):
             _RECORDING.reset(token)
 
     def log_filling(self, tensor: Tensor, function: Callable[[Tensor], None]) -> None:
-        """Log that ``function`` overwrites all of ``tensor``."""
+        """OperationLog that ``function`` overwrites all of ``tensor``."""
         with without_function_modes(), without_operator_modes():
             self.log.adopt(tensor.detach())
-            view = self.log.view(tensor)
+            view = self.log.view_of(tensor)
         operation = Operation(function, (view,), {})
         operation.writes = operation.touches = (view.cell,)
         operation.reads = () if view.covers else (view.cell,)
@@ -86,10 +86,10 @@ class OperatorRecorder(OperatorMode):
     def real(self, tensor: Tensor) -> Tensor:
         """The value of ``tensor`` at this moment. What changes it changes nothing else."""
         with without_function_modes(), without_operator_modes():
-            cell = self.log.find(tensor)
+            cell = self.log.cell_of(tensor)
             if cell is None:
                 return tensor
-            view = self.log.view(tensor)
+            view = self.log.view_of(tensor)
             known, value = self._remembered.get(view, (-1, tensor))
             if known != len(cell.writes):
                 (value,) = self._replay.values([view])
@@ -108,16 +108,18 @@ class OperatorRecorder(OperatorMode):
 
     def _call(self, function: Any, kind: Operator, args: Any, kwargs: dict[str, Any]) -> Any:
         tensors = list(_all(Tensor, (args, kwargs)))
-        absent = [tensor for tensor in tensors if tensor.is_meta and self.log.find(tensor) is None]
+        absent = [
+            tensor for tensor in tensors if tensor.is_meta and self.log.cell_of(tensor) is None
+        ]
         device = kwargs.get("device")
         if self.to_meta and device is not None and torch.device(device).type == "meta":
             return function(*change(args, self._bare), **change(kwargs, self._bare))
-        if absent and (device is None or kind.moves):
+        if absent and (device is None or kind.copies_to_device):
             return self._call_without_values(function, kind, args, kwargs)
-        if not tensors and not kind.placed:
+        if not tensors and not kind.takes_device:
             return function(*args, **kwargs)
-        if kind.answers:
-            return self._in_earnest(function, args, kwargs)
+        if kind.returns_values:
+            return self._run_on_values(function, args, kwargs)
         if function is torch.ops.aten.lift_fresh.default:
             return self.log.adopt(args[0])
         if function in _SET_STORAGE and args[1].device.type != "meta":
@@ -129,7 +131,7 @@ class OperatorRecorder(OperatorMode):
         """Without bytes, but for a single number from outside: by those types are decided."""
         if not isinstance(part, Tensor) or part.is_meta:
             return part
-        if part.dim() == 0 and self.log.find(part) is None:
+        if part.dim() == 0 and self.log.cell_of(part) is None:
             return part
         return self.log.adopt(part)
 
@@ -140,7 +142,7 @@ class OperatorRecorder(OperatorMode):
         given = {**dict(zip(kind.names, args)), **kwargs}
         written = [t for name in kind.written for t in _all(Tensor, given.get(name))]
         if kwargs.get("device") is not None or (
-            not kind.looks and any(self.log.find(t) or not t.is_meta for t in written)
+            not kind.changes_metadata and any(self.log.cell_of(t) or not t.is_meta for t in written)
         ):
             raise NotImplementedError("Cannot copy out of meta tensor; no data!")
         return function(*change(args, self._bare), **change(kwargs, self._bare))
@@ -174,18 +176,18 @@ class OperatorRecorder(OperatorMode):
         """The operation before it is carried out, for it may change the sizes of what it is given."""
 
         def view(part: Any) -> Any:
-            if isinstance(part, Tensor) and self.log.find(part) is not None:
-                return self.log.view(part)
+            if isinstance(part, Tensor) and self.log.cell_of(part) is not None:
+                return self.log.view_of(part)
             return None if isinstance(part, torch.Generator) else part
 
         operation = Operation(function, change(args, view), change(kwargs, view))
         if "device" in kwargs or (
-            kind.placed and not any(True for _ in _all(Tensor, (args, kwargs)))
+            kind.takes_device and not any(True for _ in _all(Tensor, (args, kwargs)))
         ):
             operation.kwargs["device"] = torch.device("cpu")
         operation.kwargs.pop("pin_memory", None)
         views = list(_all(View, (operation.args, operation.kwargs)))
-        into = [self.log.view(tensor) for tensor in written]
+        into = [self.log.view_of(tensor) for tensor in written]
         overwritten = {v.cell for v in into if kind.overwrites and v.covers}
         overwritten -= {v.cell for v in Counter(views) - Counter(into)}  # read, too
         operation.writes = tuple(dict.fromkeys(v.cell for v in into))
@@ -197,7 +199,7 @@ class OperatorRecorder(OperatorMode):
         """What it returns, without bytes. Where the sizes depend on values, or there is no rule for them, it is carried
         out on real tensors; what it raises then is what a plain constructor gets."""
         results = NotImplemented
-        if not kind.shaped:
+        if not kind.data_dependent:
             try:
                 if _fills(kind, args, kwargs):
                     function(torch.empty(0, dtype=args[0].dtype), *args[1:], **kwargs)
@@ -209,17 +211,17 @@ class OperatorRecorder(OperatorMode):
             except Exception:  # whatever it is, the real tensors raise it again
                 logger.debug("%s has no rule for its sizes", function)
         if results is NotImplemented:
-            results = self._in_earnest(function, args, kwargs)
+            results = self._run_on_values(function, args, kwargs)
         return change(results, lambda p: self._bare(p) if isinstance(p, Tensor) else p)
 
-    def _in_earnest(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _run_on_values(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What it returns when it is carried out, with what it wrote in place left as it was."""
         originals: dict[int, Tensor] = {}
 
         def real(part: Any) -> Any:
             if isinstance(part, torch.Generator):
                 return None
-            if not isinstance(part, Tensor) or self.log.find(part) is None:
+            if not isinstance(part, Tensor) or self.log.cell_of(part) is None:
                 return part
             value = self.real(part)
             originals[id(value)] = part
@@ -228,7 +230,7 @@ class OperatorRecorder(OperatorMode):
         args, kwargs = change(args, real), change(kwargs, real)
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
-        with plainly():
+        with plain_execution():
             results = function(*args, **kwargs)
 
         def bare(part: Any) -> Any:
@@ -243,14 +245,14 @@ class OperatorRecorder(OperatorMode):
         return change(results, bare)
 
     def _append(self, operation: Operation, kind: Operator, results: Any, generator: Any) -> None:
-        """Log it if it wrote anything; its results are new where the log does not know their memory."""
+        """OperationLog it if it wrote anything; its results are new where the log does not know their memory."""
         made = [(i, t) for i, t in enumerate(flat(results)) if isinstance(t, Tensor)]
         outputs = []
         for i, tensor in made:
-            if self.log.find(tensor) is None:
+            if self.log.cell_of(tensor) is None:
                 self.log.adopt(tensor)
-                outputs.append((i, self.log.view(tensor)))
-        if kind.looks or kind.empty or not (outputs or operation.writes):
+                outputs.append((i, self.log.view_of(tensor)))
+        if kind.changes_metadata or kind.only_allocates or not (outputs or operation.writes):
             return
         place = len(self.log.operations)
         if kind.draws:
@@ -324,13 +326,13 @@ class Operator:
     names: tuple[str, ...]
     written: frozenset[str]
     overwrites: bool
-    looks: bool
+    changes_metadata: bool
     draws: bool
-    answers: bool
-    empty: bool
-    shaped: bool
-    placed: bool
-    moves: bool
+    returns_values: bool
+    only_allocates: bool
+    data_dependent: bool
+    takes_device: bool
+    copies_to_device: bool
 
 
 @cache
@@ -346,12 +348,13 @@ def operator(function: Any) -> Operator:
         names=tuple(argument.name for argument in arguments),
         written=written,
         overwrites=name in _OVERWRITES or all(a.is_out for a in arguments if a.name in written),
-        looks=torch.Tag.inplace_view in tags,
+        changes_metadata=torch.Tag.inplace_view in tags,
         draws=torch.Tag.nondeterministic_seeded in tags
         or any(a.name == "generator" for a in arguments),
-        answers=not returns_tensors and not written,
-        empty=schema.name.startswith("aten::") and name in _EMPTY,
-        shaped=torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags,
-        placed=any(a.name == "device" for a in arguments),
-        moves=name == "_to_copy",
+        returns_values=not returns_tensors and not written,
+        only_allocates=schema.name.startswith("aten::") and name in _EMPTY,
+        data_dependent=torch.Tag.dynamic_output_shape in tags
+        or torch.Tag.data_dependent_output in tags,
+        takes_device=any(a.name == "device" for a in arguments),
+        copies_to_device=name == "_to_copy",
     )

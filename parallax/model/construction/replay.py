@@ -23,7 +23,16 @@ import torch
 from torch import Tensor
 
 from parallax.common.seeds import block_seed
-from parallax.model.construction.log import After, Cell, Drawn, Log, Operation, Own, Seeded, View
+from parallax.model.construction.log import (
+    Cell,
+    Drawn,
+    Operation,
+    OperationLog,
+    OwnState,
+    SeededState,
+    StateAfter,
+    View,
+)
 from parallax.model.private import without_function_modes, without_operator_modes
 
 _KEPT_STATES = 16  # of so many draws of a seeded generator, one state is kept
@@ -32,7 +41,7 @@ _KEPT_STATES = 16  # of so many draws of a seeded generator, one state is kept
 class Replay:
     """Real tensors for those of ``log``, whose own draws are seeded by ``seed``."""
 
-    def __init__(self, log: Log, seed: int) -> None:
+    def __init__(self, log: OperationLog, seed: int) -> None:
         self._log, self._seed = log, seed
         self._states: dict[int, Tensor] = {}
 
@@ -42,7 +51,7 @@ class Replay:
         by_cell: dict[Cell, list[View]] = {}
         for view in dict.fromkeys(views):
             by_cell.setdefault(view.cell, []).append(view)
-        with plainly():
+        with plain_execution():
             memory = self._carry_out(self._needed(by_cell), set(by_cell))
             made: dict[View, Tensor] = {}
             for cell, mine in by_cell.items():
@@ -51,7 +60,9 @@ class Replay:
                     storage = storage.clone()
                 apart = sum(v.nbytes for v in mine) < cell.nbytes and not _overlap(mine)
                 for view in mine:
-                    made[view] = view.of(storage).clone() if apart else view.of(storage)
+                    made[view] = (
+                        view.as_tensor(storage).clone() if apart else view.as_tensor(storage)
+                    )
             return [made[view] for view in views]
 
     def _needed(self, wanted: Iterable[Cell]) -> list[int]:
@@ -76,7 +87,7 @@ class Replay:
             for cell in operation.reads:
                 need(cell, place)
             drawn = operation.drawn
-            if isinstance(drawn, After) and drawn.place not in self._states:
+            if isinstance(drawn, StateAfter) and drawn.place not in self._states:
                 ahead.append(drawn.place)
         return sorted(found)
 
@@ -94,7 +105,7 @@ class Replay:
             for cell in operation.touches:
                 if last[cell] == i:
                     memory.free(cell)
-        return {cell: memory.of(cell) for cell in wanted}
+        return {cell: memory.storage_of(cell) for cell in wanted}
 
 
 class _Memory:
@@ -104,7 +115,7 @@ class _Memory:
         self._changed = set(changed)
         self._held: dict[Cell, torch.UntypedStorage] = {}
 
-    def of(self, cell: Cell) -> torch.UntypedStorage:
+    def storage_of(self, cell: Cell) -> torch.UntypedStorage:
         """Zeros where nothing was written yet: a constructor that does not say gets the same everywhere."""
         held = self._held.get(cell)
         if held is None:
@@ -132,7 +143,7 @@ class _Memory:
         ):
             self._held[view.cell] = storage
         else:
-            view.of(self.of(view.cell)).copy_(made)
+            view.as_tensor(self.storage_of(view.cell)).copy_(made)
 
     def free(self, cell: Cell) -> None:
         """Nothing needs the piece any longer."""
@@ -145,7 +156,7 @@ class _States:
 
     def __init__(self, kept: dict[int, Tensor], operations: Sequence[Operation]) -> None:
         self._kept, self._passing = kept, dict[int, Tensor]()
-        self._left = Counter(o.drawn.place for o in operations if isinstance(o.drawn, After))
+        self._left = Counter(o.drawn.place for o in operations if isinstance(o.drawn, StateAfter))
 
     @contextlib.contextmanager
     def drawing(self, place: int, drawn: Drawn | None, seed: int) -> Iterator[None]:
@@ -153,9 +164,9 @@ class _States:
         if drawn is None:
             yield
             return
-        if isinstance(drawn, Own):
+        if isinstance(drawn, OwnState):
             torch.default_generator.manual_seed(block_seed(seed, drawn.place))
-        elif isinstance(drawn, Seeded):
+        elif isinstance(drawn, SeededState):
             torch.default_generator.set_state(drawn.state)
         else:
             held = self._passing if drawn.place in self._passing else self._kept
@@ -164,7 +175,7 @@ class _States:
             if not self._left[drawn.place]:
                 self._passing.pop(drawn.place, None)
         yield
-        if isinstance(drawn, Own):
+        if isinstance(drawn, OwnState):
             return
         if self._left[place]:
             self._passing[place] = torch.default_generator.get_state()
@@ -173,14 +184,14 @@ class _States:
 
 
 def _overlap(views: Sequence[View]) -> bool:
-    """Whether some of ``views``, of one piece of memory, reach into each other."""
-    ranges = sorted((v.offset * v.dtype.itemsize, v.reach * v.dtype.itemsize) for v in views)
-    return any(start + reach > after for (start, reach), (after, _) in itertools.pairwise(ranges))
+    """Whether some of ``views``, of one piece of memory, span into each other."""
+    ranges = sorted((v.offset * v.dtype.itemsize, v.span * v.dtype.itemsize) for v in views)
+    return any(start + span > after for (start, span), (after, _) in itertools.pairwise(ranges))
 
 
 def _call(operation: Operation, memory: _Memory) -> None:
     def real(part: Any) -> Any:
-        return part.of(memory.of(part.cell)) if isinstance(part, View) else part
+        return part.as_tensor(memory.storage_of(part.cell)) if isinstance(part, View) else part
 
     args, kwargs = change(operation.args, real), change(operation.kwargs, real)
     floating = torch.get_default_dtype()
@@ -194,7 +205,7 @@ def _call(operation: Operation, memory: _Memory) -> None:
 
 
 @contextlib.contextmanager
-def plainly() -> Iterator[None]:
+def plain_execution() -> Iterator[None]:
     """Run operators as they are: without gradients, without any mode that watches or changes them, and without a trace
     in the caller's random state."""
     state = torch.default_generator.get_state()

@@ -15,7 +15,7 @@ from torch import nn
 from parallax.common.documents import SMALL_BYTES, read_text
 from parallax.common.targets import call_target
 from parallax.errors import ConfigError, check_switch, nearest
-from parallax.model.pretrained import read_weights, say, unlike
+from parallax.model.pretrained import log_once, mismatched_shapes, read_weights
 
 AUTO = "auto"
 _TWICE = re.compile(r"got multiple values for keyword argument '(\w+)'")
@@ -73,9 +73,9 @@ class TimmConfig:
         heads = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
         heads = (heads,) if isinstance(heads, str) else heads
         known = [f"{head}.{kind}" for head in heads for kind in ("weight", "bias")]
-        new = unlike(model, path, known)
+        new = mismatched_shapes(model, path, known)
         if new:
-            say(f"weights {path}: {', '.join(new)} are for other classes, and begin anew")
+            log_once(f"weights {path}: {', '.join(new)} are for other classes, and begin anew")
         read_weights(model, path, without=new)
 
     @property

@@ -70,7 +70,7 @@ def as_dtype(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     return found
 
 
-def not_finite(tensor: Tensor) -> str:
+def nonfinite_kind(tensor: Tensor) -> str:
     """NaN or infinity ("nan", "inf"), where a tensor of floats or complex numbers holds any."""
     ends = _ends(tensor)
     if all(map(math.isfinite, ends)):
@@ -78,7 +78,7 @@ def not_finite(tensor: Tensor) -> str:
     return "nan" if math.isnan(ends[0]) else "inf"
 
 
-def in_words(tensor: Tensor) -> str:
+def nonfinite_text(tensor: Tensor) -> str:
     """How many of its numbers are NaN or infinite, for the end of a line."""
     count = int((~torch.isfinite(tensor.detach().to(read_as(tensor.dtype)))).sum())
     return f"holds {count} number(s) that are NaN or infinite, of {tensor.numel()}"
@@ -87,10 +87,10 @@ def in_words(tensor: Tensor) -> str:
 def check_finite(name: str, tensor: Tensor, *, frozen: bool = False) -> None:
     """Raise :class:`CheckpointError` for numbers that no checkpoint may hold. Where a tensor is not trained, infinity
     is let be, as masks have it."""
-    what = not_finite(tensor)
+    what = nonfinite_kind(tensor)
     if what == "nan" or (what and not frozen):
         raise CheckpointError(
-            f"{printable(name)} {in_words(tensor)}, and no checkpoint may hold such: give others"
+            f"{printable(name)} {nonfinite_text(tensor)}, and no checkpoint may hold such: give others"
         )
 
 

@@ -33,7 +33,7 @@ logger = logging.getLogger("parallax")
 Owner = dict[str, Tensor | None]
 
 
-class _Place(NamedTuple):
+class _BufferSlot(NamedTuple):
     """Where a module keeps a buffer, or a parameter that is not trained."""
 
     owner: Owner
@@ -60,28 +60,28 @@ class ChangingBuffers:
     ) -> None:
         self._compiled = compiled
         self._fills_saved = compiled  # whether an operator may write into what it has saved
-        self._unknown: list[_Place] | None = []
-        self._changing: list[_Place] = []
-        self._others: list[_Place] = []
+        self._unknown: list[_BufferSlot] | None = []
+        self._changing: list[_BufferSlot] = []
+        self._others: list[_BufferSlot] = []
         for module in block.modules():
             if module in leave_out:
                 continue
             places = [
-                _Place(module._buffers, name)
+                _BufferSlot(module._buffers, name)
                 for name, t in module._buffers.items()
                 if t is not None
             ]
             if not compiled:
                 frozen: Any = module._parameters
                 places += [
-                    _Place(frozen, name)
+                    _BufferSlot(frozen, name)
                     for name, p in module._parameters.items()
                     if p is not None and not p.requires_grad and not streams(p)
                 ]
             self._unknown += [place for place in places if place.tensor.layout is torch.strided]
 
     @contextlib.contextmanager
-    def first(self, found: Found) -> Iterator[None]:
+    def first_forward(self, found: BufferSnapshot) -> Iterator[None]:
         """A forward that may be repeated: ``found`` becomes what it finds."""
         if self._unknown is not None:
             with self._watching(self._unknown, found):
@@ -102,7 +102,7 @@ class ChangingBuffers:
             self._learn(late)
 
     @contextlib.contextmanager
-    def repeated(self, found: Found) -> Iterator[None]:
+    def repeated_forward(self, found: BufferSnapshot) -> Iterator[None]:
         """The same forward again: it sees what the first one found, and leaves what the first one left."""
         left = [(place, place.tensor) for place, _ in found.values]
         fresh: dict[Tensor, Tensor] = {}  # one that two modules share is one
@@ -116,13 +116,13 @@ class ChangingBuffers:
             for place, tensor in left:
                 place.owner[place.name] = tensor
 
-    def end(self) -> None:
+    def end_forward(self) -> None:
         """The block's operators have run, in a forward that may be repeated or that repeats it."""
         if self._fills_saved:
             torch.zeros((), requires_grad=True).exp()
 
     @contextlib.contextmanager
-    def _watching(self, places: Sequence[_Place], found: Found) -> Iterator[None]:
+    def _watching(self, places: Sequence[_BufferSlot], found: BufferSnapshot) -> Iterator[None]:
         tensors = [place.tensor for place in places]
         aliases = [tensor.detach() for tensor in tensors]  # what .data = takes away stays here
         if self._compiled:
@@ -146,7 +146,7 @@ class ChangingBuffers:
         known = {(id(place.owner), place.name) for place in self._changing}
         self._others = [place for place in places if (id(place.owner), place.name) not in known]
 
-    def _learn(self, late: Sequence[_Place]) -> None:
+    def _learn(self, late: Sequence[_BufferSlot]) -> None:
         logger.warning(
             "%s changes for the first time in a later forward: one recomputation sees its new value; keep this block "
             "(directive keep or offload) where that matters",
@@ -159,11 +159,11 @@ class ChangingBuffers:
         ]
 
 
-class Found:
+class BufferSnapshot:
     """What a forward found in the buffers that change; ``sizes``: of the nested tensors that it made."""
 
     def __init__(self) -> None:
-        self.values: list[tuple[_Place, Tensor]] = []
+        self.values: list[tuple[_BufferSlot, Tensor]] = []
         self.complete = False
         self.sizes = NestedSizes()
 
@@ -219,7 +219,7 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _copies(places: Sequence[_Place]) -> list[tuple[_Place, Tensor]]:
+def _copies(places: Sequence[_BufferSlot]) -> list[tuple[_BufferSlot, Tensor]]:
     """One copy of each tensor."""
     made: dict[Tensor, Tensor] = {}
     for place in places:

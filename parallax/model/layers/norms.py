@@ -40,25 +40,25 @@ _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-class Norms:
+class BatchNorms:
     """The BatchNorms of a rank's blocks. ``mode`` is one of :data:`BATCHNORM`."""
 
     def __init__(self, mode: str = "replica", mesh: Mesh | None = None) -> None:
         self._mode = mode
         self._mesh = mesh if mesh is not None and mesh.replicas is not None else None
-        self._found: dict[int, list[nn.Module]] = {}  # by the block's place
+        self._modules_by_block: dict[int, list[nn.Module]] = {}  # by the block's place
         self._seen: Counter[int] = Counter()  # by the block's place: micro-batches of this step
         self._participants = _Participants(None, 0, 1)
-        self._meetings: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
-    def adopt(self, place: int, block: nn.Module, *, compiled: bool = False) -> None:
+    def add_block(self, place: int, block: nn.Module, *, compiled: bool = False) -> None:
         """Take charge of the BatchNorms in a block; a ``compiled`` one is left where they communicate."""
         found: list[nn.Module] = [
             module for module in block.modules() if isinstance(module, _KINDS)
         ]
         if not found:
             return
-        self._found[place] = found
+        self._modules_by_block[place] = found
         for module in found:
             # The forward of SyncBatchNorm would wait for ranks of other stages.
             plain = (
@@ -71,7 +71,7 @@ class Norms:
                 module.forward = self._synchronised(module.forward)
                 if compiled:  # otherwise not asked: this loads dynamo, which takes seconds
                     module.forward = torch.compiler.disable(module.forward)
-        self.freeze()
+        self.freeze_statistics()
 
     def _synchronised(self, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def run(x: Tensor) -> Tensor:
@@ -80,35 +80,35 @@ class Norms:
 
         return run
 
-    def freeze(self) -> None:
+    def freeze_statistics(self) -> None:
         """To be called when modules were set to training mode."""
         if self._mode == "frozen":
             for module in self._modules():
                 module.eval()
 
-    def begin(self, place: int, rows: int) -> None:
+    def begin_micro_batch(self, place: int, rows: int) -> None:
         """A block is about to be trained on its part of a micro-batch of ``rows`` rows."""
-        if place in self._found:
+        if place in self._modules_by_block:
             self._seen[place] += 1
-            self._participants = self._meet(rows)
+            self._participants = self._participants_of(rows)
 
-    def at(self, place: int) -> Sequence[nn.Module]:
+    def modules_of(self, place: int) -> Sequence[nn.Module]:
         """The BatchNorms of one block."""
-        return self._found.get(place, ())
+        return self._modules_by_block.get(place, ())
 
-    def contexts(self, place: int, rows: int) -> Callable[[], tuple[Any, Any]]:
+    def checkpoint_contexts(self, place: int, rows: int) -> Callable[[], tuple[Any, Any]]:
         """For torch.utils.checkpoint: the contexts of a block's forward and of its recomputation."""
-        if place not in self._found:
+        if place not in self._modules_by_block:
             return noop_context_fn
-        return lambda: (contextlib.nullcontext(), self._replaying(place, rows))
+        return lambda: (contextlib.nullcontext(), self._recomputing(place, rows))
 
     @contextlib.contextmanager
-    def _replaying(self, place: int, rows: int) -> Iterator[None]:
-        self._participants = self._meet(rows)
+    def _recomputing(self, place: int, rows: int) -> Iterator[None]:
+        self._participants = self._participants_of(rows)
         # Others in the place of the buffers, not their values back afterwards: graphs have saved the buffers.
         real = [
             (m, name, t)
-            for m in self._found[place]
+            for m in self._modules_by_block[place]
             for name in _STATISTICS
             if (t := _statistic(m, name)) is not None
         ]
@@ -120,7 +120,7 @@ class Norms:
             for module, name, tensor in real:
                 setattr(module, name, tensor)
 
-    def _meet(self, rows: int) -> _Participants:
+    def _participants_of(self, rows: int) -> _Participants:
         """The replicas that have some of a micro-batch's ``rows``; every one of them asks at the same time."""
         mesh = self._mesh
         if self._mode != "sync" or mesh is None:
@@ -136,24 +136,24 @@ class Norms:
         if len(present) == 1:
             return _Participants(None, 0, 1)
         ranks = tuple(mesh.plan.ranks(mesh.pipeline_rank)[k] for k in present)
-        if ranks not in self._meetings:
+        if ranks not in self._groups:
             backend = dist.get_backend(mesh.replicas)
             group = dist.new_group(
                 list(ranks), backend=backend, timeout=TIMEOUT, use_local_synchronization=True
             )
-            self._meetings[ranks] = group
-        return _Participants(self._meetings[ranks], place, len(present))
+            self._groups[ranks] = group
+        return _Participants(self._groups[ranks], place, len(present))
 
     @property
-    def differ(self) -> bool:
+    def statistics_differ(self) -> bool:
         """Whether replicas' running statistics differ after a step."""
         tracked = any(_statistic(module, "running_mean") is not None for module in self._modules())
         return self._mesh is not None and self._mode != "frozen" and tracked
 
-    def forget(self) -> None:
+    def reset_counts(self) -> None:
         self._seen.clear()
 
-    def average(self) -> None:
+    def average_statistics(self) -> None:
         """Let the replicas' running statistics be the same, those of micro-batches that were seen since the last time.
         All replicas call it, after the step's last backward."""
         assert self._mesh is not None
@@ -162,7 +162,7 @@ class Norms:
         moved: list[tuple[Tensor, float]] = []
         counts: list[Tensor] = []
         weighed: set[nn.Module] = set()
-        for place, modules in self._found.items():
+        for place, modules in self._modules_by_block.items():
             weight = float(self._seen[place]) if self._mode == "replica" else float(last)
             for module in modules:
                 mean, variance, count = (_statistic(module, name) for name in _STATISTICS)
@@ -178,10 +178,10 @@ class Norms:
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._mesh.replicas)
             for count, value in zip(counts, most):
                 count.copy_(value)
-        self.forget()
+        self.reset_counts()
 
     def _modules(self) -> Iterator[nn.Module]:
-        return (module for modules in self._found.values() for module in modules)
+        return (module for modules in self._modules_by_block.values() for module in modules)
 
 
 def _statistic(module: nn.Module, name: str) -> Tensor | None:

@@ -24,7 +24,7 @@ class Allocations(NamedTuple):
     mapped: int = 0
 
 
-def allocations(device: torch.device, call: Callable[[], object]) -> Allocations:
+def measure_allocations(device: torch.device, call: Callable[[], object]) -> Allocations:
     """What ``call`` allocates."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

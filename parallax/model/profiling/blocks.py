@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from parallax.model.block import words_of
+from parallax.model.block import module_repr
 from parallax.model.describe import Chain
 
 
@@ -78,7 +78,7 @@ def block_by_block(
     for index, block in enumerate(chain.blocks):
         last = index == len(chain.blocks) - 1
         seen = (
-            look(block.module, entering)
+            cost_key(block.module, entering)
             + (" first" if index == 0 else "")
             + (" with loss" if last else "")
         )
@@ -89,14 +89,14 @@ def block_by_block(
     return found
 
 
-def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> str:
+def cost_key(module: nn.Module, inputs: tuple[Tensor, ...]) -> str:
     """Equal for blocks that cost the same."""
     shapes = [
         f"{name}{tuple(tensor.shape)}{'' if _is_trained(tensor) else ' frozen'}"
         for name, tensor in module.state_dict(keep_vars=True).items()
     ]
     entering = [f"{tensor.dtype}{tuple(tensor.shape)}" for tensor in inputs]
-    return "|".join([words_of(module) or f"no other than {id(module)}", *shapes, *entering])
+    return "|".join([module_repr(module) or f"no other than {id(module)}", *shapes, *entering])
 
 
 def _is_trained(tensor: Tensor) -> bool:
@@ -107,7 +107,7 @@ Outputs = tuple[int, Sequence[Tensor]]  # of so many rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeLoss:
+class BatchLoss:
     """Bytes of the ``outputs`` of ``rows`` rows, what the loss needs besides (``work``), and the seconds that it
     takes, with its backward."""
 
@@ -117,7 +117,7 @@ class WholeLoss:
     seconds: float
 
 
-NO_LOSS = WholeLoss(rows=0, outputs=0, work=0, seconds=0.0)
+NO_LOSS = BatchLoss(rows=0, outputs=0, work=0, seconds=0.0)
 """Each micro-batch has a loss of its own."""
 
 

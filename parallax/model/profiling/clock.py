@@ -56,7 +56,7 @@ class Clock:
             return self._device_now()
         return time.perf_counter() - _queued_seconds()
 
-    def waited(self) -> float:
+    def waited_seconds(self) -> float:
         """Seconds since some moment in which this thread had no core: as the system tells, otherwise those that are
         not its processor time. None are known where threads work together, or on an accelerator."""
         if self._device.type != "cpu":
@@ -69,7 +69,7 @@ class Clock:
         """This moment, or the device's when it has done what it was given; nobody waits."""
         return self.now() if self._device.type == "cpu" else self._event()
 
-    def since(self, mark: float | torch.Event) -> float:
+    def seconds_since(self, mark: float | torch.Event) -> float:
         """Seconds since then, with all work on the device done."""
         if isinstance(mark, float):
             return self.now() - mark
@@ -77,7 +77,7 @@ class Clock:
         end.synchronize()
         return float(mark.elapsed_time(end)) / 1000
 
-    def cool(self) -> None:
+    def evict_caches(self) -> None:
         """Drive what was used before out of a core's own caches, or an accelerator's."""
         self._other.add_(1)
 
@@ -98,7 +98,7 @@ class Clock:
         """A device that was idle runs slowly at first."""
         until = time.perf_counter() + _WARM_SECONDS
         while time.perf_counter() < until:
-            self.cool()
+            self.evict_caches()
             torch.accelerator.synchronize(self._device)
 
 
@@ -144,10 +144,10 @@ class NoiseMeter:
     @contextmanager
     def part(self) -> Iterator[None]:
         self._references.append(self._reference())
-        wall, waited = self._read_wall(), self._clock.waited()
+        wall, waited = self._read_wall(), self._clock.waited_seconds()
         yield
         self._wall += self._read_wall() - wall
-        self._waited += self._clock.waited() - waited
+        self._waited += self._clock.waited_seconds() - waited
 
     @property
     def disturbance(self) -> float:

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from parallax.errors import DescribeError
-from parallax.model.block import apart, has_gradient, in_dtype, tensors_in, transform
+from parallax.model.block import can_require_grad, in_dtype, tensors_in, transform, with_own_storage
 from parallax.model.construction.attributes import plain_tensors
 from parallax.model.describe import Chain, as_tuple
 from parallax.model.losses import call_loss
@@ -183,7 +183,8 @@ class _Counter:
     ) -> _Counted:
         _fill(block, self._chain.dtype)
         leaves = tuple(
-            tensor.detach().requires_grad_(index > 0 and has_gradient(tensor)) for tensor in inputs
+            tensor.detach().requires_grad_(index > 0 and can_require_grad(tensor))
+            for tensor in inputs
         )
         meter = WorkMeter()
         meter.know([*block.parameters(), *block.buffers(), *leaves, *tensors_in(targets)])
@@ -322,7 +323,9 @@ def _fake(tensor: Any) -> Any:
         return tensor
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     whole = torch.empty(count, dtype=tensor.dtype, device="cpu")
-    return apart(whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
+    return with_own_storage(
+        whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    )
 
 
 def _tables(block: nn.Module) -> dict[int, Any]:

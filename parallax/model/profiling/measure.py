@@ -23,22 +23,28 @@ from torch import Tensor, nn
 from parallax.errors import DescribeError, SwapError, printable
 from parallax.machine.device import private_random_state
 from parallax.machine.host import fresh_memory_seconds
-from parallax.model.block import apart, has_gradient, tensors_in, to_device
+from parallax.model.block import can_require_grad, tensors_in, to_device, with_own_storage
 from parallax.model.describe import Chain, as_tuple
 from parallax.model.losses import call_loss
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
-from parallax.model.profiling.allocations import Allocations, allocations
+from parallax.model.profiling.allocations import Allocations, measure_allocations
 from parallax.model.profiling.blocks import (
     NO_LOSS,
+    BatchLoss,
     BlockSizes,
-    WholeLoss,
     block_by_block,
     repeated,
     tie_costs,
 )
+from parallax.model.profiling.cache import (
+    Sample,
+    device_name,
+    load_cached,
+    profile_path,
+    store_cached,
+)
 from parallax.model.profiling.clock import Clock, NoiseMeter
-from parallax.model.profiling.kept import Sample, device_name, profile_path, recall, remember
 from parallax.model.profiling.offloads import Offloader, slowdown_seconds
 from parallax.model.profiling.timed import BlockPasses, Tensors, optimizer_seconds
 from parallax.model.saved import Saved
@@ -104,7 +110,7 @@ def measure(
     how: dict[str, Any] = {"precision": precision, "offloader": offloader}
     how |= {"minimum_bytes": minimum_bytes, "gathered": gathered}
     path = profile_path(chain, loss, sample, rows, device=device, **how)
-    if (known := recall(path, name)) is not None and not known.noisy:
+    if (known := load_cached(path, name)) is not None and not known.noisy:
         progress(f"profile of {name} from {path}")
         return known
     with private_random_state(device), precision.products():
@@ -122,7 +128,7 @@ def measure(
     profile = replace(profile, disturbance=round(bench.noise.disturbance, 3))
     if known is not None and known.disturbance < profile.disturbance:
         return known  # measured anew, on a machine that was busier still
-    remember(profile, path)
+    store_cached(profile, path)
     return profile
 
 
@@ -149,7 +155,7 @@ def _profile_of(
     device: torch.device,
     precision: PrecisionConfig,
     found: Sequence[Sequence[_Measured]],
-    whole: WholeLoss,
+    whole: BatchLoss,
 ) -> ModelProfile:
     how = recipe(str(precision))
     return ModelProfile(
@@ -214,11 +220,15 @@ class _Bench:
         def find(index: int, entering: tuple[Tensor, ...], last: bool) -> _Measured:
             name, count = self._chain.blocks[index].name, len(self._chain.blocks)
             self._progress(f"measuring block {index + 1} of {count} ({name}), {rows} row(s)")
-            aims = apart(to_device(targets, self._device)) if last and self._with_loss else None
+            aims = (
+                with_own_storage(to_device(targets, self._device))
+                if last and self._with_loss
+                else None
+            )
             with self._fitting_block(index, rows):
                 return self._measured(index, rows, entering, aims)
 
-        return block_by_block(self._chain, apart(to_device(inputs, self._device)), find)
+        return block_by_block(self._chain, with_own_storage(to_device(inputs, self._device)), find)
 
     def rounds(self, sample: Sample, rows: Sequence[int]) -> list[list[_Measured]]:
         """Every block for each of ``rows`` that is worth its time; see :func:`measure`. All are timed twice, from few
@@ -259,11 +269,15 @@ class _Bench:
         def find(index: int, entering: tuple[Tensor, ...], last: bool) -> _Measured:
             name, count = self._chain.blocks[index].name, len(self._chain.blocks)
             self._progress(f"timing block {index + 1} of {count} ({name}) again, {rows} row(s)")
-            aims = apart(to_device(targets, self._device)) if last and self._with_loss else None
+            aims = (
+                with_own_storage(to_device(targets, self._device))
+                if last and self._with_loss
+                else None
+            )
             with self._fitting_block(index, rows):
                 return self._timed_again(index, entering, aims, known[index], offload)
 
-        return block_by_block(self._chain, apart(to_device(inputs, self._device)), find)
+        return block_by_block(self._chain, with_own_storage(to_device(inputs, self._device)), find)
 
     def _distinct_seconds(self, blocks: Sequence[_Measured]) -> float:
         distinct = {id(block): block for block in blocks}.values()
@@ -280,7 +294,8 @@ class _Bench:
         """A block with gradients to add to, and what is timed of it."""
         (block,) = materialise(self._chain, index, index + 1, self._device)
         leaves = tuple(
-            tensor.detach().requires_grad_(index > 0 and has_gradient(tensor)) for tensor in inputs
+            tensor.detach().requires_grad_(index > 0 and can_require_grad(tensor))
+            for tensor in inputs
         )
         for parameter in block.parameters():
             if parameter.requires_grad:
@@ -300,7 +315,7 @@ class _Bench:
             arriving = 0  # the loss begins the backward
         # What entered waits for the weight half.
         split, first, second = self._allocations(
-            passes.enter_and_split, passes.input_half, passes.weight_half
+            passes.enter_and_split, passes.input_gradient_pass, passes.weight_gradient_pass
         )
         return _Measured(
             rows=rows,
@@ -335,7 +350,7 @@ class _Bench:
     def _times(self, passes: BlockPasses) -> dict[str, float]:
         """Seconds of a block's passes, whole and in halves."""
         _, forward, backward = self._time(passes.enter, passes.forward, passes.backward)
-        halves = passes.split, passes.input_half, passes.weight_half
+        halves = passes.split, passes.input_gradient_pass, passes.weight_gradient_pass
         _, *halved, weight = self._time(passes.enter, *halves)
         return {
             "forward_seconds": forward,
@@ -344,10 +359,10 @@ class _Bench:
             "split_seconds": max(0.0, sum(halved) + weight - forward - backward),
         }
 
-    def whole_loss(self, rows: int, low: _Measured, high: _Measured, targets: Any) -> WholeLoss:
+    def whole_loss(self, rows: int, low: _Measured, high: _Measured, targets: Any) -> BatchLoss:
         """The loss of ``rows`` rows at once: their outputs are those of the rows that were measured, over and over."""
         self._progress(f"measuring the loss of {rows} row(s)")
-        aims = apart(to_device(targets, self._device))
+        aims = with_own_storage(to_device(targets, self._device))
         leaves = repeated(rows, (low.rows, low.outputs), (high.rows, high.outputs))
         anchor = torch.zeros((), device=self._device, requires_grad=True)
         held = list[Tensors]()  # as the executor holds what it has gathered
@@ -369,7 +384,7 @@ class _Bench:
 
         _, *seconds = self._time(enter, forward, backward)
         _, first, second = self._allocations(enter, forward, backward)
-        return WholeLoss(
+        return BatchLoss(
             rows=rows,
             outputs=sum(tensor.nbytes for tensor in leaves),
             work=max(first.most, first.left + second.most)
@@ -397,7 +412,7 @@ class _Bench:
         """Whether any gradient of a parameter is put off."""
         results, halves = passes.enter_and_split(None)
         passes.backward(results)
-        owed = bool(halves.owes())
+        owed = bool(halves.pending_parameters())
         halves.finish()  # what is held for it holds the graph, and the graph what is held
         return owed
 
@@ -441,7 +456,7 @@ class _Bench:
         further. The least of some runs, for it is left out of what is predicted."""
         found = []
         for _ in range(1 + _REPEATS[0]):
-            self._clock.cool()
+            self._clock.evict_caches()
             found.append(passes.after_the_last_saved(self._clock))
         return min(found[1:])
 
@@ -460,7 +475,7 @@ class _Bench:
         ):
             found, seconds = None, []
             for each in passes:
-                clock.cool()
+                clock.evict_caches()
                 start = clock.now()
                 found = each(found)
                 seconds.append(clock.now() - start)
@@ -474,7 +489,7 @@ class _Bench:
         def run(each: Callable[[Any], Any]) -> None:
             results.append(each(results.pop()))
 
-        return [allocations(self._device, partial(run, each)) for each in passes]
+        return [measure_allocations(self._device, partial(run, each)) for each in passes]
 
 
 def _quartile(seconds: list[float]) -> float:

@@ -57,18 +57,18 @@ def slowdown_seconds(
     which they wait for it: the median of turns with and without, one after the other, for about ``seconds``."""
 
     def plain() -> float:
-        clock.cool()
+        clock.evict_caches()
         start = clock.elapsed()
         backward(forward(contextlib.nullcontext()))
         return clock.elapsed() - start
 
     def offloaded() -> float:
-        clock.cool()
+        clock.evict_caches()
         start, stalled = clock.elapsed(), offloads.stall_seconds
         results = forward(offloads.saving())
         taken = clock.elapsed() - start
         offloads.bring_back()
-        clock.cool()
+        clock.evict_caches()
         start = clock.elapsed()
         backward(results)
         return taken + clock.elapsed() - start - (offloads.stall_seconds - stalled)

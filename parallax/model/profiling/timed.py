@@ -86,7 +86,7 @@ class BlockPasses:
             results = self._bench.forward(self._block, entering, None)
         if self._targets is not None:
             results = self._bench.add_loss(results, self._targets)
-        return clock.since(marks[0])
+        return clock.seconds_since(marks[0])
 
     def split(self, entering: Tensors) -> tuple[Tensors, WeightGradStore]:
         """A forward whose weight gradients can be put off."""
@@ -98,12 +98,12 @@ class BlockPasses:
         """:meth:`split` of what enters anew."""
         return self.split(self.enter())
 
-    def input_half(self, found: tuple[Tensors, WeightGradStore]) -> WeightGradStore:
+    def input_gradient_pass(self, found: tuple[Tensors, WeightGradStore]) -> WeightGradStore:
         """The backward without the weight gradients."""
         self.backward(found[0])
         return found[1]
 
-    def weight_half(self, store: WeightGradStore) -> None:
+    def weight_gradient_pass(self, store: WeightGradStore) -> None:
         store.finish()
 
 

@@ -17,7 +17,7 @@ from parallax.model.block import tensors_in
 from parallax.model.recording.fakes import is_fake
 
 
-class UnlikeSample(DescribeError):
+class DiffersFromSample(DescribeError):
     """A batch that the model's forward would treat in another way than the sample that it was recorded with."""
 
 
@@ -28,13 +28,13 @@ def expect_answer(
     answer: Any,
     where: str,
 ) -> None:
-    """Raise :class:`UnlikeSample` unless ``ask`` gives ``answer``. Nothing is known of tensors without values."""
+    """Raise :class:`DiffersFromSample` unless ``ask`` gives ``answer``. Nothing is known of tensors without values."""
     if any(map(is_fake, tensors_in((args, kwargs)))):
         return
     found = ask(*args, **kwargs)
     if found != answer:
         name = getattr(ask, "__name__", "it")
-        raise UnlikeSample(
+        raise DiffersFromSample(
             f"{name} of a tensor gave {answer} with the sample and gives {found} with this batch{where}: the forward "
             "decides by it, and was recorded for the first; give the deciding part a module of its own, which stays "
             "whole, or make the model one block (model.blocks=[''])"
@@ -42,9 +42,9 @@ def expect_answer(
 
 
 def expect_sizes(tensor: Tensor, sizes: tuple[int, ...], where: str) -> None:
-    """Raise :class:`UnlikeSample` unless ``tensor``, whose sizes follow from values, has those of the record."""
+    """Raise :class:`DiffersFromSample` unless ``tensor``, whose sizes follow from values, has those of the record."""
     if tuple(tensor.shape) != tuple(sizes):
-        raise UnlikeSample(
+        raise DiffersFromSample(
             f"a tensor whose shape follows from values is {tuple(tensor.shape)} with this batch, and by the sample it "
             f"must be {tuple(sizes)}{where}; give that part a module of its own, which stays whole, or make the model "
             "one block (model.blocks=[''])"

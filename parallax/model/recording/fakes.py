@@ -55,7 +55,7 @@ class FakeModel:
     shared: set[int] = field(default_factory=set)
 
     def value(self, tensor: Tensor) -> Tensor:
-        """What the constructor put into a buffer, or into a tensor in an attribute, which is faked."""
+        """What the constructor put into a buffer, or into a tensor in an attribute, which is with_fake_tensors."""
         return self.value_of(self.bare[id(tensor)]).to(tensor.dtype)
 
     def fake(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -65,7 +65,7 @@ class FakeModel:
 
 
 @contextlib.contextmanager
-def faked(
+def with_fake_tensors(
     model: nn.Module, dtype: torch.dtype, value_of: Callable[[Tensor], Tensor]
 ) -> Iterator[FakeModel]:
     """``model``, which is on the meta device, with fake tensors for its own, floating ones of ``dtype``; ``value_of``
@@ -117,14 +117,14 @@ def is_attention_of_nested(function: Any, args: Any, kwargs: Any) -> bool:
     return attends and any(tensor.is_nested for tensor in tensors_in((args, kwargs)))
 
 
-def attended(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Tensor:
+def fake_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Tensor:
     """A fake tensor as attention gives it: as large as the query, and each of its elements as the value's."""
     del key, rest, named
     found = value if bool(value.shape[-2] == query.shape[-2]) else query
     return found.clone()
 
 
-def run_on_values(
+def run_on_real_values(
     fakes: FakeModel,
     module: nn.Module,
     args: Any,
@@ -310,7 +310,7 @@ def is_plain_state(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def nothing_left_behind() -> Iterator[None]:
+def restored_process_state() -> Iterator[None]:
     """Random states stay as they are, and caches of functions that were filled meanwhile are emptied: they may hold
     tensors without values."""
     caches = [(cache, cache.cache_info().misses) for cache in _function_caches()]

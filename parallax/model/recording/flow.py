@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallax.model.block import leaves, tensors_in, transform, words_of
+from parallax.model.block import leaves, module_repr, tensors_in, transform
 from parallax.model.private import OperatorMode
 
 SHAPE_ONLY = (
@@ -26,7 +26,7 @@ CONSTANTS = (
 )
 
 
-class AlikeModules:
+class RepeatedModules:
     """Repeated layers give tensors of the same shapes for the same inputs: one of them is run, and the others give
     copies of what it gave. Not where a result is an input, or a view of something."""
 
@@ -58,21 +58,21 @@ class AlikeModules:
         if not isinstance(part, Tensor):
             return part
         made = part.clone()
-        if self._flow.depends(storage_of(part)):
-            self._flow.depend(made)
+        if self._flow.is_dependent(storage_of(part)):
+            self._flow.mark_dependent(made)
         return made
 
     def _key(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         looks = [
             (
                 str(path),
-                (part.dtype, part.shape, part.stride(), self._flow.depends(storage_of(part)))
+                (part.dtype, part.shape, part.stride(), self._flow.is_dependent(storage_of(part)))
                 if isinstance(part, Tensor)
                 else repr(part),
             )
             for path, part in leaves((args, kwargs))
         ]
-        words = words_of(module) or id(module)
+        words = module_repr(module) or id(module)
         return type(module), words, module.training, torch.is_grad_enabled(), str(looks)
 
 
@@ -86,13 +86,13 @@ class DataFlow(OperatorMode):
         self._stale = {storage_of(tensor) for tensor in stale}
         self.read_stale = False
 
-    def look(self, tensor: Tensor) -> None:
+    def note_use(self, tensor: Tensor) -> None:
         self.read_stale = self.read_stale or storage_of(tensor) in self._stale
 
-    def depend(self, tensor: Tensor) -> None:
+    def mark_dependent(self, tensor: Tensor) -> None:
         self._depends.add(storage_of(tensor))
 
-    def depends(self, storage: int) -> bool:
+    def is_dependent(self, storage: int) -> bool:
         """Whether what lies in ``storage`` depends on inputs."""
         return storage in self._depends
 
@@ -106,7 +106,7 @@ class DataFlow(OperatorMode):
         given = list(tensors_of((args, kwargs))) if name not in SHAPE_ONLY else []
         read = any(storage_of(tensor) in self._depends for tensor in given)
         for tensor in given:
-            self.look(tensor)
+            self.note_use(tensor)
         value = func(*args, **kwargs)
         schema = func._schema
         views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)

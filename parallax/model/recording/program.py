@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from parallax.model.block import Slot, TensorSlot
 from parallax.model.recording.expected import expect_answer
-from parallax.model.recording.known import StaysWhole
 from parallax.model.recording.trace import (
     Context,
     ForwardTrace,
@@ -30,6 +29,7 @@ from parallax.model.recording.trace import (
     parts,
     shape_of,
 )
+from parallax.model.recording.value_oracle import NotTraceable
 
 _PRODUCTS = (
     *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum"),
@@ -117,14 +117,14 @@ class ForwardProgram:
     other_mode: Mapping[bool, frozenset[str]] = field(default_factory=dict)
 
 
-def agree(
+def merge_traces(
     model: nn.Module,
     runs: Sequence[ForwardTrace],
     rows: Sequence[int],
     evaluation: ForwardTrace | None,
 ) -> ForwardProgram:
     """The program of ``runs``, each of so many ``rows``, the first one on the same inputs as ``evaluation``. Raises
-    :class:`StaysWhole` where they differ in more than sizes."""
+    :class:`NotTraceable` where they differ in more than sizes."""
     base = runs[0]
     others = [_Correspondence(base, run) for run in runs]
     evaluated = _Correspondence(base, evaluation) if evaluation is not None else None
@@ -140,7 +140,7 @@ def agree(
         for step in steps:
             step.heavy = any(base.tensors[i].origin is Origin.MODEL for i in step.uses)
     for other in [*others, *([evaluated] if evaluated is not None else [])]:
-        other.end()
+        other.check_length()
     returned = _merge([(o.trace.returned,) for o in others], "", others, None, None)[0]
     tensors = [_tensor(i, base, others, rows) for i in range(len(base.tensors))]
     for step in steps:
@@ -160,43 +160,43 @@ class _Correspondence:
 
     def __init__(self, base: ForwardTrace, trace: ForwardTrace) -> None:
         self.base, self.trace = base, trace
-        self.of: dict[int, int] = {}
+        self.matches: dict[int, int] = {}
         named = {
             _identity(t): i for i, t in enumerate(trace.tensors) if t.origin is not Origin.MADE
         }
         for i, tensor in enumerate(base.tensors):
             if tensor.origin is not Origin.MADE and _identity(tensor) in named:
-                self.of[i] = named[_identity(tensor)]
+                self.matches[i] = named[_identity(tensor)]
 
     def instruction(self, position: int) -> Instruction:
         """The instruction that does what the first run's does there."""
         mine = self.base.instructions[position]
         if position >= len(self.trace.instructions):
-            raise StaysWhole(mine.owner, f"it calls {mine.name} for some sizes or modes only")
+            raise NotTraceable(mine.owner, f"it calls {mine.name} for some sizes or modes only")
         other = self.trace.instructions[position]
         same = _same_value(mine.target, other.target) and mine.context == other.context
         if not same or shape_of((mine.args, mine.kwargs)) != shape_of((other.args, other.kwargs)):
-            raise StaysWhole(
+            raise NotTraceable(
                 mine.owner, f"it calls {mine.name} in one case and {other.name} in another"
             )
         return other
 
-    def give(self, mine: Instruction, other: Instruction) -> None:
+    def match_results(self, mine: Instruction, other: Instruction) -> None:
         """What the two gave corresponds."""
         if [path for path, _ in mine.results] != [path for path, _ in other.results]:
-            raise StaysWhole(mine.owner, f"what {mine.name} gives depends on sizes or the mode")
+            raise NotTraceable(mine.owner, f"what {mine.name} gives depends on sizes or the mode")
         for (_, i), (_, j) in zip(mine.results, other.results):
-            if self.of.setdefault(i, j) != j:
-                raise StaysWhole(
+            if self.matches.setdefault(i, j) != j:
+                raise NotTraceable(
                     mine.owner, f"{mine.name} gives its input in one case and not in another"
                 )
-        if {self.of.get(i) for i in mine.writes} != set(other.writes):
-            raise StaysWhole(mine.owner, f"{mine.name} changes its input in some cases only")
+        if {self.matches.get(i) for i in mine.writes} != set(other.writes):
+            raise NotTraceable(mine.owner, f"{mine.name} changes its input in some cases only")
 
-    def end(self) -> None:
+    def check_length(self) -> None:
         if len(self.trace.instructions) > len(self.base.instructions):
             more = self.trace.instructions[len(self.base.instructions)]
-            raise StaysWhole(more.owner, f"it calls {more.name} for some sizes or modes only")
+            raise NotTraceable(more.owner, f"it calls {more.name} for some sizes or modes only")
 
 
 def _identity(tensor: TracedTensor) -> tuple[Any, ...]:
@@ -212,7 +212,7 @@ def _step(
     found = [other.instruction(position) for other in others]
     late = evaluated.instruction(position) if evaluated is not None else None
     if mine.target is expect_answer and len({repr(one.args[3]) for one in found}) > 1:
-        raise StaysWhole(mine.owner, f"it decides by the values of tensors{mine.args[4]}")
+        raise NotTraceable(mine.owner, f"it decides by the values of tensors{mine.args[4]}")
     args, kwargs = _merge(
         [(one.args, one.kwargs) for one in found],
         mine.owner,
@@ -221,9 +221,9 @@ def _step(
         evaluated,
     )
     for other, one in zip(others, found):
-        other.give(mine, one)
+        other.match_results(mine, one)
     if evaluated is not None and late is not None:
-        evaluated.give(mine, late)
+        evaluated.match_results(mine, late)
     return ForwardStep(position, mine.target, args, kwargs, mine.context, mine.results, mine.writes)
 
 
@@ -251,27 +251,29 @@ def _merge_part(column: tuple[Any, ...], owner: str, others: list[_Correspondenc
     first = column[0]
     if isinstance(first, TensorSlot):
         for part, other in zip(column, others):
-            if not isinstance(part, TensorSlot) or other.of.get(first.index) != part.index:
-                raise StaysWhole(owner, "which tensor it uses depends on sizes")
+            if not isinstance(part, TensorSlot) or other.matches.get(first.index) != part.index:
+                raise NotTraceable(owner, "which tensor it uses depends on sizes")
         return first
     if all(_same_value(first, part) for part in column):
         return first
     if all(isinstance(part, int | float) and not isinstance(part, bool) for part in column):
         return Number(tuple(column))
-    raise StaysWhole(owner, f"a plain value differs with sizes: {first!r:.40}, {column[-1]!r:.40}")
+    raise NotTraceable(
+        owner, f"a plain value differs with sizes: {first!r:.40}, {column[-1]!r:.40}"
+    )
 
 
 def _merge_late(part: Any, mine: Any, late: Any, owner: str, evaluated: _Correspondence) -> Any:
     if isinstance(mine, TensorSlot):
-        if not isinstance(late, TensorSlot) or evaluated.of.get(mine.index) != late.index:
-            raise StaysWhole(owner, "which tensor it uses depends on the mode")
+        if not isinstance(late, TensorSlot) or evaluated.matches.get(mine.index) != late.index:
+            raise NotTraceable(owner, "which tensor it uses depends on the mode")
         return part
     if _same_value(mine, late):
         return part
     plain = bool, int, float, type(None)
     if isinstance(mine, plain) and isinstance(late, plain) and not isinstance(part, Number):
         return Switch(mine, late)
-    raise StaysWhole(owner, "it does not do the same for training and for evaluation")
+    raise NotTraceable(owner, "it does not do the same for training and for evaluation")
 
 
 def _same_value(first: Any, second: Any) -> bool:
@@ -334,7 +336,9 @@ def _tensor(
 ) -> ForwardTensor:
     traced = base.tensors[index]
     shapes = tuple(
-        other.trace.tensors[other.of.get(index, 0)].shape if index in other.of else traced.shape
+        other.trace.tensors[other.matches.get(index, 0)].shape
+        if index in other.matches
+        else traced.shape
         for other in others
     )
     held = traced.origin in (Origin.MODEL, Origin.OUTSIDE)

@@ -20,17 +20,15 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from parallax.errors import DescribeError, HangError
-from parallax.model.block import Block, Cut, leaves, tensors_in
-from parallax.model.recording.cutting.cut import ProgramCutter
-from parallax.model.recording.cutting.segment import UnknownSize
+from parallax.model.block import Block, Partition, leaves, tensors_in
 from parallax.model.recording.expected import EXPECTATIONS
 from parallax.model.recording.fakes import (
     AttributeChange,
     FakeModel,
     KeepsState,
-    faked,
     is_plain_state,
-    nothing_left_behind,
+    restored_process_state,
+    with_fake_tensors,
     without_modes,
 )
 from parallax.model.recording.flow import storage_of
@@ -42,10 +40,12 @@ from parallax.model.recording.inputs import (
     input_names,
     sample_shapes,
 )
-from parallax.model.recording.known import ChangedByCaller, StaysWhole, WritesParameter
-from parallax.model.recording.program import ForwardProgram, ForwardStep, agree
+from parallax.model.recording.partitioning.partition import ProgramPartitioner
+from parallax.model.recording.partitioning.segment import UnknownSize
+from parallax.model.recording.program import ForwardProgram, ForwardStep, merge_traces
 from parallax.model.recording.recorder import ForwardRecorder
-from parallax.model.recording.trace import ForwardTrace, join_lists
+from parallax.model.recording.trace import ForwardTrace, fuse_lists
+from parallax.model.recording.value_oracle import ChangedByCaller, NotTraceable, WritesParameter
 
 logger = logging.getLogger("parallax")
 
@@ -62,12 +62,12 @@ SPLIT = "def blocks(self): return [self.embed, *self.layers, self.head]"
 """A model says where it is cut: each block is a module, (tensors) -> tensor or tuple of tensors."""
 
 
-def cut_recorded(
+def trace_and_partition(
     model: nn.Module,
     sample: Sample | None,
     dtype: torch.dtype,
     value_of: Callable[[Tensor], Tensor],
-) -> Cut:
+) -> Partition:
     """Record the forward of ``model``, which is on the meta device, and cut it; ``value_of`` makes the initial values
     of one of its buffers, for decisions that depend on those. Raises :class:`DescribeError` where it cannot be
     recorded, with the line of the model's code and the ways out."""
@@ -75,21 +75,21 @@ def cut_recorded(
         raise _refused(model, "it has no forward")
     if sample is None and not list(model.children()) and list(model.parameters()):
         _say_whole(model, "one part holds all parameters")
-        return Cut((Block("", model),))
+        return Partition((Block("", model),))
     if sample is None:
         raise _refused(
             model, "describe() was given no sample of its inputs, so its forward cannot be recorded"
         )
     shapes = sample_shapes(sample)
-    without_caches(model)
-    without_checkpointing(model)
+    disable_kv_cache(model)
+    disable_own_checkpointing(model)
 
-    def record(given: SampleShapes, *, vary: bool = True) -> Cut:
-        with nothing_left_behind(), faked(model, dtype, value_of) as fakes:
+    def record(given: SampleShapes, *, vary: bool = True) -> Partition:
+        with restored_process_state(), with_fake_tensors(model, dtype, value_of) as fakes:
             values = SampleValues(sample, given, ROWS[-1][-1])
             runs = _ForwardRuns(fakes, given, values, vary=vary)
             program = runs.program()
-        return _cut(model, program, runs, given)
+        return _partition(model, program, runs, given)
 
     try:
         return record(shapes)
@@ -104,14 +104,16 @@ def cut_recorded(
         raise
 
 
-def _refusing(model: nn.Module, record: Callable[[], Cut]) -> Cut:
+def _refusing(model: nn.Module, record: Callable[[], Partition]) -> Partition:
     try:
         return record()
     except UnknownSize as unknown:
         raise _refused(model, f"{unknown} cannot be made from the sizes of its inputs") from unknown
 
 
-def _cut(model: nn.Module, program: ForwardProgram, runs: _ForwardRuns, given: SampleShapes) -> Cut:
+def _partition(
+    model: nn.Module, program: ForwardProgram, runs: _ForwardRuns, given: SampleShapes
+) -> Partition:
     """The program in blocks, with what is to be said of them."""
     for kind in program.dropped:
         logger.info(
@@ -131,13 +133,13 @@ def _cut(model: nn.Module, program: ForwardProgram, runs: _ForwardRuns, given: S
             type(model).__name__,
         )
     program.other_mode = runs.other_mode
-    cutter = ProgramCutter(model, program, runs.shares.of_step, 1 / (8 * PARTS))
-    found = cutter.cut()
+    partitioner = ProgramPartitioner(model, program, runs.shares.of_step, 1 / (8 * PARTS))
+    found = partitioner.partition()
     if len(found.blocks) == 1:
-        _say_whole(model, cutter.reason or "one part holds all parameters")
+        _say_whole(model, partitioner.reason or "one part holds all parameters")
     names = input_names(model, given.nest)
     nest = () if names else tuple(p for p, t in leaves(given.nest) if isinstance(t, Tensor))
-    return Cut(found.blocks, names, nest, found.template, given.limits(runs.fixed))
+    return Partition(found.blocks, names, nest, found.template, given.limits(runs.fixed))
 
 
 class _ForwardRuns:
@@ -163,45 +165,45 @@ class _ForwardRuns:
     def program(self) -> ForwardProgram:
         """The program, with as many modules whole as need be."""
         while True:
-            inside = looked_into(self._model, self.shares, frozenset(self._whole))
+            traced = traced_modules(self._model, self.shares, frozenset(self._whole))
             try:
-                return self._agree(inside)
-            except StaysWhole as error:
+                return self._merge(traced)
+            except NotTraceable as error:
                 owner, why = error.owner, str(error)
-            if not owner or owner not in inside:
+            if not owner or owner not in traced:
                 raise _refused(self._model, f"its forward cannot be recorded: {why}")
             logger.info("%s stays whole: its forward cannot be recorded (%s)", owner, why)
             self._whole.add(owner)
 
-    def _agree(self, inside: frozenset[str]) -> ForwardProgram:
+    def _merge(self, traced: frozenset[str]) -> ForwardProgram:
         """One program of all runs."""
-        first = self._first(inside)
-        evaluation = self._evaluation(inside)
-        runs, rows = self._rows(inside, first)
+        first = self._first(traced)
+        evaluation = self._evaluation(traced)
+        runs, rows = self._rows(traced, first)
         for change in self._changes():
             size = next(iter(change))
             if size in self.fixed:
                 continue
             try:
-                run = self._run(inside, ROWS[0][0], change)
-                agree(self._model, [*runs, run], [*rows, ROWS[0][0]], None)
-            except StaysWhole as error:
+                run = self._run(traced, ROWS[0][0], change)
+                merge_traces(self._model, [*runs, run], [*rows, ROWS[0][0]], None)
+            except NotTraceable as error:
                 logger.debug("inputs of size %d keep it: %s", size, error)
                 self.fixed.add(size)
                 continue
             runs, rows = [*runs, run], [*rows, ROWS[0][0]]
         try:
-            return agree(self._model, runs, rows, evaluation)
-        except StaysWhole as error:
+            return merge_traces(self._model, runs, rows, evaluation)
+        except NotTraceable as error:
             if error.owner or evaluation is None:
                 raise
             self._leave_evaluation(error)
-            return agree(self._model, runs, rows, None)
+            return merge_traces(self._model, runs, rows, None)
 
-    def _evaluation(self, inside: frozenset[str]) -> ForwardTrace | None:
+    def _evaluation(self, traced: frozenset[str]) -> ForwardTrace | None:
         """The run of evaluation; None: it does what no chain can do."""
         try:
-            return self._run(inside, ROWS[0][0], training=False) if self._evaluates else None
+            return self._run(traced, ROWS[0][0], training=False) if self._evaluates else None
         except DescribeError as error:
             self._leave_evaluation(error)
             return None
@@ -211,15 +213,15 @@ class _ForwardRuns:
         self._evaluates = False
 
     def _rows(
-        self, inside: frozenset[str], first: ForwardTrace
+        self, traced: frozenset[str], first: ForwardTrace
     ) -> tuple[list[ForwardTrace], list[int]]:
         """Runs for several numbers of rows."""
         for rows in ROWS:
             try:
-                runs = [first, *(self._run(inside, count) for count in rows[1:])]
-                agree(self._model, runs, rows, None)
+                runs = [first, *(self._run(traced, count) for count in rows[1:])]
+                merge_traces(self._model, runs, rows, None)
                 return runs, list(rows)
-            except StaysWhole:
+            except NotTraceable:
                 if rows is ROWS[-1]:
                     raise
         raise AssertionError("ROWS is empty")
@@ -231,7 +233,7 @@ class _ForwardRuns:
 
     def _run(
         self,
-        inside: frozenset[str],
+        traced: frozenset[str],
         rows: int,
         change: dict[int, int] | None = None,
         *,
@@ -242,7 +244,7 @@ class _ForwardRuns:
         try:
             self._model.train(training)
             self._note_modes(training)
-            return self._record(self._recorder(inside, rows, change), rows, change)
+            return self._record(self._recorder(traced, rows, change), rows, change)
         finally:
             before.undo()
 
@@ -252,39 +254,39 @@ class _ForwardRuns:
             path for path, module in self._model.named_modules() if module.training != training
         )
 
-    def _first(self, inside: frozenset[str]) -> ForwardTrace:
+    def _first(self, traced: frozenset[str]) -> ForwardTrace:
         """A run after which it is checked that another one would be the same: the model keeps no state in Python."""
         before = AttributeChange(self._model)
         try:
             self._model.train(True)
             self._note_modes(True)
-            recorder = self._recorder(inside, ROWS[0][0])
+            recorder = self._recorder(traced, ROWS[0][0])
             trace = self._record(recorder, ROWS[0][0])
             for path, name in before.replaced().items():
-                if path in inside:
-                    raise StaysWhole(path, f"it puts another tensor in the place of its {name}")
+                if path in traced:
+                    raise NotTraceable(path, f"it puts another tensor in the place of its {name}")
             if changed := before.changed():
                 kept = {
                     name: tensor
                     for name, (value, _) in changed.items()
                     for tensor in tensors_in(value)
-                    if recorder.flow.depends(storage_of(tensor))
+                    if recorder.flow.is_dependent(storage_of(tensor))
                 }
-                self._record_again(inside, kept)
+                self._record_again(traced, kept)
             return trace
         finally:
             before.undo()
 
-    def _record_again(self, inside: frozenset[str], kept: Mapping[tuple[str, str], Tensor]) -> None:
+    def _record_again(self, traced: frozenset[str], kept: Mapping[tuple[str, str], Tensor]) -> None:
         """Refuse what is kept from one forward to the next: a number that a second run changes again, or a tensor among
         ``kept`` that it uses."""
         after = AttributeChange(self._model)
-        recorder = self._recorder(inside, ROWS[0][0], kept=kept)
+        recorder = self._recorder(traced, ROWS[0][0], kept=kept)
         try:
             self._record(recorder, ROWS[0][0])
         except ChangedByCaller:
             raise
-        except StaysWhole as error:
+        except NotTraceable as error:
             logger.debug("a cache of the first run: %s; the runs that count fill it anew", error)
         found = [name for name, (value, _) in after.changed().items() if is_plain_state(value)]
         for path, name in [*found, *(kept if recorder.flow.read_stale else ())]:
@@ -292,7 +294,7 @@ class _ForwardRuns:
 
     def _recorder(
         self,
-        inside: frozenset[str],
+        traced: frozenset[str],
         rows: int,
         change: dict[int, int] | None = None,
         kept: Mapping[tuple[str, str], Tensor] = MappingProxyType({}),
@@ -302,16 +304,16 @@ class _ForwardRuns:
             with without_modes():
                 return self._values.named(rows, change)
 
-        return ForwardRecorder(self._fakes, inside, self._divided, lambda name: given()[name], kept)
+        return ForwardRecorder(self._fakes, traced, self._divided, lambda name: given()[name], kept)
 
     def _record(
         self, recorder: ForwardRecorder, rows: int, change: dict[int, int] | None = None
     ) -> ForwardTrace:
         try:
             trace = recorder.run(*self._inputs(rows, change))
-            join_lists(trace)
+            fuse_lists(trace)
             return trace
-        except (StaysWhole, HangError):
+        except (NotTraceable, HangError):
             raise
         except KeepsState as kept:
             raise _keeps(kept) from kept
@@ -322,7 +324,7 @@ class _ForwardRuns:
                 "a callback of the training loop"
             ) from written
         except Exception as error:  # whatever the model's own code raises
-            raise StaysWhole(recorder.owner, recorder.describe_error(error)) from error
+            raise NotTraceable(recorder.owner, recorder.describe_error(error)) from error
 
     def _inputs(self, rows: int, change: dict[int, int] | None = None) -> tuple[Any, Any]:
         return call_arguments(self._shapes.make(self._fakes.fake, rows, change))
@@ -392,7 +394,7 @@ def measure_shares(fakes: FakeModel, args: Any, kwargs: Any) -> WorkShares:
     return WorkShares(fakes.model, flops)
 
 
-def looked_into(model: nn.Module, shares: WorkShares, whole: frozenset[str]) -> frozenset[str]:
+def traced_modules(model: nn.Module, shares: WorkShares, whole: frozenset[str]) -> frozenset[str]:
     """The paths of modules that are no single instruction: the model, and what is large and has parts with parameters;
     never those in ``whole``."""
     found: set[str] = set()
@@ -414,7 +416,7 @@ def _divides(module: nn.Module, share: float) -> bool:
     return share > 1 / PARTS and len(parts) > 0
 
 
-def without_caches(model: nn.Module) -> None:
+def disable_kv_cache(model: nn.Module) -> None:
     """Tell a model of transformers to return no cache of keys and values: this is training. Its modules get copies of
     their configurations, for those may be the user's own."""
     copies: dict[int, Any] = {}
@@ -430,7 +432,7 @@ def without_caches(model: nn.Module) -> None:
                 setattr(module, name, copies[id(value)])
 
 
-def without_checkpointing(model: nn.Module) -> None:
+def disable_own_checkpointing(model: nn.Module) -> None:
     """Tell a model of transformers to compute nothing again by itself: the plan says of each block what is kept."""
     modules: Iterator[Any] = model.modules()
     flagged = [m for m in modules if getattr(m, "gradient_checkpointing", False) is True]

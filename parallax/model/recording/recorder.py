@@ -1,6 +1,6 @@
 """Writes down what a forward does between modules, while it runs on fake tensors.
 
-A module that is to stay whole is one instruction, and what it does inside is its own business. Into all others the
+A module that is to stay whole is one instruction, and what it does traced is its own business. Into all others the
 recorder looks, and writes down every call of torch that gives or changes tensors. Python itself is not recorded: it
 decides on what is there, so containers, ``None``, loops, dataclasses and decisions by sizes work as they always do.
 What Python asks a fake tensor's values for fails, and the module in whose forward it happens has to stay whole.
@@ -26,35 +26,22 @@ from parallax.model.recording.expected import expect_answer, expect_sizes
 from parallax.model.recording.fakes import (
     ASKED_FOR_VALUES,
     FakeModel,
-    attended,
+    fake_attention,
     is_attention_of_nested,
     is_fake,
     is_transforming,
-    run_on_values,
+    run_on_real_values,
 )
 from parallax.model.recording.flow import (
     CONSTANTS,
-    AlikeModules,
     DataFlow,
+    RepeatedModules,
     holds_tensors,
     state,
     storage_of,
     tensors_of,
 )
 from parallax.model.recording.inputs import input_name
-from parallax.model.recording.known import (
-    OWN_ERRORS,
-    Answer,
-    ChangedByCaller,
-    KnownValues,
-    StaysWhole,
-    WritesParameter,
-    follows_from_lengths,
-    nothing_drawn,
-    place,
-    total_length,
-    without_values,
-)
 from parallax.model.recording.trace import (
     HOOKS,
     AutocastRegion,
@@ -68,10 +55,23 @@ from parallax.model.recording.trace import (
     change,
     size_of,
 )
+from parallax.model.recording.value_oracle import (
+    OWN_ERRORS,
+    Answer,
+    ChangedByCaller,
+    NotTraceable,
+    ValueOracle,
+    WritesParameter,
+    follows_from_lengths,
+    no_python_randomness,
+    total_length,
+    user_line,
+    without_values,
+)
 
 
 class ForwardRecorder(TorchFunctionMode):
-    """Records one run of ``fakes.model``; ``inside`` are the paths of modules that are looked into, all others are one
+    """Records one run of ``fakes.model``; ``traced`` are the paths of modules that are looked into, all others are one
     instruction each. ``divided``: those in which what the sample's values say is taken for granted, since they are too
     large to stay whole. ``kept``: tensors that an earlier run left in attributes, by path and name. ``given(name)``:
     the sample's value of an input."""
@@ -79,14 +79,14 @@ class ForwardRecorder(TorchFunctionMode):
     def __init__(
         self,
         fakes: FakeModel,
-        inside: frozenset[str],
+        traced: frozenset[str],
         divided: frozenset[str],
         given: Callable[[str], Tensor],
         kept: Mapping[tuple[str, str], Tensor] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.trace = ForwardTrace()
-        self._fakes, self._looked_into, self._divided = fakes, inside, divided
+        self._fakes, self._traced, self._divided = fakes, traced, divided
         self._paths: dict[int, str] = {}
         self._configs: set[int] = set()
         for path, module in fakes.model.named_modules():
@@ -96,20 +96,26 @@ class ForwardRecorder(TorchFunctionMode):
         self._left = kept
         self._kept: list[Any] = []  # no other tensor may get the identity of one that is known
         self._nested: list[tuple[int, Tensor]] = []
-        self._inside: list[str] = [""]
+        self._module_stack: list[str] = [""]
         self._quiet = 0
         self._autocast: list[AutocastRegion] = []
         self.flow = DataFlow(kept.values())
-        self._alike = AlikeModules(self.flow)
-        self._known = KnownValues(self._fakes, self.trace, self._numbers, given)
+        self._alike = RepeatedModules(self.flow)
+        self._known = ValueOracle(self._fakes, self.trace, self._numbers, given)
 
     def run(self, args: Any, kwargs: Any) -> ForwardTrace:
-        """The trace of one call of the model. Raises :class:`StaysWhole`, and whatever the model raises."""
+        """The trace of one call of the model. Raises :class:`NotTraceable`, and whatever the model raises."""
         for path, tensor in leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
-                self.flow.depend(tensor)
+                self.flow.mark_dependent(tensor)
                 self._know(tensor, Origin.INPUT, input_name(path))
-        with self._patched(), self.flow, self._fakes.mode, self, nothing_drawn(lambda: self.owner):
+        with (
+            self._patched(),
+            self.flow,
+            self._fakes.mode,
+            self,
+            no_python_randomness(lambda: self.owner),
+        ):
             returned = self._fakes.model(*args, **kwargs)
             self._quiet += 1
             self.trace.returned = self._returned(returned)
@@ -118,13 +124,13 @@ class ForwardRecorder(TorchFunctionMode):
     @property
     def owner(self) -> str:
         """The module in whose forward the run is."""
-        return self._inside[-1]
+        return self._module_stack[-1]
 
     @staticmethod
     def describe_error(error: BaseException) -> str:
         """An error in one line, with the line of the user's code that it comes from."""
         line = (str(error).strip().splitlines() or [""])[0]
-        where = place(traceback.extract_tb(error.__traceback__))
+        where = user_line(traceback.extract_tb(error.__traceback__))
         return f"{type(error).__name__}: {line:.160}{where}"
 
     # ---- what is intercepted
@@ -138,7 +144,7 @@ class ForwardRecorder(TorchFunctionMode):
         if self._quiet:
             return func(*args, **kwargs)
         if is_transforming():
-            raise StaysWhole(self.owner, "it uses torch.func")
+            raise NotTraceable(self.owner, "it uses torch.func")
         return self._call(func, func, args, kwargs)
 
     def _module(
@@ -147,19 +153,19 @@ class ForwardRecorder(TorchFunctionMode):
         path = self._paths.get(id(module))
         if self._quiet or path is None:
             return original(module, *args, **kwargs)
-        if path not in self._looked_into and self._has_its_own(module, path):
+        if path not in self._traced and self._has_its_own(module, path):
             self._check_left(path)
             return self._call(self._whole(original, module), ModulePath(path), args, kwargs)
-        self._inside.append(path)
+        self._module_stack.append(path)
         try:
-            with nothing_drawn(lambda: self.owner):
+            with no_python_randomness(lambda: self.owner):
                 return original(module, *args, **kwargs)
         except OWN_ERRORS:
             raise
         except Exception as error:  # whatever the user's code raises
-            raise StaysWhole(self.owner, self.describe_error(error)) from error
+            raise NotTraceable(self.owner, self.describe_error(error)) from error
         finally:
-            self._inside.pop()
+            self._module_stack.pop()
 
     def _check_left(self, path: str) -> None:
         """A part that stays whole finds what its last forward left in it: code around it, which sets its attributes, is
@@ -187,9 +193,9 @@ class ForwardRecorder(TorchFunctionMode):
             try:
                 return original(module, *args, **kwargs)
             except (RuntimeError, NotImplementedError):
-                found = run_on_values(self._fakes, module, args, kwargs, self._known.value)
+                found = run_on_real_values(self._fakes, module, args, kwargs, self._known.value)
                 for tensor in tensors_in(found):
-                    self.flow.depend(tensor)
+                    self.flow.mark_dependent(tensor)
                 return found
 
         def checked(*args: Any, **kwargs: Any) -> Any:
@@ -306,7 +312,7 @@ class ForwardRecorder(TorchFunctionMode):
                 raise
             if not isinstance(target, ModulePath):
                 if is_attention_of_nested(target, args, kwargs):
-                    return attended(*args, **kwargs), None
+                    return fake_attention(*args, **kwargs), None
                 follows = follows_from_lengths(target)
                 if not isinstance(error, ASKED_FOR_VALUES) and not follows:
                     raise
@@ -316,7 +322,7 @@ class ForwardRecorder(TorchFunctionMode):
             if isinstance(error, ASKED_FOR_VALUES):
                 raise
             # Perhaps it was not given what it would be given: then it is run with what is around it.
-            raise StaysWhole(self.owner, self.describe_error(error)) from error
+            raise NotTraceable(self.owner, self.describe_error(error)) from error
         finally:
             self._quiet -= 1
 
@@ -324,11 +330,11 @@ class ForwardRecorder(TorchFunctionMode):
         self, target: Any, args: tuple[Any, ...], kwargs: Any, value: Any, context: Context
     ) -> None:
         """Write down that other batches have to give the same. What is only put into words decides nothing."""
-        where = place(traceback.extract_stack())
+        where = user_line(traceback.extract_stack())
         tensors = list(tensors_in(value))
         plain = [part for _, part in leaves(value)]
         if self.owner not in self._divided or any(isinstance(part, float) for part in plain):
-            raise StaysWhole(self.owner, f"it decides by the values of tensors{where}")
+            raise NotTraceable(self.owner, f"it decides by the values of tensors{where}")
         if tensors:
             found: list[tuple[Any, tuple[Any, ...]]] = [
                 (expect_sizes, (tensor, tuple(tensor.shape), where)) for tensor in tensors
@@ -355,15 +361,15 @@ class ForwardRecorder(TorchFunctionMode):
             if isinstance(part, torch.SymInt):
                 found = size_of(part, self._nested)
                 if found is None:
-                    raise StaysWhole(self.owner, "it computes with a nested tensor's size")
+                    raise NotTraceable(self.owner, "it computes with a nested tensor's size")
                 return found
             if isinstance(part, CONSTANTS) or id(part) in self._configs:
                 if isinstance(part, types.FunctionType) and holds_tensors(part):
-                    raise StaysWhole(self.owner, "it passes a function that holds tensors")
+                    raise NotTraceable(self.owner, "it passes a function that holds tensors")
                 return part
             if type(part).__module__ in ("numpy", "functools", "builtins"):
                 return part
-            raise StaysWhole(self.owner, f"it passes a {type(part).__name__} to a part of it")
+            raise NotTraceable(self.owner, f"it passes a {type(part).__name__} to a part of it")
 
         return change(value, replace)
 
@@ -376,12 +382,12 @@ class ForwardRecorder(TorchFunctionMode):
             self._known.hold(len(self.trace.tensors), tensor)
             return self._know(tensor, Origin.MODEL, name)
         if is_fake(tensor):
-            self.flow.look(tensor)
-            raise StaysWhole(
+            self.flow.note_use(tensor)
+            raise NotTraceable(
                 self.owner, "it uses a tensor whose origin is not known: register it as a buffer"
             )
         if tensor.requires_grad:
-            raise StaysWhole(self.owner, "it uses parameters that are none of the model's")
+            raise NotTraceable(self.owner, "it uses parameters that are none of the model's")
         return self._know(tensor, Origin.OUTSIDE, "", tensor)
 
     def _number(self, tensor: Tensor) -> int:
@@ -404,7 +410,7 @@ class ForwardRecorder(TorchFunctionMode):
                 () if tensor.is_nested else tuple(tensor.shape),
                 tensor.dtype,
                 storage,
-                self.flow.depends(storage),
+                self.flow.is_dependent(storage),
                 name,
                 value,
             )

@@ -173,13 +173,13 @@ def shape_of(value: Any) -> Any:
 _APART = "unbind", "split", "chunk", "tensor_split", "split_with_sizes"
 
 
-class Place(Enum):
+class ListSlot(Enum):
     """Stands in arguments for the list of all parts."""
 
     PARTS = "parts"
 
 
-def call_with_parts(
+def split_and_join(
     take_apart: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -187,16 +187,16 @@ def call_with_parts(
     join_args: tuple[Any, ...],
     join_kwargs: Mapping[str, Any],
 ) -> Any:
-    """``join`` with the parts of a tensor in the place of :class:`Place`."""
+    """``join`` with the parts of a tensor in the place of :class:`ListSlot`."""
     found = list(take_apart(*args, **kwargs))
 
     def put(part: Any) -> Any:
-        return found if part is Place.PARTS else part
+        return found if part is ListSlot.PARTS else part
 
     return join(*transform(join_args, put), **transform(join_kwargs, put))
 
 
-def join_lists(trace: ForwardTrace) -> None:
+def fuse_lists(trace: ForwardTrace) -> None:
     """Make one instruction of what takes a tensor apart and what joins all of its parts, wherever nothing else uses
     them."""
     uses = Counter(
@@ -238,9 +238,9 @@ def _is_list(value: Any, numbers: list[int]) -> bool:
 
 def _fuse(apart: Instruction, join: Instruction, numbers: list[int]) -> None:
     def put(value: Any) -> Any:
-        return Place.PARTS if _is_list(value, numbers) else value
+        return ListSlot.PARTS if _is_list(value, numbers) else value
 
     args = tuple(map(put, join.args))
     kwargs = {key: put(value) for key, value in join.kwargs.items()}
     join.args = (apart.target, apart.args, apart.kwargs, join.target, args, kwargs)
-    join.kwargs, join.target = {}, call_with_parts
+    join.kwargs, join.target = {}, split_and_join

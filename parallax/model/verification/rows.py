@@ -176,14 +176,14 @@ class _Parts:
         return value * (mass / whole) if mass else torch.zeros_like(value, requires_grad=False)
 
     def _masses(self, results: Any, low: int, high: int, rows: int) -> tuple[float, float]:
-        mass = partial(self._counting.mass, results, high - low, self._batch)
+        mass = partial(self._counting.row_weight, results, high - low, self._batch)
         try:
             return mass(low, high), mass(0, rows)
         except HangError:
             raise
         except Exception as error:  # as in training
             logger.debug("targets are not counted: %s", error)
-            self._counting.forget()
+            self._counting.assume_row_mean()
             return mass(low, high), mass(0, rows)
 
     def _sizes(self, bounds: Sequence[int]) -> str:

@@ -109,7 +109,7 @@ class OwnForward:
     """The model with the parameters and buffers of ``blocks``, called as its author calls it."""
 
     def __init__(self, chain: Chain, blocks: BlocksInOrder) -> None:
-        parts = chain.construction.values().parts(chain.model, chain.dtype, {})
+        parts = chain.deferred.values().parts(chain.model, chain.dtype, {})
         self.model = copy.deepcopy(chain.model, parts)
         _keep_to_this_process(self.model)
         with torch.no_grad():  # weights of a file, too
@@ -134,10 +134,10 @@ class OwnForward:
         return {name: t for name, t in self.model.named_buffers() if name in saved}
 
 
-def gradients(way: ComparedModel) -> dict[str, Tensor]:
+def gradients(model: ComparedModel) -> dict[str, Tensor]:
     """Of every parameter, and zeros where it has none; they are taken away from the parameters."""
     found = {}
-    for name, parameter in way.parameters().items():
+    for name, parameter in model.parameters().items():
         found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameter.grad = None
     return found

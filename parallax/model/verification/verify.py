@@ -17,10 +17,14 @@ from parallax.common.files import cache_directory, replacing
 from parallax.common.units import format_bytes
 from parallax.machine.host import available_memory
 from parallax.model.describe import Chain
+from parallax.model.verification.comparison import (
+    CannotRun,
+    compare_with_own_forward,
+    has_own_forward,
+)
 from parallax.model.verification.draws import own_random_state
 from parallax.model.verification.rows import Verdict, find_coupling
 from parallax.model.verification.runs import BlocksInOrder, Loss, SampleRows
-from parallax.model.verification.whole import CannotRun, check_whole, has_own_forward
 
 logger = logging.getLogger("parallax")
 
@@ -48,8 +52,8 @@ def verify(
     """
     if when is False:
         return Verdict()
-    path = verdict_path(chain, loss, key)
-    known = recall(path) if when == AUTO else None
+    path = _verdict_path(chain, loss, key)
+    known = _load_verdict(path) if when == AUTO else None
     if known is not None:
         return known
     if when == AUTO and (reason := _too_large(chain)):
@@ -62,7 +66,7 @@ def verify(
     if unchecked:
         logger.warning("the chain was not checked against the model: %s", unchecked)
     else:
-        remember(path, found)
+        _store_verdict(path, found)
     return found
 
 
@@ -76,7 +80,7 @@ def _check_forward(chain: Chain, loss: Loss, batch: SampleRows) -> str:
         if not fitting:
             continue
         try:
-            return check_whole(chain, loss, batch, fitting)
+            return compare_with_own_forward(chain, loss, batch, fitting)
         except CannotRun as error:
             why = why or f"on {fitting[0]} row(s) its own forward raises {error}"
     return why
@@ -93,15 +97,15 @@ def _too_large(chain: Chain) -> str:
     )
 
 
-EDITION = 3  # of what is checked: what another one found is checked again
+_CACHE_VERSION = 3  # of what is checked: what another one found is checked again
 _LIBRARIES = ("torch", "transformers", "timm", "peft")
 
 
-def verdict_path(chain: Chain, loss: Loss, key: str) -> Path:
+def _verdict_path(chain: Chain, loss: Loss, key: str) -> Path:
     """Where a verdict on ``chain`` is kept. The fingerprint has the code that was recorded; files have the rest of the
     user's."""
     what = [
-        EDITION,
+        _CACHE_VERSION,
         *map(_version, ("parallax-train", *_LIBRARIES)),
         chain.fingerprint(),
         chain.seed,
@@ -113,8 +117,8 @@ def verdict_path(chain: Chain, loss: Loss, key: str) -> Path:
     return cache_directory() / f"verified-{digest}.json"
 
 
-def recall(path: Path) -> Verdict | None:
-    """What :func:`remember` wrote; None where there is nothing, or damage."""
+def _load_verdict(path: Path) -> Verdict | None:
+    """What :func:`_store_verdict` wrote; None where there is nothing, or damage."""
     try:
         found = Verdict(**read_json(path, SMALL_BYTES))
     except (OSError, ValueError, TypeError):
@@ -122,7 +126,7 @@ def recall(path: Path) -> Verdict | None:
     return found if all(isinstance(text, str) for text in asdict(found).values()) else None
 
 
-def remember(path: Path, found: Verdict) -> None:
+def _store_verdict(path: Path, found: Verdict) -> None:
     """Write what was found where it is found again."""
     with replacing(path) as temporary:
         temporary.write(json.dumps(asdict(found)).encode())

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from parallax.common.files import disk_free_bytes, making_folder
 from parallax.common.units import format_bytes
 from parallax.errors import CheckpointError, ConfigError, printable
-from parallax.model.construction.construct import construct
+from parallax.model.construction.deferred import deferred_init
 from parallax.model.factory.registry import base_of, build_model
 from parallax.run.export.form import Exported, ExportForm, Trained
 from parallax.run.job import built_model
@@ -30,7 +30,7 @@ def export(run: StoredRun, form: ExportForm, out: Path | None) -> Exported:
     out = out or run.directory / form.name / checkpoint.name
     _check_free(out)
     config = built_model(run.config)
-    model = construct(partial(build_model, config), run.config.seed).model
+    model = deferred_init(partial(build_model, config), run.config.seed).model
     adapting = base_of(config, run.config.seed) != ""
     if adapting and not form.takes_adapters:
         raise ConfigError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parallax.errors import ConfigError
-from parallax.model.construction.construct import construct
+from parallax.model.construction.deferred import deferred_init
 from parallax.model.files.conversions import (
     PretrainedLayout,
     class_of_transformers,
@@ -83,7 +83,7 @@ def _check_as_configured(model: Any) -> None:
     """Raise :class:`ConfigError` where a factory changed the model, by adapters or another head: its configuration
     would load another model."""
     kind = class_of_transformers(model)
-    due = construct(lambda: kind(copy.deepcopy(model.config)), seed=1).model
+    due = deferred_init(lambda: kind(copy.deepcopy(model.config)), seed=1).model
     shapes, wanted = (
         {name: tensor.shape for name, tensor in each.state_dict(keep_vars=True).items()}
         for each in (model, due)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parallax.errors import TransportError
 from parallax.mesh import Mesh, Route
-from parallax.model.block import has_gradient
+from parallax.model.block import can_require_grad
 from parallax.model.describe import Chain
 from parallax.plan.edge import Edge
 from parallax.plan.rows import Interval, micro_batch_rows, peers, replica_rows
@@ -187,7 +187,7 @@ class StageIO:
 
     def floating(self, edge: Edge, tensors: Tensors) -> list[Tensor]:
         """Those of the ``tensors`` that cross ``edge`` whose gradients come back."""
-        places = [index for index, tensor in enumerate(tensors) if has_gradient(tensor)]
+        places = [index for index, tensor in enumerate(tensors) if can_require_grad(tensor)]
         if edge not in self._summed:
             self._summed[edge] = frozenset(
                 n for n, index in enumerate(places) if index in self._rowless[edge]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from parallax.errors import NonFiniteError, printable
 from parallax.mesh import Mesh
 from parallax.model.block import tensors_in
-from parallax.model.files.values import not_finite
+from parallax.model.files.values import nonfinite_kind
 from parallax.plan.plan import Plan
 from parallax.plan.rows import micro_batch_rows
 from parallax.runtime.batch import Rows
@@ -102,9 +102,9 @@ def _look(
     if mesh.is_last and (text := _rows(mesh, "targets", batch, batch.targets)):
         found.append(((0, 1), text))
     for name, value, gradient, is_parameter in tensors:
-        if is_parameter and (what := not_finite(value)):
+        if is_parameter and (what := nonfinite_kind(value)):
             found.append(((1, mesh.pipeline_rank), f"parameter {printable(name)} holds {what}"))
-        if gradient is not None and (what := not_finite(gradient)):
+        if gradient is not None and (what := nonfinite_kind(gradient)):
             found.append(
                 ((3, -mesh.pipeline_rank), f"the gradient of {printable(name)} holds {what}")
             )
@@ -133,7 +133,7 @@ def _rows(mesh: Mesh, name: str, batch: Rows, read: Callable[[int, int], Any]) -
     for start in range(0, len(batch), _ROWS):
         stop = min(start + _ROWS, len(batch))
         for tensor in tensors_in(read(start, stop)):
-            if what := not_finite(tensor):
+            if what := nonfinite_kind(tensor):
                 if not tensor.dim() or len(tensor) != stop - start:
                     return f"the batch's {name} hold {what}, in a tensor without rows"
                 bad = ~torch.isfinite(tensor.detach()).reshape(len(tensor), -1).all(1)
@@ -165,6 +165,10 @@ def _listed(numbers: Sequence[int]) -> str:
 
 def unfit(name: str, tensor: Tensor, value: Tensor) -> str:
     """Why a trained parameter must not be saved, or nothing."""
-    if isinstance(tensor, nn.Parameter) and tensor.requires_grad and (what := not_finite(value)):
+    if (
+        isinstance(tensor, nn.Parameter)
+        and tensor.requires_grad
+        and (what := nonfinite_kind(value))
+    ):
         return f"parameter {printable(name)} holds {what}"
     return ""

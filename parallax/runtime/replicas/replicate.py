@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from parallax.mesh import Mesh
-from parallax.model.layers.norms import Norms
+from parallax.model.layers.norms import BatchNorms
 from parallax.runtime.replicas.buckets import BucketSync, Reduced, anywhere
 from parallax.runtime.replicas.compress import SHORT
 from parallax.runtime.replicas.config import ReplicasConfig
@@ -187,7 +187,7 @@ class StatisticsAverage:
 
     all_reduces = 0
 
-    def __init__(self, norms: Norms) -> None:
+    def __init__(self, norms: BatchNorms) -> None:
         self._norms = norms
 
     def arm(self) -> None:
@@ -197,11 +197,11 @@ class StatisticsAverage:
         """Nothing was begun."""
 
     def run(self) -> None:
-        self._norms.average()
+        self._norms.average_statistics()
 
     def forget(self) -> None:
         """Micro-batches so far do not count."""
-        self._norms.forget()
+        self._norms.reset_counts()
 
 
 class SharedSum:
@@ -349,7 +349,7 @@ def sync_for(
         }
         sync = NoSync(told, reduced)
     following: list[Following] = [*_streamed_sum(stage, mesh, config, alone=not resident)]
-    if stage.norms.differ:
+    if stage.norms.statistics_differ:
         following.append(StatisticsAverage(stage.norms))
     if shared:
         following.append(SharedSum(shared, gives=mesh.replica == 0))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallax.model.construction.construct import uncompiled
+from parallax.model.construction.deferred import uncompiled
 from parallax.model.describe import describe, parameter_names
 
 

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from parallax.model.construction.construct import Construction, construct
+from parallax.model.construction.deferred import DeferredModel, deferred_init
 
 CPU = torch.device("cpu")
 OUTSIDE = torch.randn(10, 4, generator=torch.Generator().manual_seed(0))
 
 
-def real(construction: Construction, dtype: torch.dtype = torch.float32) -> nn.Module:
+def real(deferred: DeferredModel, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The whole with values."""
-    parts = construction.values().parts(construction.model, dtype, {})
-    model: nn.Module = copy.deepcopy(construction.model, parts)
+    parts = deferred.values().parts(deferred.model, dtype, {})
+    model: nn.Module = copy.deepcopy(deferred.model, parts)
     return model
 
 
@@ -241,32 +241,32 @@ CONSTRUCTORS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
 @pytest.mark.parametrize("name", CONSTRUCTORS)
 def test_values_are_the_constructors(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    construction = construct(CONSTRUCTORS[name], 1)
+    deferred = deferred_init(CONSTRUCTORS[name], 1)
     assert caplog.text == ""
-    assert all(t.is_meta for t in tensors(construction.model).values())
-    made = real(construction)
+    assert all(t.is_meta for t in tensors(deferred.model).values())
+    made = real(deferred)
     check_as_plain(CONSTRUCTORS[name], made)
     values = [t for t in made.parameters() if t.numel() > 20 and (t != t.flatten()[0]).any()]
     for i, one in enumerate(values):  # no two are drawn alike but for copies
         twins = [t for t in values[:i] if t.shape == one.shape and torch.equal(t, one)]
         assert not twins or name in ("post_init", "transformer")
-    again = real(construct(CONSTRUCTORS[name], 1))
+    again = real(deferred_init(CONSTRUCTORS[name], 1))
     for key, tensor in tensors(again).items():
         assert torch.equal(tensor, tensors(made)[key]), key
 
 
 def test_a_stage_and_the_whole_have_the_same_values() -> None:
-    construction = construct(Post, 5)
-    whole = tensors(real(construction))
-    values = construction.values()
+    deferred = deferred_init(Post, 5)
+    whole = tensors(real(deferred))
+    values = deferred.values()
     for path in ["layers.2", "head", "layers.0.linear2", "embedding", "layers.1"]:
-        module = construction.model.get_submodule(path)
+        module = deferred.model.get_submodule(path)
         part: nn.Module = copy.deepcopy(module, values.parts(module, torch.float32, {}))
         for name, tensor in tensors(part).items():
             assert torch.equal(tensor, whole[f"{path}.{name}"]), (path, name)
     assert not torch.equal(
         whole["layers.0.linear1.weight"],
-        tensors(real(construct(Post, 6)))["layers.0.linear1.weight"],
+        tensors(real(deferred_init(Post, 6)))["layers.0.linear1.weight"],
     )
 
 
@@ -278,9 +278,9 @@ def test_plain_tensors_have_values_too() -> None:
             self.tables = [torch.arange(3.0), {"x": torch.ones(2)}]
             self.same = self.linear.weight
 
-    construction = construct(Model, 1)
-    assert set(construction.attributes) == {"tables.0", "tables.1.x"}
-    made: Any = real(construction, torch.bfloat16)
+    deferred = deferred_init(Model, 1)
+    assert set(deferred.attributes) == {"tables.0", "tables.1.x"}
+    made: Any = real(deferred, torch.bfloat16)
     assert torch.equal(made.tables[0], torch.arange(3.0))  # Module.to leaves such as they are
     assert torch.equal(made.tables[1]["x"], torch.ones(2))
     assert made.same is made.linear.weight
@@ -298,11 +298,11 @@ def test_what_is_copied_stays_equal() -> None:
             self.fourth.weight.data = self.online.weight.data.clone()
             nn.init.orthogonal_(self.fourth.weight)
 
-    construction = construct(Target, 1)
+    deferred = deferred_init(Target, 1)
     found: dict[str, Tensor] = {}
     for name in ("third", "target", "online", "fourth"):  # each in a replay of its own
-        module = construction.model.get_submodule(name)
-        parts = construction.values().parts(module, torch.float32, {})
+        module = deferred.model.get_submodule(name)
+        parts = deferred.values().parts(module, torch.float32, {})
         found[name] = copy.deepcopy(module, parts).get_parameter("weight").detach()
     assert torch.equal(found["online"], found["target"])
     assert torch.equal(found["online"], found["third"])
@@ -342,10 +342,10 @@ def test_a_constructor_may_ask_for_values() -> None:
             self.linear = nn.Linear(4, 4)
             self.sum = self.linear.weight.sum().item()
 
-    construction = construct(Asking, 1)
-    found: Any = construction.model
+    deferred = deferred_init(Asking, 1)
+    found: Any = deferred.model
     assert found.answers == plain(Asking, 1).answers
-    made: Any = real(construction)
+    made: Any = real(deferred)
     assert made.linear.weight.sum().item() == pytest.approx(found.sum)
 
 
@@ -379,9 +379,9 @@ def kept_state() -> nn.Module:
 @pytest.mark.parametrize("factory", [seeded, own_generator, kept_state])
 def test_a_seed_of_the_constructors_own_decides(factory: Callable[[], nn.Module]) -> None:
     wanted = tensors(plain(factory, 1))
-    construction = construct(factory, 5)
-    values = construction.values()
-    for name, module in [*construction.model.named_children()][::-1]:
+    deferred = deferred_init(factory, 5)
+    values = deferred.values()
+    for name, module in [*deferred.model.named_children()][::-1]:
         parts = values.parts(module, torch.float32, {})
         for inner, tensor in tensors(copy.deepcopy(module, parts)).items():
             assert torch.equal(tensor, wanted[f"{name}.{inner}"]), (name, inner)
@@ -395,7 +395,7 @@ def test_a_seed_for_a_part_leaves_the_rest_to_ours() -> None:
             second = nn.Linear(4, 4)
         return nn.Sequential(first, second, nn.Linear(4, 4))
 
-    one, other = (tensors(real(construct(factory, seed))) for seed in (1, 2))
+    one, other = (tensors(real(deferred_init(factory, seed))) for seed in (1, 2))
     assert torch.equal(one["1.weight"], tensors(plain(factory, 9))["1.weight"])
     assert torch.equal(one["1.weight"], other["1.weight"])
     assert not torch.equal(one["0.weight"], other["0.weight"])
@@ -420,7 +420,7 @@ def test_every_generator_is_as_before() -> None:
         return [random.getstate(), numpys, *torchs]
 
     before = states()
-    construction = construct(factory, 1)
+    deferred = deferred_init(factory, 1)
     assert states() == before
-    real(construction)
+    real(deferred)
     assert states() == before

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallax.model.construction.construct import construct
+from parallax.model.construction.deferred import deferred_init
 from parallax.model.describe import describe
 from parallax.model.materialise import materialise
 
@@ -57,4 +57,4 @@ def test_what_torch_refuses_is_refused(draw: Callable[[torch.Tensor], Any], mess
     with pytest.raises(RuntimeError, match=message):
         Drawn(draw, (3, 5))
     with pytest.raises(RuntimeError, match=message):
-        construct(lambda: Drawn(draw, (3, 5)), 1)
+        deferred_init(lambda: Drawn(draw, (3, 5)), 1)

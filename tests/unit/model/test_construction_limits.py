@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from parallax.errors import DescribeError
 from parallax.model.construction import replay
-from parallax.model.construction.construct import construct
+from parallax.model.construction.deferred import deferred_init
 from parallax.model.describe import describe, parameter_names
 from parallax.model.materialise import materialise
 from tests.unit.model.test_construction import (
@@ -51,9 +51,9 @@ def test_a_constructor_that_loads(kind: str, assign: bool, tmp_path: Path) -> No
         layer.bias.data *= 2
         return nn.Sequential(layer)
 
-    construction = construct(factory, 1)
+    deferred = deferred_init(factory, 1)
     for _ in range(2):
-        made = real(construction)
+        made = real(deferred)
         assert torch.equal(made.get_parameter("0.weight"), saved["weight"])
         assert torch.equal(made.get_parameter("0.bias"), saved["bias"] * 2)
         with torch.no_grad():  # training changes what was given, not what it was made of
@@ -77,7 +77,7 @@ def test_a_constructor_that_begins_with_a_trained_model(
         nn.init.zeros_(layer.query[1].weight)
         return model
 
-    made = real(construct(factory, 1))
+    made = real(deferred_init(factory, 1))
     assert "on the host" not in caplog.text
     check_as_plain(factory, made)
 
@@ -88,7 +88,7 @@ def test_what_is_pickled_has_its_values(tmp_path: Path, caplog: pytest.LogCaptur
         torch.save(layer, tmp_path / "a.pt")
         return nn.Sequential(layer, torch.load(tmp_path / "a.pt", weights_only=False))
 
-    made = real(construct(factory, 1))
+    made = real(deferred_init(factory, 1))
     assert "it pickles a tensor" in caplog.text
     assert made.get_parameter("0.weight").abs().max() > 0
     assert torch.equal(made.get_parameter("0.weight"), made.get_parameter("1.weight"))
@@ -103,7 +103,7 @@ def test_data_of_both_kinds() -> None:
         model[1].weight.data = OUTSIDE
         return model
 
-    made = real(construct(factory, 1))
+    made = real(deferred_init(factory, 1))
     assert torch.equal(made.get_parameter("0.weight"), OUTSIDE * 2)
     assert torch.equal(made.get_parameter("1.weight"), OUTSIDE)
 
@@ -117,7 +117,7 @@ def test_a_loss_has_its_constants() -> None:
         def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
             return nn.functional.cross_entropy(outputs, targets, weight=self.shares)
 
-    model: Any = construct(Model, 1).with_attributes()
+    model: Any = deferred_init(Model, 1).with_attributes()
     assert model[0].weight.is_meta
     outputs, targets = torch.randn(2, 3), torch.tensor([0, 2])
     assert torch.equal(model.loss(outputs, targets), Model().loss(outputs, targets))
@@ -138,7 +138,7 @@ def test_no_cache_keeps_a_tensor_without_bytes() -> None:
         model.register_buffer("twice", table(5) * 2, persistent=False)
         return nn.Sequential(model)
 
-    made = real(construct(factory, 1))
+    made = real(deferred_init(factory, 1))
     assert torch.equal(made.get_buffer("0.twice"), torch.arange(5) * 2.0)
     assert torch.equal(table(5), torch.arange(5) * 1.0)
     assert other.cache_info().currsize == 1
@@ -160,11 +160,11 @@ def test_what_a_constructor_keeps_elsewhere_has_values() -> None:
         return nn.Sequential(model)
 
     try:
-        construction = construct(factory, 1)
+        deferred = deferred_init(factory, 1)
         assert Registry.table is not None
         assert Registry.table.tolist() == [0, 3, 6, 9]
-        assert construction.model.get_buffer("0.table").is_meta
-        for made in (real(construction), real(construct(factory, 1)), factory()):
+        assert deferred.model.get_buffer("0.table").is_meta
+        for made in (real(deferred), real(deferred_init(factory, 1)), factory()):
             assert made.get_buffer("0.table").tolist() == [0, 3, 6, 9]
             more: Any = made.get_submodule("0")
             assert more.more["table"].tolist() == [0, 6, 12, 18]
@@ -177,8 +177,8 @@ def test_what_a_constructor_keeps_elsewhere_has_values() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_types_of_numbers(dtype: torch.dtype) -> None:
-    construction = construct(Odd, 1)
-    single, made = real(construction), real(construction, dtype)
+    deferred = deferred_init(Odd, 1)
+    single, made = real(deferred), real(deferred, dtype)
     for name, tensor in tensors(made).items():
         was = tensors(plain(Odd, 1))[name].dtype
         complexes = torch.complex128 if dtype is torch.float64 else torch.complex64
@@ -237,8 +237,8 @@ def test_memory_is_that_of_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) ->
         return model
 
     monkeypatch.setattr(replay, "_Memory", Watched)
-    construction = construct(factory, 1)
-    parts = construction.values().parts(construction.model, torch.float32, {})
+    deferred = deferred_init(factory, 1)
+    parts = deferred.values().parts(deferred.model, torch.float32, {})
     one = 64 * 64 * 4
     assert sum(t.untyped_storage().nbytes() for t in parts.values()) == 20 * one // 2
     assert peak <= 20 * one + 6 * one

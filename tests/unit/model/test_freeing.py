@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from parallax.machine.host import RETURNED_BYTES, fresh_memory_seconds
 from parallax.model.profiling import measure as module
-from parallax.model.profiling.allocations import allocations
+from parallax.model.profiling.allocations import measure_allocations
 from tests.unit.model.test_measure import _fresh, chain_of, profile_of
 
 __all__ = ["_fresh"]
@@ -38,7 +38,7 @@ def test_large_tensors_are_counted_also_where_they_are_freed() -> None:
             torch.empty(FLOATS)
         torch.empty(16)
 
-    found = allocations(cpu, call)
+    found = measure_allocations(cpu, call)
     assert (found.mapped, found.left) == (3 * ROW, 0)
     assert ROW <= found.most < 2 * ROW
 

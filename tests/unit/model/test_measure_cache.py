@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from parallax.model.precision import PrecisionConfig
-from parallax.model.profiling import kept
+from parallax.model.profiling import cache as cache_module
 from parallax.model.profiling import measure as module
 from parallax.plan.profile import ModelProfile
 from tests.unit.model.test_measure import Both, _fresh, chain_of, linear, profile_of
@@ -66,8 +66,8 @@ def test_a_profile_of_an_earlier_edition_is_measured_again(monkeypatch: pytest.M
     monkeypatch.setattr(
         module._Bench, "run", lambda self, *rest: runs.append(rest[0]) or plain(self, *rest)
     )
-    monkeypatch.setattr(kept, "EDITION", kept.EDITION - 1)
+    monkeypatch.setattr(cache_module, "CACHE_VERSION", cache_module.CACHE_VERSION - 1)
     profile_of(chain_of(linear()))
-    monkeypatch.setattr(kept, "EDITION", kept.EDITION + 1)
+    monkeypatch.setattr(cache_module, "CACHE_VERSION", cache_module.CACHE_VERSION + 1)
     profile_of(chain_of(linear()))
     assert runs == [2, 4, 2, 4]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallax.model.profiling import kept
+from parallax.model.profiling import cache as cache_module
 from parallax.model.profiling import measure as module
 from parallax.model.profiling.clock import LEAST_SECONDS, NoiseMeter, disturbance
 from parallax.plan.profile import NOISY, ModelProfile
@@ -50,7 +50,7 @@ class SteppedClock:
         self.wall += 0.001
         return self.wall
 
-    def waited(self) -> float:
+    def waited_seconds(self) -> float:
         return self.wall * (1 - 1 / self._share)
 
 
@@ -127,14 +127,14 @@ def test_a_forgotten_profile_is_measured_again(
     )
     found, other = profile_of(chain_of(linear())), profile_of(chain_of(linear(), linear()))
     measured = len(runs)
-    assert kept.forget(replace(found, model="renamed", optimizer_bytes=1.0)) == 1
-    assert kept.forget(found) == 0
+    assert cache_module.remove_cached(replace(found, model="renamed", optimizer_bytes=1.0)) == 1
+    assert cache_module.remove_cached(found) == 0
     assert profile_of(chain_of(linear(), linear())) == other
     assert len(runs) == measured
     profile_of(chain_of(linear()))
     assert len(runs) > measured
     (tmp_path / "parallax" / "profile-0.json").write_text(f'{{"fingerprint": "{found.fingerprint}"')
-    assert kept.forget(found) == 1, "a damaged file is left to whoever reads it"
+    assert cache_module.remove_cached(found) == 1, "a damaged file is left to whoever reads it"
 
 
 def test_a_clock_tells_waits_also_where_the_system_does_not(
@@ -147,6 +147,6 @@ def test_a_clock_tells_waits_also_where_the_system_does_not(
     for name, seconds in times.items():
         monkeypatch.setattr(clock.time, name, lambda seconds=seconds: seconds)
     threads = torch.get_num_threads()
-    assert clock.Clock(CPU).waited() == (4.0 if threads == 1 else 0.0)
+    assert clock.Clock(CPU).waited_seconds() == (4.0 if threads == 1 else 0.0)
     monkeypatch.setattr(clock, "_queued_seconds", lambda: 3.0)
-    assert clock.Clock(CPU).waited() == 3.0
+    assert clock.Clock(CPU).waited_seconds() == 3.0

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallax.model.layers.norms import Norms, _batch_norm, _Participants
+from parallax.model.layers.norms import BatchNorms, _batch_norm, _Participants
 
 
 @pytest.mark.parametrize("shape", [(6, 3), (4, 3, 5), (2, 3, 4, 2), (2, 3, 2, 2, 2)], ids=str)
@@ -42,11 +42,11 @@ def test_one_value_has_no_variance() -> None:
 
 def test_frozen_stays_in_evaluation_mode() -> None:
     block = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    norms = Norms("frozen")
-    norms.adopt(0, block)
+    norms = BatchNorms("frozen")
+    norms.add_block(0, block)
     assert block[0].training
     assert not block[1].training
     block.train()
-    norms.freeze()
+    norms.freeze_statistics()
     assert not block[1].training
-    assert not norms.differ
+    assert not norms.statistics_differ

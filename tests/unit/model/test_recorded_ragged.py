@@ -122,9 +122,7 @@ def test_a_chain_gives_what_the_model_gives(name: str, caplog: pytest.LogCapture
     batch = TensorRows(inputs(), targets)
     chain = make_chain(build, batch)
     assert len(chain.blocks) >= blocks
-    plain = copy.deepcopy(
-        chain.model, chain.construction.values().parts(chain.model, chain.dtype, {})
-    )
+    plain = copy.deepcopy(chain.model, chain.deferred.values().parts(chain.model, chain.dtype, {}))
     for start, stop in PARTS:
         args, kwargs = call_arguments(batch.inputs(start, stop))
         wanted, found = plain(*args, **kwargs), run(chain, batch.inputs(start, stop))

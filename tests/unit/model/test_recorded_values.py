@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from parallax.errors import DescribeError
 from parallax.model.describe import Chain, as_tuple, describe
 from parallax.model.materialise import materialise
-from parallax.model.recording.expected import UnlikeSample
+from parallax.model.recording.expected import DiffersFromSample
 
 WIDTH = 8
 IMAGE = 3
@@ -161,7 +161,7 @@ def test_a_batch_that_decides_otherwise_ends_in_one_line(
                 parameter.fill_(torch.nan)
     given = as_tuple(sample(2)) if other is None else other()
     with pytest.raises(
-        UnlikeSample, match=r"with this batch.*test_recorded_values.py:\d+"
+        DiffersFromSample, match=r"with this batch.*test_recorded_values.py:\d+"
     ) as caught:
         in_order(chain, blocks, given)
     assert "\n" not in str(caught.value)

@@ -18,7 +18,7 @@ from benchmarks.zoo.entry import EntryRows
 from parallax.errors import DescribeError
 from parallax.model.block import Block
 from parallax.model.describe import Chain, describe
-from parallax.model.recording.cutting.segment import RecordedSegment
+from parallax.model.recording.partitioning.segment import RecordedSegment
 from parallax.model.verification.verify import Verdict, verify
 from parallax.runtime.batch import TensorRows
 from tests.zoo import FAMILIES, ZOO

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from parallax.model.describe import describe
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling import measure as module
-from parallax.model.profiling.allocations import allocations
+from parallax.model.profiling.allocations import measure_allocations
 from parallax.model.profiling.measure import measure
 from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
@@ -76,7 +76,7 @@ def peak_of(plan: Plan) -> int:
     """What a second step allocates on this rank at most."""
     engine, rows = Engine.build(describe(model), plan, loss=pairs), batch()
     engine.gradients(rows)  # loads libraries
-    peak = allocations(CPU, lambda: engine.gradients(rows)).most
+    peak = measure_allocations(CPU, lambda: engine.gradients(rows)).most
     engine.close()
     return peak
 

@@ -22,8 +22,12 @@ from typing import Any
 from torch import nn
 
 from parallax.errors import DescribeError
-from parallax.model.block import Block, Cut, TensorSlot
-from parallax.model.recording.cutting.segment import RecordedSegment, SegmentWriter, UnknownSize
+from parallax.model.block import Block, Partition, TensorSlot
+from parallax.model.recording.partitioning.segment import (
+    RecordedSegment,
+    SegmentWriter,
+    UnknownSize,
+)
 from parallax.model.recording.program import ForwardProgram, ForwardStep, ForwardTensor
 from parallax.model.recording.trace import Context, ModulePath, Origin, change, draws, parts
 
@@ -46,7 +50,7 @@ class _Piece:
     last: bool
 
 
-class ProgramCutter:
+class ProgramPartitioner:
     """Finds where to cut ``program``, and builds what lies between. ``share(step)`` is the part of the model's work
     that a step does; a block has at least ``least`` of it, where there is that much."""
 
@@ -77,7 +81,7 @@ class ProgramCutter:
         self._held: set[int] = set()
         self._named: dict[str, int] = {}
 
-    def cut(self) -> Cut:
+    def partition(self) -> Partition:
         """The blocks. Raises :class:`UnknownSize` where even one block of all steps cannot make a size."""
         if not any(step.heavy for step in self._steps):
             raise DescribeError(
@@ -96,7 +100,7 @@ class ProgramCutter:
                 bounds.remove(low or high)  # one piece less
                 del found[-1:]
         blocks = [self._block(piece) for piece in found]
-        return Cut(tuple(blocks), template=self._template())
+        return Partition(tuple(blocks), template=self._template())
 
     def _template(self) -> Any:
         order = iter(range(len(self._results)))

@@ -22,7 +22,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.offloads import Offloader
 from parallax.plan.profile import ModelProfile
 
-EDITION = 10  # of what is measured: profiles of another one are measured again
+CACHE_VERSION = 10  # of what is measured: profiles of another one are measured again
 Sample = Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
 
 
@@ -43,7 +43,7 @@ def profile_path(
     inputs, _ = sample(1)
     shapes = [(str(tensor.dtype), list(tensor.shape)) for tensor in inputs]
     what = [
-        EDITION,
+        CACHE_VERSION,
         chain.fingerprint(),
         device_name(device),
         torch.__version__,
@@ -58,20 +58,20 @@ def profile_path(
     return cache_directory() / f"profile-{key}.json"
 
 
-def recall(path: Path, name: str) -> ModelProfile | None:
-    """What :func:`remember` wrote, of a model that is now called ``name``; None where there is nothing, or damage."""
+def load_cached(path: Path, name: str) -> ModelProfile | None:
+    """What :func:`store_cached` wrote, of a model that is now called ``name``; None where there is nothing, or damage."""
     with contextlib.suppress(PlanError):
         return replace(ModelProfile.load(path), model=name) if path.is_file() else None
     return None
 
 
-def remember(profile: ModelProfile, path: Path) -> None:
+def store_cached(profile: ModelProfile, path: Path) -> None:
     """Write ``profile`` where it is found again."""
     with replacing(path) as temporary:
         temporary.write(profile.to_json().encode())
 
 
-def forget(profile: ModelProfile) -> int:
+def remove_cached(profile: ModelProfile) -> int:
     """Remove kept profiles of the same model, device and number format, so that the next plan measures; how many."""
     count = 0
     for path in cache_directory().glob("profile-*.json"):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_packed_sequence
 
 from parallax.errors import HangError
-from parallax.model.block import TensorSlot, has_gradient, leaves, tensors_in, transform
+from parallax.model.block import TensorSlot, can_require_grad, leaves, tensors_in, transform
 from parallax.model.recording.fakes import FakeModel, KeepsState, without_modes
 from parallax.model.recording.flow import SHAPE_ONLY, DataFlow, storage_of, tensors_of
 from parallax.model.recording.trace import (
@@ -56,7 +56,7 @@ _FILLINGS = (
 )
 
 
-class StaysWhole(Exception):
+class NotTraceable(Exception):
     """The forward of module ``owner`` does what a record cannot hold."""
 
     def __init__(self, owner: str, why: str) -> None:
@@ -64,7 +64,7 @@ class StaysWhole(Exception):
         self.owner = owner
 
 
-class ChangedByCaller(StaysWhole):
+class ChangedByCaller(NotTraceable):
     """The forward of ``owner`` sets an attribute of a part, which that part's next forward uses."""
 
 
@@ -72,10 +72,10 @@ class WritesParameter(Exception):
     """The forward changes the parameter of that name."""
 
 
-OWN_ERRORS = StaysWhole, WritesParameter, KeepsState, HangError
+OWN_ERRORS = NotTraceable, WritesParameter, KeepsState, HangError
 
 
-def place(frames: Iterable[traceback.FrameSummary]) -> str:
+def user_line(frames: Iterable[traceback.FrameSummary]) -> str:
     """The innermost line of the user's own code among ``frames``; empty where there is none."""
     own = [f for f in frames if "/torch/" not in f.filename and "/parallax/" not in f.filename]
     return f", at {own[-1].filename}:{own[-1].lineno}" if own else ""
@@ -95,17 +95,17 @@ def total_length() -> int | None:
 
 
 @contextlib.contextmanager
-def nothing_drawn(owner: Callable[[], str]) -> Iterator[None]:
+def no_python_randomness(owner: Callable[[], str]) -> Iterator[None]:
     """Python's random numbers decide nothing: what is drawn in one run would be kept for ever."""
-    before = _places()
+    before = _draw_counts()
     yield
-    if before != _places():
-        raise StaysWhole(
+    if before != _draw_counts():
+        raise NotTraceable(
             owner(), "it draws random numbers of Python or numpy; draw them with torch"
         )
 
 
-def _places() -> tuple[int, int]:
+def _draw_counts() -> tuple[int, int]:
     """How far Python's and numpy's random numbers are drawn."""
     legacy = numpy.random.get_state(legacy=False)  # noqa: NPY002  # what models without a generator draw from
     return random.getstate()[1][-1], int(legacy["state"]["pos"])
@@ -121,9 +121,9 @@ def without_values(fakes: FakeModel, flow: DataFlow, answer: Any, given: Any) ->
             return part
         made = fakes.fake(tuple(part.shape), part.dtype)
         for tensor in sources:
-            if flow.depends(storage_of(tensor)):
-                flow.depend(made)
-        return made.requires_grad_().clone() if follows and has_gradient(made) else made
+            if flow.is_dependent(storage_of(tensor)):
+                flow.mark_dependent(made)
+        return made.requires_grad_().clone() if follows and can_require_grad(made) else made
 
     return transform(answer, bare)
 
@@ -136,7 +136,7 @@ class Answer:
     assumed: bool
 
 
-class KnownValues:
+class ValueOracle:
     """Answers what a run asks of its fake tensors; ``numbers`` are theirs in ``trace``, and ``given(name)`` is the
     sample's value of the input of that name. It raises ``KeyError`` where the sample has none."""
 
@@ -155,21 +155,21 @@ class KnownValues:
         self._held[number] = tensor
 
     def answer(self, ask: Callable[..., Any], args: Any, kwargs: Any, owner: str) -> Answer:
-        """What ``ask`` gives with the values that its tensors have. Raises :class:`StaysWhole` for ``owner`` where
+        """What ``ask`` gives with the values that its tensors have. Raises :class:`NotTraceable` for ``owner`` where
         those are not known, or not the same whatever is drawn."""
         tensors = list(tensors_in((args, kwargs)))
         if any(tensor.is_nested for tensor in tensors):
-            where = place(traceback.extract_stack())
-            raise StaysWhole(owner, f"it asks how long a nested tensor's rows are{where}")
+            where = user_line(traceback.extract_stack())
+            raise NotTraceable(owner, f"it asks how long a nested tensor's rows are{where}")
         asked = [self._numbers[id(tensor)] for tensor in tensors]
-        replay = _Replay(self, asked)
+        replay = _TraceReplay(self, asked)
         try:
             found = [replay.ask(filling, ask, args, kwargs) for filling in _FILLINGS]
         except KeyError:
             found = []
-        if not found or len({repr(transform(value, _look)) for value in found}) > 1:
+        if not found or len({repr(transform(value, _metadata)) for value in found}) > 1:
             what = "random numbers" if found and replay.drawn else "the values of tensors"
-            raise StaysWhole(owner, f"it decides by {what}{place(traceback.extract_stack())}")
+            raise NotTraceable(owner, f"it decides by {what}{user_line(traceback.extract_stack())}")
         return Answer(found[0], replay.assumed)
 
     def value(self, tensor: Tensor) -> Tensor | None:
@@ -177,7 +177,7 @@ class KnownValues:
         number = self._numbers.get(id(tensor))
         if number is None:
             return None
-        replay = _Replay(self, [number])
+        replay = _TraceReplay(self, [number])
         if number in replay.unknown:
             return None
         with contextlib.suppress(KeyError):
@@ -219,14 +219,14 @@ class KnownValues:
         return None
 
 
-class _Replay:
+class _TraceReplay:
     """The part of a trace that some tensors depend on, carried out with fillings for what is unknown.
 
     ``unknown`` are floating tensors that follow from parameters or activations: they are filled and not computed.
     ``assumed`` says whether the inputs, or a filling, were used; ``drawn`` whether random numbers were.
     """
 
-    def __init__(self, known: KnownValues, asked: list[int]) -> None:
+    def __init__(self, known: ValueOracle, asked: list[int]) -> None:
         self._known, self._tensors = known, known.trace.tensors
         self.assumed = self.drawn = False
         self.unknown: set[int] = set()
@@ -319,7 +319,7 @@ def _uses(instruction: Instruction) -> list[int]:
     return [part.index for part in found if isinstance(part, TensorSlot)]
 
 
-def _look(part: Any) -> Any:
+def _metadata(part: Any) -> Any:
     """What is compared of a tensor, whose values may differ: its shape."""
     return (tuple(part.shape), part.dtype) if isinstance(part, Tensor) else part
 

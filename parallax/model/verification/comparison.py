@@ -5,7 +5,7 @@ behind in buffers is seen by the next. In training, outputs, loss, gradients and
 outputs and loss.
 
 Where something differs, both run again and what the blocks hand on is looked for among all that the model's own forward
-makes: the first block that hands on what it never makes, or nothing new, is the one to blame. Of gradients it is the
+makes: the first block that hands on what it never makes, or nothing new, is the one to locate. Of gradients it is the
 last block with a wrong one, for a backward goes from the last block to the first.
 """
 
@@ -34,7 +34,7 @@ from parallax.model.verification.runs import (
     gradients,
 )
 
-WAYS_OUT = (
+REMEDIES = (
     "give the model a method blocks() whose parts, called in order, are its forward, or make it one block "
     "(model.blocks=['']); model.verify=false trains the chain as it is"
 )
@@ -78,7 +78,9 @@ def has_own_forward(chain: Chain) -> bool:
     return type(chain.model).forward is not nn.Module.forward
 
 
-def check_whole(chain: Chain, loss: Loss, batch: SampleRows, counts: Sequence[int]) -> str:
+def compare_with_own_forward(
+    chain: Chain, loss: Loss, batch: SampleRows, counts: Sequence[int]
+) -> str:
     """Compare for each number of rows in ``counts``. What could not be compared, in words, or nothing. Raises
     :class:`DescribeError` where the chain computes something else, and :class:`CannotRun`."""
     passes = [_Setting(rows, training) for training in (True, False) for rows in counts]
@@ -87,7 +89,7 @@ def check_whole(chain: Chain, loss: Loss, batch: SampleRows, counts: Sequence[in
         comparison.run(passes)
     except _Differs as difference:
         if not difference.where.training or comparison.repeats(passes):
-            raise DescribeError(comparison.blame(passes, difference)) from None
+            raise DescribeError(comparison.locate(passes, difference)) from None
         comparison.run([each for each in passes if not each.training])
         return "its forward draws other random numbers each time, so training could not be compared, evaluation could"
     return ""
@@ -115,17 +117,17 @@ class _Comparison:
             return False
         return True
 
-    def blame(self, passes: Sequence[_Setting], difference: _Differs) -> str:
+    def locate(self, passes: Sequence[_Setting], difference: _Differs) -> str:
         """The refusal of a chain that differs."""
         model, where = type(self._chain.model).__name__, difference.where
-        index = self._culprit(passes, difference)
+        index = self._block_of(passes, difference)
         block, count = (
             printable(self._chain.blocks[index].name or "the model"),
             len(self._chain.blocks),
         )
         return (
             f"block {index + 1} of {count} ({block}) of {model} does not compute what the model's own forward does: "
-            f"{self._what(difference)}, {printable(difference.how)} ({where}); {WAYS_OUT}"
+            f"{self._what(difference)}, {printable(difference.how)} ({where}); {REMEDIES}"
         )
 
     def _what(self, difference: _Differs) -> str:
@@ -133,7 +135,7 @@ class _Comparison:
             return "it fails"
         return f"{difference.kind} {printable(difference.name)}".strip() + " differs"
 
-    def _culprit(self, passes: Sequence[_Setting], difference: _Differs) -> int:
+    def _block_of(self, passes: Sequence[_Setting], difference: _Differs) -> int:
         last = len(self._chain.blocks) - 1
         names = parameter_names(self._chain, range(last + 1))
         if difference.kind == "gradient":
@@ -207,19 +209,22 @@ class _Comparison:
                 raise _Differs(each, kind.removesuffix("s"), *differing)
 
     def _ran(
-        self, way: ComparedModel, each: _Setting, watch: Callable[[Any], None] = lambda found: None
+        self,
+        model: ComparedModel,
+        each: _Setting,
+        watch: Callable[[Any], None] = lambda found: None,
     ) -> _Ran:
         inputs, targets = self._batch.inputs(0, each.rows), self._batch.targets(0, each.rows)
-        way.train(each.training)
+        model.train(each.training)
         begin_draws()
         with SameDraws(watch), torch.set_grad_enabled(each.training):
-            results = way.forward(inputs)
+            results = model.forward(inputs)
             outputs = {path: tensor.detach().clone() for path, tensor in _named(results)}
             loss = self._loss_of(results, targets)
             if each.training and loss.requires_grad:
                 loss.backward()
-        given = gradients(way) if each.training else {}
-        buffers = {name: buffer.detach().clone() for name, buffer in way.buffers().items()}
+        given = gradients(model) if each.training else {}
+        buffers = {name: buffer.detach().clone() for name, buffer in model.buffers().items()}
         return _Ran(outputs, {"": loss.detach()}, given, buffers)
 
     def _loss_of(self, results: Any, targets: Any) -> Tensor:

@@ -25,8 +25,8 @@ from parallax.errors import DescribeError, HangError
 from parallax.model.block import in_dtype
 from parallax.model.construction.attributes import check_functions, plain_tensors
 from parallax.model.construction.generators import seeded
-from parallax.model.construction.log import Log, Unrecordable, like
-from parallax.model.construction.questions import Questions
+from parallax.model.construction.host_values import HostValueInterceptor
+from parallax.model.construction.log import OperationLog, Unrecordable, like
 from parallax.model.construction.recorder import OperatorRecorder
 from parallax.model.construction.replay import Replay
 from parallax.model.private import without_function_modes
@@ -52,7 +52,7 @@ class Values(Protocol):
         ...
 
 
-class Construction:
+class DeferredModel:
     """``model`` is the skeleton: every parameter and buffer on the meta device, all else as its constructor made it.
     ``attributes`` are its tensors that are neither, by path, and ``unwritten`` the names of parameters into which the
     constructor put nothing."""
@@ -73,7 +73,7 @@ class Construction:
         return model
 
 
-def construct(factory: ModelFactory, seed: int) -> Construction:
+def deferred_init(factory: ModelFactory, seed: int) -> DeferredModel:
     """Run ``factory`` without bytes. ``seed`` is what its own random numbers depend on; a seed that it sets itself is
     kept to. Raises :class:`DescribeError` where it builds no model, or one that has no shape yet."""
     try:
@@ -85,10 +85,10 @@ def construct(factory: ModelFactory, seed: int) -> Construction:
     return _build_on_host(factory, seed, reason)
 
 
-def _record(factory: ModelFactory, seed: int) -> Construction:
+def _record(factory: ModelFactory, seed: int) -> DeferredModel:
     recorder = OperatorRecorder(seed)
-    questions = Questions(recorder)
-    with forgotten(recorder.log):
+    questions = HostValueInterceptor(recorder)
+    with cleared_caches(recorder.log):
         with recorder.recording(), questions:
             model = uncompiled(factory())
         _check(model)
@@ -96,11 +96,11 @@ def _record(factory: ModelFactory, seed: int) -> Construction:
         recorder.log.check_constants()
         check_functions(model, recorder.log)
         model = _skeleton(model, recorder.log)
-    _part_from_kept(model, recorder.log)
+    _separate_from_outside(model, recorder.log)
     own = {id(tensor) for tensor in _tensors(model).values()}
-    fill_kept(recorder.log, Replay(recorder.log, seed), own)
+    fill_outside_tensors(recorder.log, Replay(recorder.log, seed), own)
     unwritten = _unwritten(model, recorder.log)
-    return Construction(model, unwritten, lambda: _Replayed(recorder.log, seed))
+    return DeferredModel(model, unwritten, lambda: _Replayed(recorder.log, seed))
 
 
 def uncompiled(model: Any) -> Any:
@@ -151,7 +151,7 @@ def _check(model: Any) -> None:
             )
 
 
-def _skeleton(model: nn.Module, log: Log) -> nn.Module:
+def _skeleton(model: nn.Module, log: OperationLog) -> nn.Module:
     """``model`` with tensors without bytes in the place of those that came from outside."""
     kept: dict[int, Any] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -166,7 +166,7 @@ def _skeleton(model: nn.Module, log: Log) -> nn.Module:
     return copy.deepcopy(model, kept)
 
 
-def _part_from_kept(model: nn.Module, log: Log) -> None:
+def _separate_from_outside(model: nn.Module, log: OperationLog) -> None:
     """The model's buffers and tensors in attributes as objects of their own: the constructor may keep those elsewhere,
     and there they get values."""
     parted: dict[int, Tensor] = {}
@@ -175,20 +175,20 @@ def _part_from_kept(model: nn.Module, log: Log) -> None:
             for key, tensor in list(held.items()):
                 if not isinstance(tensor, Tensor) or isinstance(tensor, nn.Parameter):
                     continue
-                if tensor.is_meta and log.find(tensor) is not None:
-                    other = like(tensor, log.view(tensor).of(tensor.untyped_storage()))
+                if tensor.is_meta and log.cell_of(tensor) is not None:
+                    other = like(tensor, log.view_of(tensor).as_tensor(tensor.untyped_storage()))
                     held[key] = parted.setdefault(id(tensor), other)
 
 
-def _unwritten(model: nn.Module, log: Log) -> tuple[str, ...]:
-    cells = {name: log.find(parameter) for name, parameter in model.named_parameters()}
+def _unwritten(model: nn.Module, log: OperationLog) -> tuple[str, ...]:
+    cells = {name: log.cell_of(parameter) for name, parameter in model.named_parameters()}
     return tuple(name for name, cell in cells.items() if cell is not None and not cell.written)
 
 
 class _Replayed:
     """Of a constructor that was recorded."""
 
-    def __init__(self, log: Log, seed: int) -> None:
+    def __init__(self, log: OperationLog, seed: int) -> None:
         self._log, self._replay = log, Replay(log, seed)
 
     def parts(
@@ -209,11 +209,11 @@ class _Replayed:
             if key in filled:
                 empty = torch.empty_like(tensor, device="cpu", dtype=in_dtype(tensor.dtype, dtype))
                 parts[key] = like(tensor, empty)
-            elif self._log.find(tensor) is not None:
+            elif self._log.cell_of(tensor) is not None:
                 wanted[key] = tensor
             elif not tensor.is_meta:
                 parts[key] = like(tensor, tensor.detach().clone())
-        views = [self._log.view(tensor) for tensor in wanted.values()]
+        views = [self._log.view_of(tensor) for tensor in wanted.values()]
         cast = {}
         for (key, tensor), view, value in zip(wanted.items(), views, self._replay.values(views)):
             kind = in_dtype(value.dtype, dtype) if key in own else value.dtype
@@ -226,7 +226,7 @@ class _Replayed:
 # ---- a constructor that cannot be recorded -------------------------------------------------------------
 
 
-def _build_on_host(factory: ModelFactory, seed: int, reason: str) -> Construction:
+def _build_on_host(factory: ModelFactory, seed: int, reason: str) -> DeferredModel:
     with seeded(seed):
         model = uncompiled(factory())
     _check(model)
@@ -238,7 +238,7 @@ def _build_on_host(factory: ModelFactory, seed: int, reason: str) -> Constructio
     tensors = [*model.parameters(), *model.buffers(), *plain_tensors(model).values()]
     bare: dict[int, Any] = {id(t): like(t, t.detach().to("meta")) for t in tensors}
     skeleton = copy.deepcopy(model, bare)
-    return Construction(skeleton, (), lambda: _Built(factory, seed, skeleton))
+    return DeferredModel(skeleton, (), lambda: _Built(factory, seed, skeleton))
 
 
 class _Built:
@@ -294,7 +294,7 @@ _ATOMS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 
 
 @contextmanager
-def forgotten(log: Log) -> Iterator[None]:
+def cleared_caches(log: OperationLog) -> Iterator[None]:
     """Empty every ``functools.lru_cache`` that was given a tensor of ``log`` in this context."""
     before = {id(cache): cache.cache_info().misses for cache in _caches()}
     try:
@@ -305,13 +305,13 @@ def forgotten(log: Log) -> Iterator[None]:
                 cache.cache_clear()
 
 
-def fill_kept(log: Log, replay: Replay, own: Collection[int]) -> None:
+def fill_outside_tensors(log: OperationLog, replay: Replay, own: Collection[int]) -> None:
     """Give its value to every tensor of ``log`` that is alive and none of ``own``, the model's, by their identities."""
     if not _alive(log, own):
         return
     gc.collect()
     kept = _alive(log, own)
-    values = replay.values([log.view(tensor) for tensor in kept])
+    values = replay.values([log.view_of(tensor) for tensor in kept])
     for tensor, value in sorted(zip(kept, values), key=lambda pair: not pair[0]._is_view()):
         try:
             torch.utils.swap_tensors(tensor, like(tensor, value))
@@ -323,10 +323,10 @@ def fill_kept(log: Log, replay: Replay, own: Collection[int]) -> None:
             )
 
 
-def _alive(log: Log, own: Collection[int]) -> list[Tensor]:
+def _alive(log: OperationLog, own: Collection[int]) -> list[Tensor]:
     found = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
     with without_function_modes():
-        return [t for t in found if t.is_meta and id(t) not in own and log.find(t) is not None]
+        return [t for t in found if t.is_meta and id(t) not in own and log.cell_of(t) is not None]
 
 
 def _caches() -> list[Any]:
@@ -334,13 +334,13 @@ def _caches() -> list[Any]:
     return [found for found in gc.get_objects() if type(found) is kind]
 
 
-def _holds(cache: Any, log: Log) -> bool:
+def _holds(cache: Any, log: OperationLog) -> bool:
     seen: set[int] = set()
     ahead = [cache]
     while ahead and len(seen) < _DEEP:
         for part in gc.get_referents(ahead.pop()):
             if isinstance(part, Tensor):
-                if log.find(part) is not None:
+                if log.cell_of(part) is not None:
                     return True
             elif id(part) not in seen and not isinstance(part, _ATOMS):
                 seen.add(id(part))

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from parallax.model.construction.log import Unrecordable, fingerprint, like
 from parallax.model.construction.recorder import OperatorRecorder
-from parallax.model.construction.replay import change, plainly
+from parallax.model.construction.replay import change, plain_execution
 from parallax.model.private import parse_to, without_function_modes
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ _NOWHERE = (Tensor.cpu, Tensor.cuda, Tensor.pin_memory, Tensor.share_memory_)
 """Moves to where a recorded tensor already is: values are computed on the CPU."""
 
 
-class Questions(TorchFunctionMode):
+class HostValueInterceptor(TorchFunctionMode):
     """Answers for the tensors of ``recorder``."""
 
     def __init__(self, recorder: OperatorRecorder) -> None:
@@ -98,25 +98,25 @@ class Questions(TorchFunctionMode):
 
     def _is_recorded(self, tensor: Tensor) -> bool:
         with without_function_modes():
-            return tensor.is_meta and self._recorder.log.find(tensor) is not None
+            return tensor.is_meta and self._recorder.log.cell_of(tensor) is not None
 
     def _shower(self, function: Any) -> Callable[..., Any]:
         def show(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             value = self._recorder.real(tensor)
             if function in (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__):
                 self._shown.append((value, fingerprint(value.untyped_storage())))
-            with plainly():
+            with plain_execution():
                 return function(value, *args, **kwargs)
 
         return show
 
     def _address(self, tensor: Tensor) -> int:
-        view = self._recorder.log.view(tensor)
+        view = self._recorder.log.view_of(tensor)
         return ((view.cell.number + 1) << 40) + view.offset * view.dtype.itemsize
 
     def _of_one_kind(self, tensor: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Where one of them came from outside and the other is recorded, both without bytes."""
-        with plainly():
+        with plain_execution():
             if tensor.is_meta and not value.is_meta:
                 return tensor, self._recorder.log.adopt(value)
             if value.is_meta and not tensor.is_meta:
@@ -127,7 +127,7 @@ class Questions(TorchFunctionMode):
     def _set(self, tensor: Tensor, index: Any, value: Any) -> None:
         """A number is put there as a tensor of the host: torch would make one that is on ``tensor``'s device."""
         if not isinstance(value, Tensor):
-            with plainly():
+            with plain_execution():
                 value = torch.as_tensor(value, dtype=tensor.dtype)
         tensor[self._places(index)] = value
 
@@ -138,7 +138,7 @@ class Questions(TorchFunctionMode):
         if not isinstance(index, list | range | np.ndarray):
             return index
         index = self._numbers(list(index))
-        with plainly():
+        with plain_execution():
             return torch.as_tensor(index, dtype=None if index else torch.int64)
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -103,7 +103,7 @@ def in_halves(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
         owed.append(halves)
     for halves in owed:
         halves.finish()
-        assert not halves.owes()
+        assert not halves.pending_parameters()
     return found
 
 
@@ -198,7 +198,10 @@ def test_who_waits_is_told_when_a_gradient_is_final() -> None:
     with halves.splitting():
         outputs = model(torch.randn(2, 3, 8))
     outputs.sum().backward()
-    owed, names = halves.owes(), {parameter: name for name, parameter in model.named_parameters()}
+    owed, names = (
+        halves.pending_parameters(),
+        {parameter: name for name, parameter in model.named_parameters()},
+    )
     before = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert {name for name, gradient in before.items() if gradient is not None} == {
         "norm.weight",
@@ -230,7 +233,7 @@ def test_without_gradients_nothing_changes() -> None:
     with halves.splitting():
         assert torch.equal(F.linear(x, torch.ones(3, 4)), x @ torch.ones(4, 3))
         assert model(x).requires_grad  # also where its input does not
-    assert not halves.owes()
+    assert not halves.pending_parameters()
 
 
 class Positions(nn.Module):
@@ -253,7 +256,7 @@ def test_what_is_owed_is_not_added_to_by_the_next_micro_batch() -> None:
         with halves.splitting():
             outputs = twin(x)
         outputs.backward(torch.ones_like(outputs) * (1 + len(owed)))
-        halves.part(list(twin.parameters()))
+        halves.separate_gradients(list(twin.parameters()))
         owed.append(halves)
         output = model(x)
         output.backward(torch.ones_like(output) * len(owed))
