@@ -1,1 +1,1 @@
-"""A module as a chain of blocks, and what each block costs."""
+"""A module as a chain of blocks, and the cost of each block."""

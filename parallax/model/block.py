@@ -1,8 +1,8 @@
-"""What a chain is made of: blocks, and the shape of what a model takes and returns.
+"""Blocks, and nests of tensors.
 
-Between blocks travels a flat tuple of tensors; a model may return tuples and dicts of them. So the last block returns
-the tensors alone, and a template, the same nest with a :class:`TensorSlot` in each tensor's place, rebuilds what the
-loss is given.
+Stages exchange a flat tuple of tensors, while a model may return tuples and dicts of them. So the last block returns
+the tensors alone, and a template (the same nest with a :class:`TensorSlot` in place of each tensor) rebuilds the nest
+that the loss gets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RAGGED_HELP = (
     "hand on padded rows and a tensor of their lengths, and pack or nest them inside one of the model's "
     "blocks()"
 )
-"""The way out where rows of several lengths would pass from one block to another."""
+"""The remedy when rows of several lengths would cross a block boundary."""
 
 _PADDING = {
     "PackedSequence": "torch.nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)",
@@ -34,11 +34,11 @@ _PADDING = {
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of the model on the meta device: what it is called and the module that runs it.
+    """A part of the model on the meta device: its name, and the module that runs it.
 
-    The module may be one of the model's own or one that only holds some of those; either way its parameters are the
-    model's. ``unbatched`` are the positions of its outputs that do not have the micro-batch's rows in dimension 0
-    (tables of positions, biases made from parameters): they go whole to every peer, and their gradients are summed.
+    The module is one of the model's own, or one that holds some of these; its parameters are always the model's.
+    ``unbatched`` are the indices of outputs without the micro-batch's rows in dimension 0 (position tables, biases made
+    from parameters): each peer receives them whole, and their gradients are summed.
     """
 
     name: str
@@ -48,9 +48,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Partition:
-    """A model that was cut: its blocks, the names of the first one's arguments (none: those of its forward), where
-    the tensors lie in inputs that are nests of nests, the template of what the model returns (None: what the last block
-    returns), and the sizes that inputs must have (None: any; empty: nothing is known)."""
+    """A model in blocks. ``inputs``: argument names of the first block (empty: those of its forward). ``nest``: paths
+    of the tensors in nested inputs. ``template``: of the model's return value (None: the value that the last block
+    returns). ``sizes``: required input sizes (None: any; empty: unknown)."""
 
     blocks: tuple[Block, ...]
     inputs: tuple[str, ...] = ()
@@ -60,19 +60,19 @@ class Partition:
 
 
 class Slot:
-    """Stands for a value in a nest."""
+    """A placeholder for a value in a nest."""
 
 
 @dataclass(frozen=True)
 class TensorSlot(Slot):
-    """Stands for tensor number ``index``."""
+    """A placeholder for tensor number ``index``."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Field(Slot):
-    """A key of :func:`leaves` that is the name of a dataclass's field."""
+    """A path key of :func:`leaves`: a dataclass field."""
 
     name: str
 
@@ -81,7 +81,7 @@ class Field(Slot):
 
 
 def flatten(value: Any) -> tuple[tuple[Tensor, ...], Any]:
-    """The tensors in ``value``, depth first, and the template that :func:`rebuild` puts them back in."""
+    """Return the tensors in ``value``, depth first, and the template for :func:`rebuild`."""
     found: list[Tensor] = []
 
     def replace(part: Any) -> Any:
@@ -95,15 +95,16 @@ def flatten(value: Any) -> tuple[tuple[Tensor, ...], Any]:
 
 
 def rebuild(template: Any, tensors: Sequence[Tensor]) -> Any:
-    """``template`` with ``tensors`` in the places of its slots."""
+    """Return ``template`` with ``tensors`` in place of its slots."""
     return transform(
         template, lambda part: tensors[part.index] if isinstance(part, TensorSlot) else part
     )
 
 
 def transform(value: Any, change: Callable[[Any], Any], kinds: tuple[type, ...] = (Tensor,)) -> Any:
-    """The same nest of tuples, lists, dicts and dataclasses with every other part changed, and what is of ``kinds``
-    whole. A dict that is a dataclass, as models of transformers return, stays one, and so does a tuple with names."""
+    """Return the same nest of tuples, lists, dicts and dataclasses with ``change`` applied to each leaf. Instances of
+    ``kinds`` are leaves. Named tuples, and dataclasses that are dicts (model outputs of transformers), keep their
+    class."""
     if isinstance(value, kinds):
         return change(value)
     if type(value) is tuple:
@@ -116,7 +117,7 @@ def transform(value: Any, change: Callable[[Any], Any], kinds: tuple[type, ...] 
     if _has_names(value):
         changed = [transform(part, change, kinds) for part in value]
         if isinstance(value, PackedSequence):
-            return tuple.__new__(PackedSequence, changed)  # its own looks at the parts
+            return tuple.__new__(PackedSequence, changed)  # its constructor checks the parts
         return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     if is_record(value):
         record = copy.copy(value)
@@ -128,7 +129,7 @@ def transform(value: Any, change: Callable[[Any], Any], kinds: tuple[type, ...] 
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every part that :func:`transform` would change, with the keys that lead there; :class:`Field` of a dataclass."""
+    """Yield each leaf of :func:`transform` with its path; the key of a dataclass field is a :class:`Field`."""
     if is_nest(value):
         for key, part in parts_of(value):
             yield from leaves(part, (*path, key))
@@ -137,7 +138,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 
 
 def is_nest(value: Any) -> bool:
-    """Whether :func:`transform` looks inside of ``value``."""
+    """Return whether :func:`transform` descends into ``value``."""
     return (
         isinstance(value, Mapping | list)
         or type(value) is tuple
@@ -147,7 +148,7 @@ def is_nest(value: Any) -> bool:
 
 
 def parts_of(value: Any) -> Iterator[tuple[Any, Any]]:
-    """What a nest is made of, by the keys of :func:`leaves`; of what is no nest nothing."""
+    """Yield the children of a nest with their keys as in :func:`leaves`; nothing for a leaf."""
     if isinstance(value, Mapping):
         yield from value.items()
     elif isinstance(value, list) or type(value) is tuple or _has_names(value):
@@ -158,13 +159,13 @@ def parts_of(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors among :func:`leaves`."""
+    """Yield the tensors among :func:`leaves`."""
     return (part for _, part in leaves(value) if isinstance(part, Tensor))
 
 
 def to_device(values: Any, device: torch.device) -> Any:
-    """A nest with its tensors on ``device``; what is no tensor stays as it is. What comes from the host comes through
-    pinned memory, for which nobody waits: work that is given to the device afterwards finds it there."""
+    """Return the nest with its tensors on ``device``; other leaves are unchanged. Copies from host to accelerator go
+    through pinned memory and are asynchronous: later work on the current stream sees the data."""
     return transform(
         values, lambda part: _on_device(part, device) if isinstance(part, Tensor) else part
     )
@@ -177,20 +178,20 @@ def _on_device(part: Tensor, device: torch.device) -> Tensor:
 
 
 def pinned(part: Tensor) -> Tensor:
-    """The same in pinned memory, where each number has a place of its own: torch pins no tensor that shows one several
-    times, as ``expand`` makes."""
+    """Return a copy in pinned memory. Torch cannot pin a tensor whose elements share memory (``expand``), so such a
+    tensor is made contiguous first."""
     shown_often = any(size > 1 and not stride for size, stride in zip(part.shape, part.stride()))
     return (part.contiguous() if shown_often else part).pin_memory()
 
 
 def comes_pinned(part: Tensor, device: torch.device) -> bool:
-    """Whether ``part`` is to come from the host to an accelerator, and can through pinned memory."""
+    """Return whether moving ``part`` to ``device`` is a host-to-accelerator copy that can use pinned memory."""
     plain = part.layout is torch.strided and not part.is_nested and not part.is_quantized
     return device.type != "cpu" and part.is_cpu and plain
 
 
 def check_padded(what: str, values: Any) -> None:
-    """Raise :class:`~parallax.errors.DataError` where inputs or targets (``what``) hold a PackedSequence or a nested
+    """Raise :class:`~parallax.errors.DataError` if inputs or targets (``what``) hold a PackedSequence or a nested
     tensor: neither can be split by rows as other tensors are."""
 
     def check(part: Any) -> None:
@@ -209,52 +210,52 @@ def check_padded(what: str, values: Any) -> None:
 
 
 def padding_help(kind: str = "list") -> str:
-    """Return how to pad rows of several lengths that are a list of tensors, a PackedSequence or a nested tensor."""
+    """Return how to pad rows of several lengths, given as a list of tensors, a PackedSequence or a nested tensor."""
     return f"give padded rows and a tensor of their lengths (padded, lengths = {_PADDING[kind]})"
 
 
 def plain_rows(tensor: Tensor) -> Tensor:
-    """The rows of a nested tensor, one after the other; any other tensor itself."""
+    """Return the values of a jagged nested tensor, all rows concatenated; any other tensor unchanged."""
     jagged: Any = tensor
     return jagged.values() if tensor.layout is torch.jagged else tensor
 
 
 def with_own_storage(values: Any) -> Any:
-    """A nest whose tensors have memory of their own: a slice of a batch, or of a whole data set, is copied. What is
-    saved of it for backward is then as large as it is, moves alone, and is gone afterwards."""
+    """Return the nest with each tensor that is a slice of a larger storage copied. A slice that is saved for backward
+    would otherwise keep the whole batch or data set alive."""
     return transform(values, lambda part: part.clone() if _is_part(part) else part)
 
 
 def _is_part(value: Any) -> bool:
-    """Whether ``value`` is a tensor that lies in more memory than it takes."""
+    """Return whether ``value`` is a tensor whose storage is larger than the tensor."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return False
     return value.nbytes < value.untyped_storage().nbytes()
 
 
 def module_repr(module: nn.Module) -> str | None:
-    """What ``module`` says of itself and of all inside. None where something inside has no words, as where it tells of
-    its values and has none yet."""
+    """Return ``repr(module)``; None if that raises, as when a module prints values that it does not have yet."""
     try:
         return repr(module)
-    except Exception:  # whatever a user's own code raises
+    except Exception:  # user code may raise anything
         return None
 
 
 def can_require_grad(tensor: Tensor) -> bool:
-    """Whether a tensor of this type can have one."""
+    """Return whether torch computes gradients for tensors of this type."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def in_dtype(kind: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """What a number of type ``kind`` becomes in a model of ``dtype``: complex numbers stay complex."""
+    """Return the type of a ``kind`` tensor in a model of ``dtype``: floats become ``dtype``, complex numbers stay
+    complex, others are unchanged."""
     if kind.is_complex:
         return torch.complex128 if dtype is torch.float64 else torch.complex64
     return dtype if kind.is_floating_point else kind
 
 
 def is_record(value: Any) -> bool:
-    """Whether ``value`` is a dataclass's; a :class:`Slot` is a part by itself."""
+    """Return whether ``value`` is a dataclass instance; a :class:`Slot` is a leaf."""
     return (
         dataclasses.is_dataclass(value)
         and not isinstance(value, type)
@@ -263,7 +264,7 @@ def is_record(value: Any) -> bool:
 
 
 def _has_names(value: Any) -> bool:
-    """Whether ``value`` is a named tuple, of Python or, such as what torch.max returns, of C."""
+    """Return whether ``value`` is a named tuple, of Python or of C (such as the result of ``torch.max``)."""
     return isinstance(value, tuple) and (
         hasattr(value, "_fields") or hasattr(value, "n_sequence_fields")
     )

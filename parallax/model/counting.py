@@ -1,15 +1,15 @@
-"""What a loss is a mean over, so that the losses of micro-batches add up to that of the batch.
+"""Weights of micro-batch losses, so that they add up to the loss of the batch.
 
-The usual cross-entropy is a mean over *counted* targets: those that are ``ignore_index`` (-100) count nothing, and of
-others the weight of their class may. A micro-batch with few counted targets must weigh less, or a batch that is cut has
-another loss than one that is not. A user's loss calls ``torch.nn.functional.cross_entropy`` somewhere, and models of
-transformers with ``labels`` among their inputs call it in their forward; neither says how many targets it counts.
+The usual cross-entropy is a mean over *counted* targets: targets equal to ``ignore_index`` (-100) do not count, and
+others may count with a class weight. A micro-batch with few counted targets must weigh less, or the loss of a split
+batch differs from that of the whole. A user's loss calls ``torch.nn.functional.cross_entropy`` somewhere, and models of
+transformers with ``labels`` among their inputs call it in their forward; neither reports the number of counted targets.
 
-So the first call of a loss is observed. Where its result is that of one cross-entropy, the targets of other rows are
-counted by calling the loss again, on outputs without values, up to its cross-entropy. Where it is an output of the
-model, it is compared with the cross-entropy of the model's scores and the integers among its inputs, row by row.
+So the first call of a loss is observed. If its result is that of one cross-entropy, the targets of other rows are
+counted by calling the loss again, on outputs without values, up to its cross-entropy. If it is an output of the model,
+it is compared with the cross-entropy of the model's scores and the integers among its inputs, row by row.
 
-Only ratios matter: a part's mass is its rows times the counted targets for each target that it has.
+Only ratios matter: the weight of some rows is their number times the share of their targets that count.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ from parallax.model.block import tensors_in, transform
 from parallax.model.losses import call_loss
 
 _ARGUMENTS = "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"
-"""Of both functions that are means over counted targets."""
-_MOST_ELEMENTS = 2**26  # of the outputs of two rows that are compared
-_SAME, _SAME_HALF = 1e-4, 1e-2  # relative difference of a loss that is computed in two ways
+"""The arguments of both functions that are means over counted targets."""
+_MOST_ELEMENTS = 2**26  # in the outputs of the two rows that are compared
+_SAME, _SAME_HALF = 1e-4, 1e-2  # relative difference between two computations of one loss
 
 AnyLoss = Callable[[Any, Any], Tensor]
 
 
 class BatchRows(Protocol):
-    """Rows of a batch, by their places in it."""
+    """Rows of a batch, by index."""
 
     def inputs(self, start: int, stop: int) -> Any:
-        """Model inputs of rows [start, stop)."""
+        """Return the model inputs of rows [start, stop)."""
 
     def targets(self, start: int, stop: int) -> Any:
-        """Loss targets of rows [start, stop)."""
+        """Return the loss targets of rows [start, stop)."""
 
 
 class _CountingRule(Protocol):
-    """How the counted targets of any rows are found."""
+    """A method to count the targets of given rows."""
 
     def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
-        """Of rows ``low`` to ``high``. ``results``: what the model returned for ``few`` others."""
+        """Return the weight of rows [low, high). ``results``: the model's return value for ``few`` other rows."""
 
 
 class Counting:
-    """A loss, and which share of a batch's its parts have."""
+    """A loss, and the weight of given rows in the loss of the batch."""
 
     def __init__(self, loss: AnyLoss) -> None:
         self._loss = loss
-        # A compiled one is observed as it was before: it would be compiled anew.
+        # Observe the uncompiled function: observing a compiled one would compile it again.
         plain = getattr(loss, "_torchdynamo_orig_callable", getattr(loss, "_orig_mod", loss))
         self._plain: AnyLoss = plain if callable(plain) else loss
         self._rule: _CountingRule | None = None
-        self._observed = hasattr(loss, "count")  # it says itself what it counts
+        self._observed = hasattr(loss, "count")  # the loss counts its targets itself
 
     def value(self, results: Any, targets: Any, inputs: Callable[[], Any]) -> Tensor:
-        """The loss of what a model returned for ``inputs()``; the first one is observed."""
+        """Return the loss of the model's return value ``results`` for ``inputs()``; observe the first call."""
         if self._observed:
             return call_loss(self._loss, results, targets)
         self._observed = True
@@ -78,7 +78,7 @@ class Counting:
                 value = call_loss(self._loss, results, targets)
         except HangError:
             raise
-        except Exception:  # the loss's own, or a compiler's that takes no observer
+        except Exception:  # raised by the loss, or by a compiler that supports no function mode
             return call_loss(self._loss, results, targets)
         if seen.means(value):
             self._rule = _CrossEntropyRule(self._loss)
@@ -88,7 +88,7 @@ class Counting:
 
     @property
     def counts_targets(self) -> bool:
-        """Whether it is known what the loss is a mean over, other than rows."""
+        """Whether the loss is known to be a mean over targets, not rows."""
         return self._rule is not None
 
     @property
@@ -97,27 +97,27 @@ class Counting:
         return self._observed
 
     def assume_row_mean(self) -> None:
-        """It is a mean over rows, as far as is known."""
+        """Drop the rule: treat the loss as a mean over rows."""
         self._rule = None
 
     def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
-        """Of rows ``low`` to ``high``, whose share of the loss of all rows is this by the mass of all. ``results``:
-        what the model returned for ``few`` rows. Without a rule it is the number of rows."""
+        """Return the weight of rows [low, high); their share in the loss is this divided by the weight of all rows.
+        ``results``: the model's return value for ``few`` rows. Without a rule it is the number of rows."""
         if self._rule is None:
             return float(high - low)
         return self._rule.row_weight(results, few, batch, low, high)
 
 
 class RowMeanCheck:
-    """Whether a loss of which nothing is known is the mean of its rows' losses where targets are masked. It is looked
-    at once: in the first part that has rows with other numbers of masked targets, which are negative integers."""
+    """Checks once whether an unknown loss is the mean of its rows' losses although targets are masked: in the first
+    part whose rows differ in their number of masked targets (negative integers)."""
 
     def __init__(self, loss: AnyLoss) -> None:
         self._loss, self._seen = loss, False
 
     def difference(self, results: Any, few: int, targets: Any) -> str:
-        """How the loss of two rows differs from the mean of both, in words; empty where it does not. ``results`` are of
-        ``few`` rows, ``targets`` of these, or of others."""
+        """Return how the loss of two rows differs from the mean of their losses; empty if it does not. ``results`` are
+        of ``few`` rows, ``targets`` of these or of others."""
         rows = None if self._seen else _masked_unevenly(targets)
         elements = sum(each.numel() for each in tensors_in(results))
         if rows is None or 2 * elements > _MOST_ELEMENTS * few:
@@ -135,10 +135,10 @@ class RowMeanCheck:
                     for chosen in (rows, rows[:1], rows[1:])
                 ]
             if not torch.default_generator.get_state().equal(before):
-                return ""  # what it drew makes a difference, too
+                return ""  # its random numbers change the result, too
         except HangError:
             raise
-        except Exception:  # of fewer rows than it can do with, for one
+        except Exception:  # for example, too few rows
             return ""
         mean, half = sum(each) / 2, any(t.dtype.itemsize < 4 for t in tensors_in(results))
         if abs(both - mean) <= (_SAME_HALF if half else _SAME) * abs(both):
@@ -147,7 +147,7 @@ class RowMeanCheck:
 
 
 def _masked_unevenly(targets: Any) -> list[int] | None:
-    """The rows of which the fewest and the most targets are negative; None where all are alike."""
+    """Return the rows with the fewest and the most negative targets; None if all have equally many."""
     for each in tensors_in(targets):
         if each.is_floating_point() or each.is_complex() or each.dim() < 1 or len(each) < 2:
             continue
@@ -158,7 +158,8 @@ def _masked_unevenly(targets: Any) -> list[int] | None:
 
 
 def _rows_of(value: Any, few: int, chosen: list[int]) -> Any:
-    """Rows of a nest of tensors; of ``few``, where they are not enough, those that there are again."""
+    """Return the ``chosen`` rows of a nest of tensors, modulo the number of rows. With ``few``, tensors of another
+    length are unchanged."""
 
     def change(part: Any) -> Any:
         if not isinstance(part, Tensor) or not part.dim() or (few and len(part) != few):
@@ -169,7 +170,7 @@ def _rows_of(value: Any, few: int, chosen: list[int]) -> Any:
 
 
 class _TargetsCounted(Exception):
-    """Ends a loss at its cross-entropy, whose targets were ``counted``."""
+    """Raised to stop a loss at its cross-entropy, which counts ``counted`` targets."""
 
     def __init__(self, counted: float) -> None:
         super().__init__()
@@ -177,7 +178,8 @@ class _TargetsCounted(Exception):
 
 
 class _Observer(TorchFunctionMode):
-    """Notes the cross-entropies that are called. Where it ``only_counts`` the first one is not computed."""
+    """Records the cross-entropies that are called. With ``only_counts`` the first one raises
+    :class:`_TargetsCounted`."""
 
     def __init__(self, *, only_counts: bool = False) -> None:
         super().__init__()
@@ -203,7 +205,7 @@ class _Observer(TorchFunctionMode):
         return found
 
     def means(self, value: Any) -> bool:
-        """Whether a loss of ``value`` is the only cross-entropy that was called, and a mean."""
+        """Return whether ``value`` is the result of the only cross-entropy that was called, and that is a mean."""
         if len(self._results) != 1 or not isinstance(value, Tensor):
             return False
         found = self._results[0]
@@ -213,7 +215,7 @@ class _Observer(TorchFunctionMode):
 
 
 def _counted(named: Mapping[str, Any]) -> float:
-    """What a cross-entropy with these arguments divides by."""
+    """Return the divisor of a mean cross-entropy with these arguments."""
     target, weight = named["target"], named.get("weight")
     if target.is_floating_point():  # probabilities of classes
         return target.numel() / named["input"].shape[1 if named["input"].dim() > 1 else 0]
@@ -226,12 +228,12 @@ def _counted(named: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class _CrossEntropyRule:
-    """Calls the ``loss`` as far as its cross-entropy."""
+    """Counts by calling the ``loss`` up to its cross-entropy."""
 
     loss: AnyLoss
 
     def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
-        """See :class:`_CountingRule`. Outputs have no values, and no bytes where the loss can do with such."""
+        """See :class:`_CountingRule`. Outputs are meta tensors, or expanded zeros if the loss needs values."""
         rows, targets = high - low, batch.targets(low, high)
         size = sum(each.numel() for each in tensors_in(targets)) or rows
         for blank in (_meta, _zeros):
@@ -242,16 +244,18 @@ class _CrossEntropyRule:
                 return rows * found.counted / size
             except HangError:
                 raise
-            except Exception:  # what has no values cannot be indexed by values, for one
+            except Exception:  # for example, a meta tensor cannot be indexed by values
                 if blank is _zeros:
                     raise
-        raise RuntimeError("the loss has called no cross-entropy, and did before")
+        raise RuntimeError(
+            "the loss called no cross-entropy this time, although its first call did"
+        )
 
 
 @dataclass(frozen=True)
 class _LabelRule:
-    """Counts the labels among a model's inputs, but negative ones. ``place``: which of their tensors; ``shifted``: each
-    score is of the next label, so there is none of the first."""
+    """Counts the non-negative labels among a model's inputs. ``place``: the index of the label tensor; ``shifted``:
+    each score predicts the next label, so the first one does not count."""
 
     place: int
     shifted: bool
@@ -265,8 +269,8 @@ class _LabelRule:
 
 
 def _label_rule(value: Tensor, results: Any, inputs: Any) -> tuple[_LabelRule | None, bool]:
-    """The rule by which ``value`` is a mean over labels among the ``inputs``, None where there is none; and whether
-    that is sure: of labels of which none counts nothing can be told."""
+    """Return the rule by which ``value`` is a mean over labels among the ``inputs`` (None: there is none), and whether
+    that is certain: if no label counts, nothing can be concluded."""
     best, rule = _SAME_HALF if value.dtype.itemsize < 4 else _SAME, None
     scores = [each for each in tensors_in(results) if each.is_floating_point()]
     for place, labels in enumerate(tensors_in(inputs)):
@@ -285,15 +289,15 @@ def _label_rule(value: Tensor, results: Any, inputs: Any) -> tuple[_LabelRule | 
 
 
 def _mean(scores: Tensor, labels: Tensor, shifted: bool) -> float | None:
-    """The mean cross-entropy of ``labels``; None where there are none. Row by row: all at once would take as many bytes
-    as the scores again."""
+    """Return the mean cross-entropy of ``labels``; None if none counts. Computed row by row, because all at once would
+    take as many bytes as the scores again."""
     total, counted = 0.0, 0
     with torch.no_grad():
         for row, classes in zip(scores.detach(), labels.to(scores.device)):
             if shifted:
                 row, classes = row[:-1], classes[1:]
             if bool((classes >= row.shape[-1]).any()):
-                return float("inf")  # they are no classes of these
+                return float("inf")  # not class indices of these scores
             wanted = classes.reshape(-1).clamp(min=-1)
             each = row.reshape(-1, row.shape[-1]).float()
             total += float(F.cross_entropy(each, wanted.long(), ignore_index=-1, reduction="sum"))
@@ -302,7 +306,7 @@ def _mean(scores: Tensor, labels: Tensor, shifted: bool) -> float | None:
 
 
 def _blank(results: Any, few: int, rows: int, make: Callable[[Tensor, list[int]], Tensor]) -> Any:
-    """What a model would return for so many ``rows``, but for the values."""
+    """Return a value shaped like the model's return value for ``rows`` rows, made by ``make``."""
 
     def change(part: Any) -> Any:
         if not isinstance(part, Tensor):

@@ -1,11 +1,10 @@
-"""A module becomes a chain of blocks, none of which has bytes yet.
+"""A module as a chain of blocks, none of which has memory yet.
 
-The model is built once by its constructor, on the meta device, which has shapes and no values
-(:mod:`parallax.model.construction`); what a stage makes of its blocks is the matter of
-:mod:`parallax.model.materialise`.
+The model is built once by its constructor, on the meta device (:mod:`parallax.model.construction`).
+:mod:`parallax.model.materialise` creates the blocks of one stage with values.
 
-A parameter is known by its name in the model. A block's module need not be part of the model, so names are found by
-identity: the block holds the very tensors that the model holds.
+A parameter is identified by its name in the model. A block's module need not be part of the model, so names are found
+by object identity: the blocks hold the model's own tensors.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ SPLIT_HELP = (
 class Chain:
     """The blocks of a model in order.
 
-    ``ties`` maps the model-wide name of each parameter that several blocks share to all its users as ``(block index,
-    name inside the block)``, the first one first. ``model`` is the whole on the meta device, whose tensors the
-    blocks hold, and ``construction`` what makes values for them. ``nest``: where the tensors lie in inputs that are
-    nests of nests. ``weights`` is a safetensors file or a folder of them that values come from instead; None: there is
-    none. ``layout`` says what such files hold; where ``partial_weights``, they may lack what the constructor makes.
-    ``base`` says in words what the parameters that are not trained are made of, whenever the model is built;
-    checkpoints leave these out then. Empty: they hold all.
+    ``ties`` maps the model-wide name of each parameter that several blocks share to its users as ``(block index, name
+    inside the block)``, the first user first. ``model`` is the whole model on the meta device, whose tensors the blocks
+    hold; ``deferred`` makes their values. ``nest``: paths of the tensors in nested inputs. ``weights``: a safetensors
+    file, or a folder of them, with initial values; None: the constructor makes all. ``layout``: how such files name and
+    store the model's tensors; with ``partial_weights`` they may lack tensors that the constructor makes. ``base``: a
+    text that identifies the source of the frozen parameters, which is the same whenever the model is built; checkpoints
+    then leave these out. Empty: checkpoints hold all parameters.
     """
 
     deferred: DeferredModel = field(repr=False)
@@ -70,12 +69,10 @@ class Chain:
 
     @property
     def model(self) -> nn.Module:
-        """The whole on the meta device."""
         return self.deferred.model
 
     def fingerprint(self) -> str:
-        """A hash of structure and shapes, and of what is not trained: equal for two models that cost the same and hold
-        the same names."""
+        """Return a hash of structure, shapes and frozen parameters: equal for models of equal cost and names."""
         text = [str(self.dtype)]
         for block in self.blocks:
             kinds = [f"{name}: {type(m).__qualname__}" for name, m in block.module.named_modules()]
@@ -87,9 +84,8 @@ class Chain:
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def structure(self) -> str:
-        """A hash of what the model's weights are: its modules, their names and shapes, what is shared and what is not
-        trained. Equal for a model in several number formats, whose recorded forwards, and so their fingerprints, may
-        differ."""
+        """Return a hash of the modules, the names and shapes of the weights, ties and frozen parameters. It is equal
+        for a model in several number formats; their fingerprints may differ, because their recorded forwards may."""
         model = self.model
         text = [f"{name}: {type(module).__qualname__}" for name, module in model.named_modules()]
         text += [f"{n}{tuple(t.shape)}" for n, t in model.state_dict(keep_vars=True).items()]
@@ -97,8 +93,8 @@ class Chain:
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def arguments(self, value: Any) -> tuple[Tensor, ...]:
-        """A model's inputs as the first block takes them: a tensor, some in order, some by name, or a nest of them such
-        as the chain was described with."""
+        """Return the model's inputs as the first block takes them. ``value`` is a tensor, several in order, several by
+        name, or a nest like the sample's."""
         found = self._tensors(value)
         for tensor, sizes in zip(found, self.sizes):
             wrong = len(sizes) != tensor.ndim or any(
@@ -107,8 +103,8 @@ class Chain:
             if wrong:
                 wanted = ", ".join("any" if size is None else str(size) for size in sizes)
                 raise DescribeError(
-                    f"an input has shape {tuple(tensor.shape)}, and the model was recorded for ({wanted}): describe it "
-                    "with a sample of the inputs that it is to be given"
+                    f"an input has shape {tuple(tensor.shape)}, but the model was recorded for ({wanted}): describe it "
+                    "with a sample of the inputs that you train on"
                 )
         return found
 
@@ -121,8 +117,8 @@ class Chain:
         unknown, given = sorted(set(value) - set(names)), [name for name in names if name in value]
         if unknown or given != list(names[: len(given)]) or not given:
             raise DescribeError(
-                f"inputs are {', '.join(value) or 'none'}, and the model takes {', '.join(names)}: the last may be "
-                "left out, none may be added; describe the model with a sample of the inputs that it is to be given"
+                f"inputs are {', '.join(value) or 'none'}, but the model takes {', '.join(names)}: you may omit the "
+                "last ones and add none; describe the model with a sample of the inputs that you train on"
             )
         return _given([value[name] for name in given])
 
@@ -133,13 +129,13 @@ class Chain:
                 [".".join(map(str, path)) for path in paths] for paths in (dict(found), self.nest)
             ]
             raise DescribeError(
-                f"inputs are {', '.join(names[0]) or 'none'}, and the model was described with {', '.join(names[1])}: "
-                "describe it with a sample of the inputs that it is to be given"
+                f"inputs are {', '.join(names[0]) or 'none'}, but the model was described with {', '.join(names[1])}: "
+                "describe it with a sample of the inputs that you train on"
             )
         return tuple(part for _, part in found)
 
     def results(self, outputs: tuple[Tensor, ...]) -> Any:
-        """The last block's outputs as the model returns them, which is what the loss is given."""
+        """Return the last block's outputs as the model returns them; the loss gets this value."""
         if self.template is not None:
             return rebuild(self.template, outputs)
         return outputs[0] if len(outputs) == 1 else outputs
@@ -181,15 +177,16 @@ def describe(
     partial_weights: bool = False,
     base: str = "",
 ) -> Chain:
-    """Build ``factory()`` without bytes and cut it into blocks.
+    """Build ``factory()`` on the meta device and partition it into blocks.
 
-    In order: the module paths in ``blocks``; the module's own ``blocks()``; the children of an ``nn.Sequential``; the
-    program of its ``forward``, recorded while it runs on tensors without values (:mod:`parallax.model.recording`) and
-    cut where the fewest bytes pass. ``sample(n)`` gives inputs of n rows, of which only shape and type are used.
+    The first applicable source of blocks is used: the module paths in ``blocks``; the module's own ``blocks()``; the
+    children of an ``nn.Sequential``; the program of its ``forward``, recorded on fake tensors
+    (:mod:`parallax.model.recording`) and partitioned at boundaries of few bytes. ``sample(n)`` returns inputs of n
+    rows, of which only shape and type are used.
 
-    ``weights``: a safetensors file or a folder of them, with the model's names; where ``partial_weights``, they may
-    lack parts, such as a new head, and hold others (:func:`~parallax.model.materialise.check_weights` tells which).
-    ``base``: see :class:`Chain`. Raises :class:`DescribeError` with the lines to write where none of the ways applies.
+    ``weights``: a safetensors file or a folder of them, with the model's names. With ``partial_weights`` they may lack
+    tensors, such as a new head, and hold others (:func:`~parallax.model.materialise.check_weights` lists both).
+    ``base``: see :class:`Chain`. Raises :class:`DescribeError` with the lines to write if no source applies.
     """
     deferred = deferred_init(factory, seed)
     model = deferred.model
@@ -197,7 +194,7 @@ def describe(
         name, *more = deferred.unwritten
         raise DescribeError(
             f"{name}{f' and {len(more)} more' if more else ''} of {_kind(model)} was never written by its constructor; "
-            "initialise it there (torch.empty has no values), or give a file of weights"
+            "initialize it there (torch.empty has no values), or give a file of weights"
         )
     partition = _partition(deferred, blocks, sample, dtype)
     _check_cover(model, partition.blocks)
@@ -237,7 +234,7 @@ def _partition(
 
 
 def _value(deferred: DeferredModel, dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """What the constructor put into one tensor of the skeleton."""
+    """Return the value that the constructor gave one tensor of the skeleton."""
     alone = nn.Module()
     alone.register_buffer("value", tensor)
     made: Tensor = deferred.values().parts(alone, dtype, {})[id(tensor)]
@@ -245,8 +242,8 @@ def _value(deferred: DeferredModel, dtype: torch.dtype, tensor: Tensor) -> Tenso
 
 
 def parameter_names(chain: Chain, indices: Iterable[int]) -> dict[str, tuple[int, str]]:
-    """Model-wide name → (block, name inside) of each parameter and buffer of the blocks ``indices``; a shared one has
-    one name."""
+    """Return model-wide name → (block, name inside) of each parameter and buffer of the blocks ``indices``; a shared
+    one appears once."""
     names: dict[str, tuple[int, str]] = {}
     for i in indices:
         for inner, name in chain.names[i].items():
@@ -289,7 +286,7 @@ def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
 
 
 def _check_apart(names: Mapping[int, str], modules: Sequence[nn.Module]) -> None:
-    """No module lies in two blocks that the user named."""
+    """Raise :class:`DescribeError` if a module is in two blocks that the user named."""
     seen: dict[int, str] = {}
     for block in modules:
         for module in block.modules():
@@ -302,7 +299,7 @@ def _check_apart(names: Mapping[int, str], modules: Sequence[nn.Module]) -> None
 
 
 def _check_cover(model: nn.Module, blocks: Sequence[Block]) -> None:
-    """Every parameter and buffer lies in a block."""
+    """Raise :class:`DescribeError` if a parameter or buffer is in no block."""
     held = {id(t) for b in blocks for t in [*b.module.parameters(), *b.module.buffers()]}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if id(tensor) not in held:
@@ -319,10 +316,10 @@ def _find_ties(model: nn.Module, blocks: Sequence[Block]) -> dict[str, tuple[tup
 
 
 def as_tuple(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What a block took or returned as a tuple of tensors."""
+    """Return a block's inputs or outputs as a tuple of tensors."""
     if isinstance(value, PackedSequence):
         raise DescribeError(
-            f"a block returned a PackedSequence, which holds its rows one step after the other: {RAGGED_HELP}"
+            f"a block returned a PackedSequence, which stores its rows time step by time step: {RAGGED_HELP}"
         )
     if isinstance(value, Tensor):
         return (value,)
@@ -334,7 +331,7 @@ def as_tuple(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _given(value: Any) -> tuple[Tensor, ...]:
-    """Inputs that are tensors alone."""
+    """Return inputs that are tensors only, as a tuple."""
     parts = [value] if isinstance(value, Tensor) else value
     if isinstance(parts, tuple | list) and all(isinstance(part, Tensor) for part in parts):
         return tuple(parts)
@@ -344,8 +341,8 @@ def _given(value: Any) -> tuple[Tensor, ...]:
         )
     )
     raise DescribeError(
-        f"inputs are {type(value).__name__}{f' with {kinds} in it' if kinds else ''}; modules in a row take "
-        "tensors, in order or by name: leave out what is none, or let the model's forward be recorded with a sample"
+        f"inputs are {type(value).__name__}{f' with {kinds} in it' if kinds else ''}; modules in sequence take "
+        "tensors, in order or by name: leave out other values, or give a sample so that the model's forward is recorded"
     )
 
 

@@ -1,4 +1,4 @@
-"""A GPT-style decoder over bytes, cut into embedding, layers and head."""
+"""A GPT-style decoder over bytes, in blocks: embedding, layers, head."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from parallax.errors import ConfigError, check_positive, check_switch
 class GPTConfig:
     """Sizes of a GPT-style decoder.
 
-    ``layers``: transformer blocks. ``hidden``: width of a token's vector. ``heads``: attention heads, which divide
-    ``hidden``. ``vocabulary``: tokens that there are; 256 for bytes. ``sequence``: tokens in a row. ``dropout``: share
-    of the values that are zeroed in training. ``tied``: the head uses the embedding's weight. ``verify``: whether the
-    chain is compared with the model's own forward before the first step: true, false, or auto, which does so once for
-    each model (:func:`~parallax.model.verification.verify.verify`).
+    ``layers``: transformer blocks. ``hidden``: model width. ``heads``: attention heads; must divide ``hidden``.
+    ``vocabulary``: number of tokens, 256 for bytes. ``sequence``: tokens per row. ``dropout``: probability. ``tied``:
+    the head shares the embedding's weight. ``verify``: compare the chain with the model's own forward before the first
+    step: true, false, or auto (once per model, :func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "gpt"
@@ -41,16 +40,16 @@ class GPTConfig:
             raise ConfigError(f"model.heads={self.heads}: must divide model.hidden={self.hidden}")
         if not 0 <= self.dropout < 1:
             raise ConfigError(
-                f"model.dropout={self.dropout}: accepted are shares from 0 to below 1"
+                f"model.dropout={self.dropout}: accepted are numbers from 0 to below 1"
             )
 
     def build(self) -> GPT:
-        """The model, on torch's default device."""
+        """Return the model, on torch's default device."""
         return GPT(self)
 
 
 class Embedding(nn.Module):
-    """Token and position vectors."""
+    """Token and position embeddings."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -60,7 +59,7 @@ class Embedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal with deviation 0.02 (Radford et al. 2019)."""
+        """Initialize with standard deviation 0.02 (Radford et al. 2019)."""
         nn.init.normal_(self.token.weight, std=0.02)
         nn.init.normal_(self.position.weight, std=0.02)
 
@@ -71,7 +70,7 @@ class Embedding(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm causal attention and a four times wider MLP."""
+    """Pre-norm causal attention and an MLP of 4 × ``hidden``."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -84,7 +83,7 @@ class Layer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal with deviation 0.02, residual outputs smaller by √(2·layers) (Radford et al. 2019)."""
+        """Initialize with standard deviation 0.02; residual outputs with 0.02 / √(2·layers) (Radford et al. 2019)."""
         for linear in (self.qkv, self.out, self.up, self.down):
             residual = linear in (self.out, self.down)
             nn.init.normal_(
@@ -93,7 +92,7 @@ class Layer(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, sequence, hidden) → the same."""
+        """``x`` (rows, sequence, hidden) → the same shape."""
         rows, length, hidden = x.shape
         parts = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, hidden // self.heads)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
@@ -112,16 +111,16 @@ class Head(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal with deviation 0.02; a tied weight keeps the embedding's."""
+        """Initialize with standard deviation 0.02; with ``tied``, the embedding's weight replaces this one."""
         nn.init.normal_(self.linear.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, sequence, hidden) → logits (rows, sequence, vocabulary)."""
+        """``x`` (rows, sequence, hidden) → logits (rows, sequence, vocabulary)."""
         return self.linear(self.norm(x))
 
 
 class GPT(nn.Module):
-    """The decoder; called whole it is the single-process reference of its own pipeline."""
+    """The decoder; its plain forward is the single-process reference of its pipeline."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -132,7 +131,6 @@ class GPT(nn.Module):
             self.head.linear.weight = self.embedding.token.weight
 
     def blocks(self) -> list[nn.Module]:
-        """The chain that the planner places."""
         return [self.embedding, *self.layers, self.head]
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -143,7 +141,7 @@ class GPT(nn.Module):
 
     @staticmethod
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per byte; every row has the same number of targets."""
+        """Return the mean cross-entropy in nats per byte; every row has the same number of targets."""
         return F.cross_entropy(
             logits.flatten(0, 1).float()
             if logits.dtype == torch.bfloat16

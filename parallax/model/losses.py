@@ -1,4 +1,4 @@
-"""What people's losses return, and what is refused of them in one line."""
+"""Call a user's loss, and refuse return values that cannot be trained on."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _ACCEPTED = "a tensor of one number, alone, first in a tuple, or as loss in a di
 
 
 def call_loss(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any) -> Tensor:
-    """The loss of some rows. Raises :class:`DescribeError` where it is no tensor of one number, or is computed with
-    parameters or buffers of the model, which are not at hand."""
+    """Return the loss of some rows. Raises :class:`DescribeError` if it is no tensor of one element, or is computed
+    with parameters or buffers of the model, which have no values here."""
     try:
         found = _first(loss(outputs, targets))
     except (RuntimeError, NotImplementedError) as error:
@@ -23,14 +23,14 @@ def call_loss(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any) -> Te
             raise _not_at_hand(loss) from error
         raise
     if not isinstance(found, Tensor):
-        hint = "; gradients need the tensor, so leave .item() and float() out"
+        hint = "; gradients need the tensor, so remove .item() and float()"
         raise DescribeError(
             f"the loss of a micro-batch is a {type(found).__name__}: accepted is {_ACCEPTED}"
             f"{hint if isinstance(found, int | float) else ''}"
         )
     if found.numel() != 1:
         raise DescribeError(
-            f"the loss of a micro-batch must be one number, and has shape {tuple(found.shape)}: return its mean()"
+            f"the loss of a micro-batch has shape {tuple(found.shape)} and must be one number: return its mean()"
         )
     if found.is_meta and not _any_on_meta(outputs):
         raise _not_at_hand(loss)
@@ -38,19 +38,19 @@ def call_loss(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any) -> Te
 
 
 def check_loss(loss: Callable[[Any, Any], Any]) -> None:
-    """Raise :class:`DescribeError` for a loss with parameters of its own, which nothing would train."""
+    """Raise :class:`DescribeError` if the loss has trainable parameters: only the model's are trained."""
     inner = loss.func if isinstance(loss, partial) else loss
     named = inner.named_parameters() if isinstance(inner, nn.Module) else ()
     trained = [name for name, parameter in named if parameter.requires_grad]
     if trained:
         raise DescribeError(
-            f"loss={type(inner).__name__}: its parameter {trained[0]} would not be trained, as only the model's are: "
+            f"loss={type(inner).__name__}: its parameter {trained[0]} would not be trained, only the model's are: "
             "make it a layer of the model, whose outputs the loss takes, or call loss.requires_grad_(False)"
         )
 
 
 def _first(found: Any) -> Any:
-    """The loss among what else is returned with it."""
+    """Return the loss out of a dict, tuple or model output."""
     if isinstance(found, Mapping) and "loss" in found:
         return found["loss"]
     if isinstance(found, tuple | list) and found:
@@ -59,7 +59,7 @@ def _first(found: Any) -> Any:
 
 
 def _names_on_meta(loss: Any) -> list[str]:
-    """Parameters and buffers without values, of the module whose loss it is."""
+    """Return the parameters and buffers without values of the module that the loss is, or is a method of."""
     module = loss if isinstance(loss, nn.Module) else getattr(loss, "__self__", None)
     if not isinstance(module, nn.Module):
         return []
@@ -78,6 +78,6 @@ def _not_at_hand(loss: Any) -> DescribeError:
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     owner = type(loss if isinstance(loss, nn.Module) else loss.__self__).__name__
     return DescribeError(
-        f"the loss of {owner} uses a parameter or buffer of the model ({shown}), and those are with the stages: let "
-        "forward return it beside the scores, and take it from outputs"
+        f"the loss of {owner} uses a parameter or buffer of the model ({shown}), which have values only on their "
+        "stages: let forward return it beside the scores, and take it from outputs"
     )

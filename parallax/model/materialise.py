@@ -1,7 +1,7 @@
-"""The blocks of one stage with real, initialised parameters, so that no process holds more than its own stage.
+"""The blocks of one stage with initialized parameters, so that no process holds more than its own stage.
 
-The values are those that the model's own constructor makes (:mod:`parallax.model.construction`), made for the stage's
-tensors alone and the same under every plan. Weights from a file are put in their place, block by block.
+Values are those that the model's own constructor makes (:mod:`parallax.model.construction`), computed for the stage's
+tensors only and equal under every plan. Weights from a file replace them, block by block.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from parallax.model.pretrained import tied_names
 
 
 def materialise(chain: Chain, start: int, stop: int, device: torch.device) -> list[nn.Module]:
-    """Blocks ``start`` to ``stop`` with real, initialised parameters on ``device``."""
+    """Return blocks ``start`` to ``stop`` (exclusive) with initialized parameters on ``device``."""
     return list(materialise_each(chain, range(start, stop), device))
 
 
 def materialise_each(
     chain: Chain, indices: Iterable[int], device: torch.device
 ) -> Iterator[nn.Module]:
-    """The blocks ``indices``, in rising order, one by one, for whom all do not fit at one time.
+    """Yield the blocks ``indices``, in ascending order, one at a time, so that all need not fit at once.
 
     Values are made on the CPU, block by block, so that they depend neither on the plan nor on the device. A parameter
     that several of the blocks share is one parameter.
@@ -64,9 +64,9 @@ def materialise_each(
 
 
 def _check_values(chain: Chain, index: int, block: nn.Module, saved: Mapping[str, str]) -> None:
-    """Raise :class:`CheckpointError` where a parameter is NaN or infinite: nothing can be trained with it, and no
-    checkpoint may hold it. Frozen infinities, such as those of masks, are let be. ``saved`` come from the weights'
-    files, under those names."""
+    """Raise :class:`CheckpointError` if a trained parameter is NaN or infinite: training would diverge, and no
+    checkpoint may hold it. Frozen infinities, as in masks, are accepted. ``saved`` maps names to those in the weights'
+    files."""
     state = block.state_dict(keep_vars=True)
     for inner, name in chain.names[index].items():
         tensor = state[inner]
@@ -79,19 +79,19 @@ def _check_values(chain: Chain, index: int, block: nn.Module, saved: Mapping[str
                 else f"parameter {name}"
             )
             remedy = (
-                "give others"
+                "use another file"
                 if inner in saved
-                else "mend the files or the constructor that it comes from"
+                else "fix the constructor or the file that makes it"
             )
             raise CheckpointError(
-                f"{printable(whose)} {nonfinite_text(tensor)}, and cannot be trained: {remedy}"
+                f"{printable(whose)} {nonfinite_text(tensor)}, so it cannot be trained: {remedy}"
             )
 
 
 @contextlib.contextmanager
 def _same_parameters(device: torch.device) -> Iterator[None]:
-    """What moves to ``device`` stays the parameter that it is. Between a CPU and CUDA it does by itself; to some kinds
-    of devices torch makes another for every name, and a tied weight would be tied no more."""
+    """A context in which ``module.to(device)`` keeps Parameter objects. For some device types torch creates one new
+    parameter per name, which would break ties."""
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(swaps or not _keeps_parameters(device))
     try:
@@ -108,8 +108,8 @@ def _keeps_parameters(device: torch.device) -> bool:
 
 
 def check_weights(chain: Chain) -> list[str]:
-    """Raise :class:`CheckpointError` where the files of ``chain`` are not of its model; what is to be said of those
-    that hold more or less than it has, a line each."""
+    """Return one line for each kind of tensor that the files of ``chain`` lack or have in excess. Raises
+    :class:`CheckpointError` if they do not belong to its model."""
     if chain.weights is None:
         return []
     weights, aliases = CheckpointWeights(chain.weights, chain.layout), tied_names(chain.model)

@@ -15,10 +15,10 @@ from parallax.errors import check_positive, check_switch
 class MLPConfig:
     """Sizes of a model that predicts the next byte from a window of bytes (Bengio et al. 2003).
 
-    ``layers``: hidden layers. ``hidden``: their width. ``embedding``: numbers to each byte of the window.
-    ``vocabulary``: tokens that there are; 256 for bytes. ``sequence``: bytes in the window. ``verify``: whether the
-    chain is compared with the model's own forward before the first step: true, false, or auto, which does so once for
-    each model (:func:`~parallax.model.verification.verify.verify`).
+    ``layers``: hidden layers. ``hidden``: their width. ``embedding``: embedding dimension per byte. ``vocabulary``:
+    number of tokens, 256 for bytes. ``sequence``: bytes in the window. ``verify``: compare the chain with the model's
+    own forward before the first step: true, false, or auto (once per model,
+    :func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "mlp"
@@ -35,7 +35,7 @@ class MLPConfig:
             check_positive(f"model.{key}", getattr(self, key))
 
     def build(self) -> MLP:
-        """The model, on torch's default device."""
+        """Return the model, on torch's default device."""
         return MLP(self)
 
 
@@ -50,5 +50,6 @@ class MLP(nn.Sequential):
 
     @staticmethod
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats of the byte after the window; ``targets`` may hold a whole row of next bytes."""
+        """Return the mean cross-entropy, in nats, of the byte after the window; ``targets`` may be rows of next bytes,
+        of which the last counts."""
         return F.cross_entropy(logits, targets if targets.dim() == 1 else targets[:, -1])

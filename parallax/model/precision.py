@@ -1,17 +1,16 @@
-"""Number formats: of the parameters, of matrix products, of what travels between stages, and of the optimizer.
+"""Number formats of parameters, matrix products, boundary tensors and the optimizer.
 
-Half the bits are twice the speed and half the bytes, but two things are lost on the way: a weight in two bytes does not
-feel a small step, and in fp16 small gradients become zero. So a step is taken on copies of full precision, and the
-loss is multiplied by a number that keeps gradients in range (Micikevicius et al. 2018, "Mixed Precision Training",
-sections 3.1 and 3.2).
+Half the bits double the speed and halve the bytes, with two losses: a two-byte weight is too coarse for small updates,
+and small fp16 gradients underflow to zero. So updates are made on full-precision master copies, and the loss is scaled
+to keep gradients in range (Micikevicius et al. 2018, "Mixed Precision Training", sections 3.1 and 3.2).
 
 ====================  ===========  ==================================================================
-``parameters``        ``compute``  what it is
+``parameters``        ``compute``  meaning
 ====================  ===========  ==================================================================
 fp32                  fp32         single precision throughout
 fp32                  tf32         the same, factors of matrix products shortened to 19 bits on a GPU
 fp32                  bf16, fp16   autocast: full-precision weights, cast for each matrix product
-bf16, fp16            the same     mixed precision: copies of full precision, with the optimizer only
+bf16, fp16            the same     mixed precision: full-precision master copies in the optimizer only
 fp64                  fp64         double precision, to compare plans without rounding noise
 ====================  ===========  ==================================================================
 """
@@ -26,7 +25,7 @@ import torch
 
 from parallax.errors import ConfigError, check_choice
 
-AS_IT_IS = contextlib.nullcontext()  # one for all, for forwards whose own cost counts
+AS_IT_IS = contextlib.nullcontext()  # shared, because creating one per forward would cost time
 DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
@@ -44,8 +43,8 @@ _SHORT = ("bf16", "fp16")
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """``parameters``: type of weights and gradients; those of two bytes have copies in fp32 with the optimizer, which
-    are what is stepped, and its states are in fp32 too. ``compute``: type of matrix products.
+    """``parameters``: type of weights and gradients. Two-byte parameters have fp32 master copies, which the optimizer
+    updates; its states are fp32 too. ``compute``: type of matrix products.
 
     ``loss_scale``: the factor of the loss before the backward; ``auto`` adapts it in fp16
     (:class:`~parallax.runtime.optim.scaling.LossScale`), and is 1 in other types, whose range is enough.
@@ -66,13 +65,13 @@ class PrecisionConfig:
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """torch's name for ``parameters``."""
+        """``parameters`` as a torch dtype."""
         return DTYPES[self.parameters]
 
     @property
     def masters(self) -> str:
-        """What is stepped, and what a run may go on with in another number format: the parameters, or copies of
-        them."""
+        """The type of the tensors that the optimizer updates, parameters or master copies. A run can resume in any
+        number format with the same one."""
         return "fp32" if self.parameters in _SHORT else self.parameters
 
     @property
@@ -82,15 +81,15 @@ class PrecisionConfig:
         return DTYPES[self.compute] if self.compute in _SHORT else None
 
     def autocast(self, device_type: str) -> contextlib.AbstractContextManager[object]:
-        """The context in which blocks and the loss run forward."""
+        """Return the context for forwards of blocks and loss."""
         if self.compute in (self.parameters, "tf32"):
             return AS_IT_IS
         return torch.autocast(device_type, dtype=DTYPES[self.compute])
 
     @contextlib.contextmanager
     def products(self) -> Iterator[None]:
-        """The context in which matrix products run, forward and backward. tf32 is a setting of the process, which is
-        put back; on a CPU without such products it changes nothing. Others leave torch's settings as they are."""
+        """A context for matrix products, forward and backward. For tf32 it sets torch's process-wide precision and
+        restores it at exit; on a CPU without tf32 this has no effect. Other formats change nothing."""
         if self.compute != "tf32":
             yield
             return
@@ -105,7 +104,7 @@ class PrecisionConfig:
             convolutions.allow_tf32 = before[1]
 
     def __str__(self) -> str:
-        """The name of its recipe (:data:`parallax.plan.analytic.recipe.RECIPES`)."""
+        """The name of the recipe (:data:`parallax.plan.analytic.recipe.RECIPES`)."""
         if self.compute in (self.parameters, "tf32"):
             return self.compute
         return f"{self.parameters}+{self.compute} autocast"

@@ -1,4 +1,4 @@
-"""Weights of files as a part of a constructor: what is made of them later finds them there."""
+"""Read weight files inside a constructor, so that later initializers see the loaded values."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ logger = logging.getLogger("parallax")
 
 
 def layout_of(model: nn.Module) -> FileLayout:
-    """What files hold of ``model``."""
+    """Return the layout of weight files for ``model``."""
     return PretrainedLayout(model) if is_pretrained(model) else OwnLayout()
 
 
 def read_weights(
     model: nn.Module, path: Path, without: Collection[str] = (), *, incomplete: bool = False
 ) -> None:
-    """Give ``model`` the tensors of the safetensors file or folder at ``path``, but for those ``without``, which stay
-    as they are, and, where the files may be ``incomplete``, for parts such as a new head. In a constructor that is
-    recorded nothing is read yet: each stage reads its own. Raises :class:`CheckpointError` where the files are not of
-    this model."""
+    """Load the safetensors file or folder at ``path`` into ``model``, except the tensors ``without`` and, if the files
+    may be ``incomplete``, parts such as a new head. In a recorded constructor nothing is read yet: each stage reads its
+    own tensors later. Raises :class:`CheckpointError` if the files do not belong to this model."""
     with without_function_modes(), without_operator_modes():
         weights = CheckpointWeights(path, layout_of(model))
         state = model.state_dict(keep_vars=True)
@@ -47,7 +46,7 @@ def read_weights(
 
 
 def mismatched_shapes(model: nn.Module, path: Path, names: Collection[str]) -> list[str]:
-    """Those of ``names`` that the files at ``path`` have in another shape than ``model``."""
+    """Return those of ``names`` whose shape in the files at ``path`` differs from that in ``model``."""
     with without_function_modes(), without_operator_modes():
         shapes = CheckpointWeights(path, layout_of(model)).shapes()
         state = model.state_dict(keep_vars=True)
@@ -56,12 +55,12 @@ def mismatched_shapes(model: nn.Module, path: Path, names: Collection[str]) -> l
 
 @cache
 def log_once(line: str) -> None:
-    """Once for a process, however often the model is built."""
+    """Log a line once per process, however often the model is built."""
     logger.info(line)
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
-    """Name of a shared parameter or buffer → its other names."""
+    """Return name of a shared parameter or buffer → its other names."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)

@@ -1,4 +1,4 @@
-"""What torch tells under private names alone."""
+"""Wrappers of torch's private API."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-"""Whether a tensor is one of vmap's or of a functional gradient's, which has no memory of its own."""
+"""Whether a tensor is a wrapper of torch.func (vmap, grad), which has no memory of its own."""
 
 operation_number = _get_sequence_nr
-"""How many operators this thread has recorded for backward: two tensors that one of them saves see the same number."""
+"""The number of operators that this thread has recorded for backward; tensors saved by one operator see the same
+number."""
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a node of a backward."""
+    """Return whether this thread runs a backward node."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 class OperatorMode(TorchDispatchMode):
-    """A context that sees every operator, which is documented under this private name alone.
+    """A TorchDispatchMode, that is, a context that intercepts every operator.
 
-    Torch keeps its compiler away from what such a context does, and loads it in order to, which takes a second of
-    computing. Where nobody has loaded it there is nothing to keep away.
+    Torch keeps its compiler out of such modes and imports it for that purpose, which takes a second. If nothing has
+    imported the compiler, this class skips that step.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """The context's own ``__torch_dispatch__``, called as it is or as torch has wrapped it."""
+        """Choose at each call between the subclass's ``__torch_dispatch__`` and torch's wrapper of it."""
         plain = cls.__torch_dispatch__
         super().__init_subclass__(**kwargs)
         wrapped = cls.__torch_dispatch__
@@ -50,8 +51,8 @@ class OperatorMode(TorchDispatchMode):
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """``function`` itself, one of Python's, which nothing compiles from now on, nor what it calls, as after
-    ``torch.compiler.disable``: that makes eight calls more each time, and loads the compiler where nobody has."""
+    """Return ``function`` itself, a Python function, excluded from compilation together with its callees.
+    ``torch.compiler.disable`` has the same effect, but adds eight calls each time and imports the compiler."""
     _run_as(function.__code__, "SKIP")
     return function
 
@@ -60,8 +61,8 @@ _KEPT_PLAIN: Counter[CodeType] = Counter()
 
 
 def keep_plain(function: Callable[..., Any]) -> Callable[[], None]:
-    """Nothing compiles ``function``, nor what it calls, until what is returned has been called; somebody may have given
-    it to ``torch.compile`` before. All functions that share its code are meant."""
+    """Exclude ``function`` and its callees from compilation until the returned function is called; the user may have
+    passed it to ``torch.compile`` before. All functions that share its code are affected."""
     code, once = function.__code__, [True]
     _KEPT_PLAIN[code] += 1
     _run_as(code, "SKIP")
@@ -82,10 +83,10 @@ def _run_as(code: CodeType, action: str) -> None:
 
 
 without_operator_modes = torch._C._DisableTorchDispatch
-"""The context in which no such context sees anything."""
+"""A context that disables all dispatch modes."""
 
 without_function_modes = torch._C.DisableTorchFunction
-"""The context in which no mode and no class of tensors sees what Python calls."""
+"""A context that disables all function modes and ``__torch_function__``."""
 
 add_to_each = torch._foreach_add_
 copy_to_each = torch._foreach_copy_
@@ -94,26 +95,25 @@ multiply_each = torch._foreach_mul_
 norm_of_each = torch._foreach_norm
 sign_of_each = torch._foreach_sign_
 zero_each = torch._foreach_zero_
-"""One operator on each of many tensors, of one type and device, in few kernels: torch documents them under private
-names."""
+"""Multi-tensor operators: one operation on a list of tensors of one type and device, in few kernels."""
 
 negated = torch._neg_view
-"""The view of a tensor that negates it, such as the imaginary part of a conjugate is."""
+"""The negating view of a tensor, as in the imaginary part of a conjugate."""
 
 as_class = Tensor._make_subclass
-"""A tensor of a class, without what the class's constructor does."""
+"""Make a tensor of a subclass without calling the subclass's constructor."""
 
 
 class NestedSizes:
-    """Numbers that stand for the sizes of nested tensors' rows: torch counts them up, one for each offsets. What runs
-    again has to count from where it did, or a backward would not know what it saved."""
+    """Repeats the symbols that torch assigns to the row lengths of nested tensors. Torch numbers them with a counter,
+    so a recomputed forward must start from the same count, or its saved tensors would not match."""
 
     def __init__(self) -> None:
         self._first: int | None = None
 
     @contextmanager
     def repeat(self) -> Iterator[None]:
-        """Count as the first run inside did."""
+        """A context that starts the counter where the first run started it."""
         counts: Any = sys.modules.get("torch.nested._internal.nested_tensor")
         now = counts._tensor_id_counter if counts is not None else 0
         if self._first is None:
@@ -129,19 +129,19 @@ class NestedSizes:
 
 
 def _metadata(tensor: Tensor) -> dict[str, Any]:
-    """What a forward that runs again must save again. The sizes of a nested tensor's rows are symbols, others each
-    time it is made, and one of strided layout has none."""
+    """Return the metadata that a recomputed forward must reproduce. Row lengths of a jagged nested tensor are new
+    symbols each time, and a strided nested tensor has none, so only its number of dimensions and elements counts."""
     nested = tensor.is_nested
     shape = (tensor.dim(), tensor.numel()) if nested else tensor.shape
     return {"shape": shape, "dtype": tensor.dtype, "device": tensor.device}
 
 
 SAME_TENSORS = "same tensors"
-"""Tells torch.utils.checkpoint to look at what is saved as :func:`_metadata` does."""
+"""The ``determinism_check`` of torch.utils.checkpoint that compares saved tensors by :func:`_metadata`."""
 _allowed_determinism_checks_to_fns[SAME_TENSORS] = _metadata
 
 
 def parse_to(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """Device, type, whether it may be late, and memory format of a call of ``Tensor.to``."""
+    """Return device, dtype, non_blocking and memory format of the arguments of ``Tensor.to``."""
     found: tuple[Any, Any, Any, Any] = torch._C._nn._parse_to(*args, **kwargs)
     return found

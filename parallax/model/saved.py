@@ -1,6 +1,6 @@
-"""Which of the tensors that autograd saves are activations that may leave the device.
+"""Decide which tensors that autograd saves are activations that may be offloaded.
 
-The profiler counts with this rule and the swap manager moves by it, so what was predicted is what is moved.
+Profiler and swap manager share this rule, so that predicted and offloaded bytes agree.
 """
 
 from __future__ import annotations
@@ -15,36 +15,35 @@ from torch.nn import Parameter
 from parallax.model.block import plain_rows
 from parallax.model.private import is_wrapped
 
-# Cast, transpose, view, expand: the longest way from a parameter to its copy seen so far.
+# Cast, transpose, view, expand: the longest observed chain from a parameter to its copy.
 _CHAIN_LENGTH = 4
-_SMALL_PART = 8  # moving a storage for less than this share of it costs more than it can free
+_SMALL_PART = 8  # offloading a storage for a tensor below this share of it costs more than it frees
 NOT_PLAIN = "not plain strided memory"
-# Parts of one memory that are no views of it count their changes each for itself (torch.unsafe_chunk; gates of an LSTM
-# are such): one of them may change while a copy of the others, and so of it, is already under way.
+# Slices that are no views (torch.unsafe_chunk, as in the gates of an LSTM) have version counters of their own: one may
+# change while the shared storage is being copied.
 PART = "part of a memory that it is no view of"
 ELSEWHERE = "computed on another stream"
 _LEAF = "view or cast of a parameter"
 SMALL = "smaller than swap.minimum_bytes"
-# Read a parameter at places that the data chose.
+# Read a parameter at indices from the data.
 _LOOKUPS = "Embedding", "Index", "Gather", "Take"
 
 
 def address(storage: UntypedStorage) -> int:
-    """What tells storages apart: where their bytes are, or the storage itself where it has no bytes but a size."""
+    """Return a key of a storage: its address, or on meta its identity."""
     return id(storage) if storage.device.type == "meta" else storage.data_ptr()
 
 
 def _of_bytes(storage: UntypedStorage) -> int:
-    """The same, the fast way first: only what has no bytes has no address."""
+    """Return the same key, faster on devices with memory: only an empty storage has no address."""
     return storage.data_ptr() or address(storage)
 
 
 class Selector:
-    """Decides by storage. Stay: parameters and buffers, copies made from a parameter alone (autocast's
-    casts), what the caller holds anyway (tensors that collect a gradient, small slices of a batch), small
-    tensors, parts of a memory that do not share its version, and anything that is not plain strided memory of the class
-    ``plain``. ``streams`` knows parameters whose
-    memory comes and goes, so that their addresses change."""
+    """Decides by storage whether a saved tensor may be offloaded. Kept resident: parameters and buffers, copies of a
+    single parameter (autocast's casts), tensors that the caller holds (leaves with a gradient, small slices of a
+    batch), small tensors, slices with a version counter of their own, and tensors that are not plain strided memory of
+    class ``plain``. ``streams`` recognizes offloaded parameters, whose addresses change."""
 
     def __init__(
         self,
@@ -57,18 +56,18 @@ class Selector:
         held = list(held)
         self._streams = streams
         self._largest = max((tensor.numel() for tensor in held), default=0)
-        # 0: no bytes at all.
+        # 0: the address of an empty storage
         self._held = {0, *(address(tensor.untyped_storage()) for tensor in held)}
         self._plain = plain
         self._address = _of_bytes if plain is Tensor else address
         self._minimum = max(1, minimum_bytes)
 
     def moves(self, tensor: Tensor) -> bool:
-        """Whether the storage of a saved ``tensor`` may be moved."""
+        """Return whether the storage of a saved ``tensor`` may be offloaded."""
         return self.why_kept(tensor) is None
 
     def why_kept(self, tensor: Tensor) -> str | None:
-        """Why the storage of a saved ``tensor`` may not be moved; None: it may."""
+        """Return why the storage of a saved ``tensor`` must stay resident; None: it may be offloaded."""
         reason = self.why_kept_itself(tensor)
         return (
             _LEAF
@@ -77,8 +76,8 @@ class Selector:
         )
 
     def why_kept_itself(self, tensor: Tensor) -> str | None:
-        """The same without a look at its history, for very many tensors: a node of the graph that Python has seen is
-        freed not in a loop but inside the call that freed the node before, so of 100,000 the stack overflows."""
+        """Return the same without inspecting the graph, for steps with very many tensors: torch frees a node that
+        Python has seen recursively, so 100,000 of them overflow the stack."""
         if type(tensor) is not self._plain or tensor.layout is not torch.strided:
             return NOT_PLAIN
         if (
@@ -104,7 +103,7 @@ class Selector:
         return None
 
     def _copied_from_leaf(self, tensor: Tensor) -> bool:
-        """A view of a tensor that collects a gradient, or a copy made from a parameter alone."""
+        """Return whether the tensor is a view of a leaf with a gradient, or a copy of a single parameter."""
         storage = tensor.untyped_storage()
         numbers = storage.nbytes() // tensor.element_size()
         if numbers > self._largest:
@@ -126,13 +125,14 @@ class Selector:
 
 
 def _has_history(tensor: Tensor) -> bool:
-    """Without one, rows of a batch or of a whole data set: the storage belongs to the caller, who still holds it."""
+    """Return whether autograd computed the tensor. If not, it is a slice of a batch or data set, whose storage the
+    caller holds."""
     return tensor.requires_grad or tensor.grad_fn is not None
 
 
 def _of_leaf(tensor: Tensor) -> bool:
-    """A tensor that collects a gradient, or a view of one or of any parameter. FSDP gathers parameters into memory that
-    it empties between uses, frozen ones too: its address is not known."""
+    """Return whether the tensor is a leaf with a gradient, or a view of one or of any parameter. FSDP gathers
+    parameters, also frozen ones, into memory that it empties between uses, so they are not recognized by address."""
     base, trained = tensor._base, tensor.requires_grad
     if trained and tensor.is_leaf:
         return True
@@ -142,7 +142,7 @@ def _of_leaf(tensor: Tensor) -> bool:
 
 
 class Saved:
-    """The bytes that autograd saves for backward, told apart by storage."""
+    """The bytes that autograd saves for backward, by storage."""
 
     def __init__(
         self, held: Sequence[Tensor], minimum_bytes: int, *, plain: type[Tensor] = Tensor
@@ -151,10 +151,10 @@ class Saved:
         self._selector = Selector(held, minimum_bytes, plain=plain)
         self._block: dict[int, tuple[int, bool]] = {}
         self._loss: dict[int, int] = {}
-        self._alive: list[UntypedStorage] = []  # so that no address is used twice
+        self._alive: list[UntypedStorage] = []  # keeps storages alive, so that no address is reused
 
     def by_block(self) -> saved_tensors_hooks:
-        """What is saved inside, the block saves."""
+        """Return hooks that attribute saved tensors to the block."""
 
         def pack(tensor: Tensor) -> Tensor:
             storage = plain_rows(tensor).untyped_storage()
@@ -166,7 +166,7 @@ class Saved:
         return saved_tensors_hooks(pack, lambda tensor: tensor)
 
     def by_loss(self) -> saved_tensors_hooks:
-        """What is saved inside, the loss saves."""
+        """Return hooks that attribute saved tensors to the loss."""
 
         def pack(tensor: Tensor) -> Tensor:
             storage = plain_rows(tensor).untyped_storage()
@@ -179,8 +179,8 @@ class Saved:
     def sums(
         self, entering: Sequence[Tensor], results: Sequence[Tensor]
     ) -> tuple[int, int, int, int]:
-        """Bytes that may move, that stay, that the loss saves (it runs after the block, so they are neither offloaded
-        nor recomputed), and all that a forward newly leaves behind."""
+        """Return the bytes that may be offloaded, the bytes that stay resident, the bytes that the loss saves (it runs
+        after the block, so they are neither offloaded nor recomputed), and the bytes that the forward adds in total."""
         block = {key: found for key, found in self._block.items() if key not in self._loss}
         before = {address(tensor.untyped_storage()) for tensor in entering}
         left = {key: size for key, (size, _) in block.items() if key not in before} | self._loss
@@ -192,5 +192,6 @@ class Saved:
 
 
 def without_history(tensor: Tensor) -> Tensor:
-    """What a hook may keep of a saved tensor: an output that holds what saved it is a cycle that no collector sees."""
+    """Return the tensor detached, unless it is a leaf: an output that references its own graph node is a reference
+    cycle that the garbage collector cannot find."""
     return tensor if tensor.is_leaf else tensor.detach()

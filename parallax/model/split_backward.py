@@ -1,11 +1,11 @@
-"""A backward in two store: the gradient of the input at once, that of the parameters when there is time for it.
+"""A split backward: the input-gradient pass (B) first, the weight-gradient pass (W) later.
 
-Zero-bubble schedules send a micro-batch's input gradient to the stage before and fill what would be bubble with the
-weight gradients. Cutting autograd's graph in two breaks where a stage returns a view, uses a weight twice or holds a
-custom function (:mod:`torch.distributed.pipelining` does so). Here the graph stays whole. While a block runs forward,
-its products with parameters (linear layers, matrix products, convolutions) are replaced by functions that compute the
-same, and whose backward returns the input's gradient and remembers what the weight's is made of. Everything else
-(norms, embeddings, custom functions) gives the gradients of its parameters in the first half, once, as ever.
+Zero-bubble schedules send a micro-batch's input gradient to the previous stage and fill pipeline bubbles with weight
+gradients. Splitting autograd's graph fails if a stage returns a view, uses a weight twice or holds a custom function
+(:mod:`torch.distributed.pipelining` splits it). Here the graph stays whole. While a block runs forward, its products
+with parameters (linear layers, matrix products, convolutions) are replaced by autograd functions that compute the same
+values; their backward returns the input gradient and stores the operands of the weight gradient. Everything else
+(norms, embeddings, custom functions) computes the gradients of its parameters in the B pass, as usual.
 
 Source of the idea: the weight gradient store of Qi et al. 2024, "Zero Bubble Pipeline Parallelism".
 """
@@ -30,19 +30,19 @@ Ready = Callable[[nn.Parameter], None]
 
 
 class WeightGradStore:
-    """What one micro-batch puts off. Its forward runs inside :meth:`splitting`; after its backward, :meth:`finish`
-    computes the rest. Until then it holds, of each product, the input and the gradient of the output."""
+    """The deferred weight gradients of one micro-batch. Its forward runs inside :meth:`splitting`; after its backward,
+    :meth:`finish` computes the weight gradients. Until then the store holds each product's input and output
+    gradient."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        # What the products hang on in the graph: parameters must not be there, or whoever waits for their gradients
-        # would be told in the first half.
+        # Replaces the parameters as graph inputs: otherwise hooks on the parameters would fire in the B pass.
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._deferred: list[tuple[_Product, Tensor, Tensor]] = []
         self._forward = False
 
     @contextlib.contextmanager
     def splitting(self) -> Iterator[None]:
-        """Products with parameters put their weight gradients off."""
+        """A context in which products with parameters defer their weight gradients."""
         self._forward = True
         try:
             with _Splitting(self):
@@ -51,18 +51,19 @@ class WeightGradStore:
             self._forward = False
 
     def apply(self, product: _Product, x: Tensor) -> Tensor:
-        """Run ``product`` on ``x``."""
+        """Return ``product`` of ``x``, with its weight gradient deferred."""
         result: Tensor = _DeferredProduct.apply(self._anchor, x, product, self)
         return result
 
     def defer(self, product: _Product, x: Tensor, gradient: Tensor) -> None:
-        """The weight's half of ``product`` is owed; not where a forward takes a derivative, which is of its inputs."""
+        """Store the operands of a weight gradient. Ignored inside a forward: a derivative taken there is one of
+        inputs."""
         if not self._forward:
             self._deferred.append((product, x, gradient))
 
     def separate_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The backward has ended. A gradient that autograd took over as it was may lie in the memory of what is owed,
-        and the next micro-batch will add to it: give it memory of its own."""
+        """Copy each ``.grad`` that shares memory with a stored tensor; call it after the backward. Autograd may adopt a
+        gradient without a copy, and the next micro-batch would add to it in place."""
         held = {gradient.untyped_storage().data_ptr() for _, _, gradient in self._deferred}
         for parameter in parameters:
             if parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() in held:
@@ -70,7 +71,7 @@ class WeightGradStore:
 
     @property
     def deferred_bytes(self) -> int:
-        """Bytes held for the second half; a storage that is held twice counts once."""
+        """Bytes of the stored tensors; each storage counts once."""
         storages = [
             tensor.untyped_storage()
             for _, x, gradient in self._deferred
@@ -79,15 +80,16 @@ class WeightGradStore:
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def pending_parameters(self) -> set[nn.Parameter]:
-        """Parameters whose gradients are not complete."""
+        """Return the parameters whose gradients are incomplete."""
         return {parameter for product, _, _ in self._deferred for parameter in product.parameters}
 
     def finish(self, ready: Ready | None = None) -> None:
-        """Add what is owed to the parameters' gradients, last layer first; ``ready`` is told of each that is final."""
+        """Add the stored weight gradients to ``.grad``, last layer first; call ``ready`` with each parameter whose
+        gradient is complete."""
         left = Counter(
             parameter for product, _, _ in self._deferred for parameter in product.parameters
         )
-        self._deferred.reverse()  # given back one by one, in the order of the backward
+        self._deferred.reverse()  # each entry is freed once it is used, in the order of the backward
         with torch.no_grad():
             while self._deferred:
                 product, x, gradient = self._deferred.pop()
@@ -99,7 +101,7 @@ class WeightGradStore:
 
 
 class _DeferredProduct(torch.autograd.Function):
-    """A product whose backward is the input's alone."""
+    """A product whose backward returns the input gradient only."""
 
     @staticmethod
     def forward(
@@ -125,7 +127,7 @@ class _DeferredProduct(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Product(ABC):
-    """One use of a weight. ``used`` is the weight in the type that the product is computed in."""
+    """One use of a weight. ``used`` and ``used_bias`` are weight and bias in the type of the computation."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -134,23 +136,22 @@ class _Product(ABC):
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """Those that get a gradient."""
+        """The parameters that get a gradient."""
         found = [self.weight] if self.weight.requires_grad else []
         if self.bias is not None and self.bias.requires_grad:
             found.append(self.bias)
         return tuple(found)
 
     @abstractmethod
-    def forward(self, x: Tensor) -> Tensor:
-        """The product."""
+    def forward(self, x: Tensor) -> Tensor: ...
 
     @abstractmethod
     def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
-        """The gradient of ``x``."""
+        """Return the gradient of ``x``."""
 
     @abstractmethod
     def add_gradients(self, x: Tensor, gradient: Tensor) -> None:
-        """Add those of the parameters to ``.grad``."""
+        """Add the gradients of the parameters to ``.grad``."""
 
 
 class _Linear(_Product):
@@ -159,7 +160,7 @@ class _Linear(_Product):
     def forward(self, x: Tensor) -> Tensor:
         if self.used_bias is None or x.dim() == 2:
             return F.linear(x, self.used, self.used_bias)
-        # torch returns a view here, and what a function returns as a view could not be changed in place.
+        # F.linear returns a view here, and a view that a custom function returns cannot be changed in place.
         result = x.new_empty((*x.shape[:-1], len(self.used)))
         torch.addmm(self.used_bias, _matrix(x), self.used.t(), out=result.view(-1, len(self.used)))
         return result
@@ -196,7 +197,7 @@ class _Matrix(_Product):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Convolution(_Product):
-    """A convolution over 1 to 3 dimensions; ``options`` are torch.convolution's from ``stride`` on."""
+    """A convolution over 1 to 3 dimensions; ``options`` are the arguments of torch.convolution from ``stride`` on."""
 
     options: tuple[Any, ...]
 
@@ -225,7 +226,7 @@ class _Convolution(_Product):
 
 
 class _Splitting(TorchFunctionMode):
-    """Replaces products with parameters."""
+    """Replaces products with parameters by deferred ones."""
 
     def __init__(self, store: WeightGradStore) -> None:
         super().__init__()
@@ -246,10 +247,10 @@ class _Splitting(TorchFunctionMode):
 
 
 def _make(func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[_Product, Tensor] | None:
-    """The product that stands for a call, and its input; None where the call is left as it is."""
+    """Return the product for a call, and its input; None if the call stays unchanged."""
     try:
         return _MAKERS[func](*args, **kwargs)
-    except TypeError:  # called in another way than these know
+    except TypeError:  # arguments that the replacement does not support
         return None
 
 
@@ -309,7 +310,7 @@ _MAKERS: dict[Callable[..., Any], Callable[..., tuple[_Product, Tensor] | None]]
 
 
 def _splits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a product's parameters are just that: leaves that collect gradients, one of them at least."""
+    """Return whether weight and bias are plain parameters, of which at least one needs a gradient."""
     parameters = [weight] if bias is None else [weight, bias]
     plain = (
         all(isinstance(p, nn.Parameter) and type(p.data) is Tensor for p in parameters)
@@ -321,13 +322,13 @@ def _splits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def _as_computed(
     weight: Any, bias: Any
 ) -> tuple[nn.Parameter, nn.Parameter | None, Tensor, Tensor | None]:
-    """A product's parameters, and them as the product uses them."""
+    """Return a product's weight and bias, and both in the type of the computation."""
     with torch.no_grad():
         return weight, bias, _cast(weight.detach()), None if bias is None else _cast(bias.detach())
 
 
 def _cast(tensor: Tensor) -> Tensor:
-    """As autocast would."""
+    """Cast as autocast would."""
     kind = tensor.device.type
     if (
         not torch.is_autocast_enabled(kind)
@@ -339,7 +340,7 @@ def _cast(tensor: Tensor) -> Tensor:
 
 
 def _matrix(tensor: Tensor) -> Tensor:
-    """Rows and everything before them as one dimension."""
+    """Flatten all dimensions but the last into one."""
     return tensor.reshape(-1, tensor.shape[-1])
 
 
@@ -349,7 +350,7 @@ def _add_bias(bias: nn.Parameter | None, gradient: Tensor) -> None:
 
 
 def _add_product(parameter: nn.Parameter, a: Tensor, b: Tensor) -> None:
-    """Add ``a @ b`` to a gradient; where it has the same type, without a copy in between."""
+    """Add ``a @ b`` to the gradient, without a temporary if the types are equal."""
     if parameter.grad is not None and parameter.grad.dtype is a.dtype:
         parameter.grad.addmm_(a, b)
     else:
@@ -358,7 +359,7 @@ def _add_product(parameter: nn.Parameter, a: Tensor, b: Tensor) -> None:
 
 def _add(parameter: nn.Parameter, value: Tensor) -> None:
     if parameter.grad is None:
-        # Lies as the parameter does.
+        # with the strides of the parameter
         parameter.grad = torch.empty_like(parameter).copy_(value.view_as(parameter))
     else:
         parameter.grad.add_(value.view_as(parameter))

@@ -229,11 +229,11 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     ),
     "nan": (
         lambda held: held["layers.0.up.bias"][3:5].fill_(torch.nan),
-        "layers.0.up.bias holds 2 number(s) that are NaN or infinite, of 256, and no checkpoint may hold such",
+        "layers.0.up.bias holds 2 number(s) that are NaN or infinite, of 256, which a checkpoint may not hold",
     ),
     "inf": (
         lambda held: held["layers.0.up.bias"][7:8].fill_(-torch.inf),
-        "layers.0.up.bias holds 1 number(s) that are NaN or infinite, of 256, and no checkpoint may hold such",
+        "layers.0.up.bias holds 1 number(s) that are NaN or infinite, of 256, which a checkpoint may not hold",
     ),
     "nan of eight bits": (
         lambda held: held.update(
@@ -269,7 +269,7 @@ def test_number_formats_that_are_not_read(here: Path, imported: Import, kind: st
         imported("w.safetensors", "--from", "safetensors", "name=other", *SETTINGS, code=2)
     )
     assert (
-        f"{name} is in number format {kind}, which is not read here: accepted are F64, F32" in line
+        f"{name} is in number format {kind}, which is not supported: accepted are F64, F32" in line
     )
     assert not Path("runs/other").exists()
 
@@ -340,7 +340,7 @@ def test_weights_with_scales_beside_them_are_quantized(here: Path) -> None:
     found = CheckpointWeights(here / "w.safetensors", OwnLayout())
     wanted = {"a.weight": torch.ones(2, 2)}
     with pytest.raises(
-        CheckpointError, match=r"float8_e4m3fn with a\.weight_scale beside it: weights"
+        CheckpointError, match=r"float8_e4m3fn with a\.weight_scale beside it: quantized"
     ):
         found.check(wanted, {}, made=wanted)
 
@@ -355,9 +355,15 @@ def test_weights_with_scales_beside_them_are_quantized(here: Path) -> None:
         (["w.safetensors", "--from", "pickle"], "invalid choice: 'pickle'"),
         (["w.safetensors"], "the following arguments are required: --from"),
         (["nowhere", "--from", "safetensors"], "there is no nowhere"),
-        (["w.pt", "--from", "safetensors"], "written by torch.save, whose pickles are not read"),
-        (["old.pt", "--from", "safetensors"], "written by torch.save, whose pickles are not read"),
-        (["bins", "--from", "safetensors"], "pickled weights (*.bin) are not read"),
+        (
+            ["w.pt", "--from", "safetensors"],
+            "written by torch.save, whose pickles are not supported",
+        ),
+        (
+            ["old.pt", "--from", "safetensors"],
+            "written by torch.save, whose pickles are not supported",
+        ),
+        (["bins", "--from", "safetensors"], "pickled weights (*.bin) are not supported"),
         (["w.safetensors", "--from", "safetensors", "optimizer.lr=x"], "optimizer.lr=x"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -398,7 +404,7 @@ def test_a_hostile_index_executes_nothing(here: Path, imported: Import) -> None:
     file.write_bytes(pickle.dumps(index))
     words = ["out", "--from", "dcp", "name=other", *SETTINGS]
     line = one_line(imported(*words, code=2))
-    assert "it names posix.mkdir, which is no part of an index and is not executed" in line
+    assert "it names posix.mkdir, which an index does not contain; it is not executed" in line
     assert not mark.exists()
     assert not Path("runs/other").exists()
     pickle.loads(file.read_bytes())  # as torch does

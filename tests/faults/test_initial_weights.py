@@ -92,7 +92,7 @@ def test_numbers_of_another_kind(begun: Callable[..., str], dtype: str) -> None:
 
 def test_a_number_format_that_is_not_read(begun: Callable[..., str]) -> None:
     line = begun({**sample(), "2.bias": torch.zeros(2).half()}, "F4")
-    assert "2.bias is in number format F4, which is not read here: accepted are F64, F32" in line
+    assert "2.bias is in number format F4, which is not supported: accepted are F64, F32" in line
 
 
 @pytest.mark.faults

@@ -1,1 +1,1 @@
-"""What a model's constructor does, recorded without bytes and carried out for one stage."""
+"""Deferred initialization: record a model's constructor without memory, and replay it for one stage."""

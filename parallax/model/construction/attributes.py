@@ -17,7 +17,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
 def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """By the path that leads there; those of another module that only an attribute leads to are not ``model``'s."""
+    """Return these tensors by path; modules that only an attribute refers to are not searched."""
     seen: set[int] = set()
     found: dict[str, Tensor] = {}
     for name, module in model.named_modules():
@@ -29,8 +29,8 @@ def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_functions(model: nn.Module, log: OperationLog) -> None:
-    """No function that is kept in an attribute holds a tensor or a module of ``model``, of which a copy of the module
-    would not be a copy. Raises :class:`Unrecordable`."""
+    """Raise :class:`Unrecordable` if an attribute holds a function whose closure has a tensor or a module of ``model``:
+    a deep copy of the module would still refer to the original."""
     inside = {id(module) for module in model.modules()}
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -52,7 +52,7 @@ def _inside(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Tensor
 
 
 def _functions(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Those that a module can call: in its attributes and in containers there, not inside other objects."""
+    """Yield functions in a module's attributes and in containers there, but not inside other objects."""
     if isinstance(value, types.FunctionType):
         yield value
     elif isinstance(value, Mapping | list | tuple | set | functools.partial):
@@ -61,7 +61,7 @@ def _functions(value: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _parts(value: Any, seen: set[int]) -> list[tuple[Any, Any]]:
-    """What is in a container or an object, each seen once."""
+    """Return the content of a container or an object; empty if it was visited before."""
     if isinstance(value, (*_ATOMS, *_FUNCTIONS, nn.Module, Tensor)) or id(value) in seen:
         return []
     seen.add(id(value))

@@ -1,9 +1,14 @@
-"""A model is built by its own constructor, without bytes; its values are made later, those of a stage alone.
+"""Deferred initialization: build a model by its own constructor without memory, and compute the values of one stage
+later.
 
-What a constructor does to its tensors is logged while it runs (:mod:`parallax.model.construction.recorder`), and
-carried out for those tensors that are asked for (:mod:`parallax.model.construction.replay`): the same operations, so
-the same constants and the same distributions, and the same numbers whichever tensors are asked for, in whatever
-order. A constructor that cannot be recorded runs again, whole, wherever values are asked for.
+The operations of a constructor are logged while it runs (:mod:`parallax.model.construction.recorder`), and replayed for
+the requested tensors (:mod:`parallax.model.construction.replay`): the same operations, so the same constants and
+distributions, and the same numbers whichever tensors are requested in any order. A constructor that cannot be recorded
+runs again, whole, in each process that needs values.
+
+State that a constructor leaves in the process must not hold meta tensors. Function caches are cleared. Other tensors
+that it keeps outside the model, in class attributes or module globals, get their values, for the next constructor and
+the loss.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ ModelFactory = Callable[[], nn.Module]
 
 
 class Values(Protocol):
-    """Real tensors for those of a skeleton."""
+    """Makes real tensors for those of a skeleton."""
 
     def parts(
         self,
@@ -46,16 +51,15 @@ class Values(Protocol):
         known: Mapping[int, Any],
         filled: Collection[int] = (),
     ) -> dict[int, Any]:
-        """What ``copy.deepcopy`` is to put in the place of parts of ``module``, a module of the skeleton, by their
-        identities: on the CPU, what floats in ``dtype``. ``known`` are parts that there are already; the ``filled``
-        need no values, for they get others."""
+        """Return the ``memo`` for ``copy.deepcopy`` of ``module``, a module of the skeleton: real CPU tensors by id,
+        floating-point ones in ``dtype``. ``known``: entries that exist already; ``filled``: ids of tensors that need no
+        values, because the caller overwrites them."""
         ...
 
 
 class DeferredModel:
-    """``model`` is the skeleton: every parameter and buffer on the meta device, all else as its constructor made it.
-    ``attributes`` are its tensors that are neither, by path, and ``unwritten`` the names of parameters into which the
-    constructor put nothing."""
+    """``model`` is the skeleton: all parameters and buffers on the meta device. ``attributes``: its other tensors, by
+    path. ``unwritten``: names of parameters that the constructor left uninitialized."""
 
     def __init__(
         self, model: nn.Module, unwritten: tuple[str, ...], values: Callable[[], Values]
@@ -64,7 +68,8 @@ class DeferredModel:
         self.attributes = plain_tensors(model)
 
     def with_attributes(self) -> nn.Module:
-        """The skeleton with values in its plain tensors, for what runs beside the stages, such as a loss."""
+        """Return the skeleton with values in the tensors of ``attributes``, for code that runs outside the stages, such
+        as a loss."""
         if not self.attributes:
             return self.model
         held = {id(t): t for t in [*self.model.parameters(), *self.model.buffers()]}
@@ -74,8 +79,8 @@ class DeferredModel:
 
 
 def deferred_init(factory: ModelFactory, seed: int) -> DeferredModel:
-    """Run ``factory`` without bytes. ``seed`` is what its own random numbers depend on; a seed that it sets itself is
-    kept to. Raises :class:`DescribeError` where it builds no model, or one that has no shape yet."""
+    """Run ``factory`` on the meta device. ``seed`` seeds its random numbers, unless it seeds them itself. Raises
+    :class:`DescribeError` if it returns no model, or one with lazy parameters."""
     try:
         return _record(factory, seed)
     except (DescribeError, HangError):
@@ -104,8 +109,8 @@ def _record(factory: ModelFactory, seed: int) -> DeferredModel:
 
 
 def uncompiled(model: Any) -> Any:
-    """``model`` with the modules that torch.compile wraps in place of its wrappers, under their own names: tensors of a
-    wrapper are called ``_orig_mod.…``, and blocks of a compiled whole cannot be told apart."""
+    """Return ``model`` with torch.compile's wrappers replaced by the modules that they wrap: a wrapper changes tensor
+    names to ``_orig_mod.…``, and blocks inside a compiled model are not accessible."""
     if not isinstance(model, nn.Module):
         return model
     found = False
@@ -139,20 +144,20 @@ def _check(model: Any) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise DescribeError(
-                f"{name or 'the model'} is scripted (torch.jit.script), and its tensors cannot be had one by one: let "
-                "the factory return the module that was scripted"
+                f"{name or 'the model'} is scripted (torch.jit.script), so its tensors are not accessible one by one: "
+                "let the factory return the module before scripting"
             )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
             raise DescribeError(
-                f"{name} of {type(model).__name__} has no shape yet ({owner}): give the size of its inputs, or let the "
-                "factory run the model once on an example"
+                f"{name} of {type(model).__name__} has no shape yet ({owner}): specify the size of its inputs, or let "
+                "the factory run the model once on an example"
             )
 
 
 def _skeleton(model: nn.Module, log: OperationLog) -> nn.Module:
-    """``model`` with tensors without bytes in the place of those that came from outside."""
+    """Return ``model`` with meta tensors in place of tensors from outside."""
     kept: dict[int, Any] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -167,8 +172,8 @@ def _skeleton(model: nn.Module, log: OperationLog) -> nn.Module:
 
 
 def _separate_from_outside(model: nn.Module, log: OperationLog) -> None:
-    """The model's buffers and tensors in attributes as objects of their own: the constructor may keep those elsewhere,
-    and there they get values."""
+    """Give the model its own objects for buffers and tensors in attributes: the constructor may keep the originals
+    elsewhere, where they get values."""
     parted: dict[int, Tensor] = {}
     for module in model.modules():
         for held in (module._buffers, vars(module)):
@@ -186,7 +191,7 @@ def _unwritten(model: nn.Module, log: OperationLog) -> tuple[str, ...]:
 
 
 class _Replayed:
-    """Of a constructor that was recorded."""
+    """Values from a recorded constructor."""
 
     def __init__(self, log: OperationLog, seed: int) -> None:
         self._log, self._replay = log, Replay(log, seed)
@@ -198,7 +203,7 @@ class _Replayed:
         known: Mapping[int, Any],
         filled: Collection[int] = (),
     ) -> dict[int, Any]:
-        """See :class:`Values`. A tensor that two names share is one again, and so is memory that tensors share."""
+        """See :class:`Values`. Shared tensors and shared memory stay shared."""
         own = {id(t): t for t in [*module.parameters(), *module.buffers()]}
         plain = {id(t): t for t in plain_tensors(module).values() if id(t) not in own}
         parts: dict[int, Any] = dict(known)
@@ -231,7 +236,7 @@ def _build_on_host(factory: ModelFactory, seed: int, reason: str) -> DeferredMod
         model = uncompiled(factory())
     _check(model)
     logger.warning(
-        "the constructor of %s cannot be recorded (%s): every process builds all of it on the host",
+        "the constructor of %s cannot be recorded (%s): every process builds the whole model on the host",
         type(model).__name__,
         reason,
     )
@@ -242,8 +247,8 @@ def _build_on_host(factory: ModelFactory, seed: int, reason: str) -> DeferredMod
 
 
 class _Built:
-    """Of a constructor that ran again as it is, on the CPU. Its modules themselves are given, for what they hold in
-    functions is of this model and no other; to the first who asks, and copies to the next."""
+    """Values from a constructor that ran again, normally, on the CPU. The first request gets its modules themselves,
+    because functions in them may refer to this model; later requests get copies."""
 
     def __init__(self, factory: ModelFactory, seed: int, skeleton: nn.Module) -> None:
         with seeded(seed):
@@ -260,7 +265,7 @@ class _Built:
         filled: Collection[int] = (),
     ) -> dict[int, Any]:
         """See :class:`Values`."""
-        del filled  # there is a value already
+        del filled  # all values exist
         if self._cast is not dtype:
             self._model._apply(lambda tensor: tensor.to(in_dtype(tensor.dtype, dtype)))
             self._cast = dtype
@@ -289,13 +294,13 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-_DEEP = 10_000  # objects behind one cache that are looked at
+_DEEP = 10_000  # objects per cache that are searched
 _ATOMS = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
 
 
 @contextmanager
 def cleared_caches(log: OperationLog) -> Iterator[None]:
-    """Empty every ``functools.lru_cache`` that was given a tensor of ``log`` in this context."""
+    """A context that clears every ``functools.lru_cache`` that was given a tensor of ``log`` inside."""
     before = {id(cache): cache.cache_info().misses for cache in _caches()}
     try:
         yield
@@ -306,7 +311,7 @@ def cleared_caches(log: OperationLog) -> Iterator[None]:
 
 
 def fill_outside_tensors(log: OperationLog, replay: Replay, own: Collection[int]) -> None:
-    """Give its value to every tensor of ``log`` that is alive and none of ``own``, the model's, by their identities."""
+    """Give values to every live tensor of ``log`` that is not in ``own``, the ids of the model's tensors."""
     if not _alive(log, own):
         return
     gc.collect()
@@ -317,7 +322,7 @@ def fill_outside_tensors(log: OperationLog, replay: Replay, own: Collection[int]
             torch.utils.swap_tensors(tensor, like(tensor, value))
         except RuntimeError as error:
             logger.warning(
-                "the constructor keeps a tensor of %s outside of the model, which stays without values: %s",
+                "the constructor keeps a tensor of shape %s outside the model, which stays without values: %s",
                 tuple(tensor.shape),
                 str(error).splitlines()[0],
             )

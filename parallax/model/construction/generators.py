@@ -1,8 +1,8 @@
-"""Where a constructor's random numbers come from.
+"""The random generators of a recorded constructor.
 
-While a constructor is recorded nothing is drawn, so a generator's state does not move by itself. After each draw it is
-given a state of its own, a mark, of which it is known what it stands for. So it is seen when the constructor seeds a
-generator, or puts back a state that it had kept: the state is then another than the last mark.
+No numbers are drawn while a constructor is recorded, so a generator's state does not advance. After each draw it is set
+to a unique state, a mark, whose meaning is stored. If the constructor seeds a generator or restores an earlier state,
+the state differs from the last mark, which reveals it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from parallax.model.private import without_function_modes, without_operator_mode
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """A context in which the generators of torch's CPU, numpy and python begin at ``seed``; after it they are as
-    before."""
+    """A context that seeds the CPU generators of torch, numpy and Python, and restores their states."""
     pythons, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002
     torchs = torch.default_generator.get_state()
     random.seed(seed)
@@ -37,7 +36,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class Generators:
-    """The generators of one construction; ``seed`` is what python's and numpy's own begin with."""
+    """The generators of one constructor; ``seed`` seeds Python's and numpy's."""
 
     def __init__(self, seed: int) -> None:
         self._seed, self._marks = seed, 0
@@ -46,7 +45,7 @@ class Generators:
 
     @contextlib.contextmanager
     def begun(self) -> Iterator[None]:
-        """The context of the construction; after it every generator is as it was."""
+        """A context for the constructor; every generator is restored after it."""
         with seeded(self._seed):
             self._mark(torch.default_generator, OwnState(0))
             try:
@@ -56,7 +55,7 @@ class Generators:
                     generator.set_state(state)
 
     def next(self, generator: torch.Generator | None, place: int) -> Drawn:
-        """What operation ``place`` draws from ``generator`` (None: the default one)."""
+        """Return the source of operation ``place``'s draw from ``generator`` (None: the default one)."""
         generator = torch.default_generator if generator is None else generator
         if generator.device.type != "cpu":
             raise Unrecordable(f"random numbers of a generator on {generator.device}")

@@ -1,7 +1,7 @@
-"""What Python asks of a tensor while a constructor is recorded, and a tensor without bytes would answer otherwise.
+"""Intercept reads of tensor values and placement while a constructor is recorded; a meta tensor would answer wrongly.
 
-A recorded tensor says that it is on the CPU, at an address of its own, and gives its values to numpy, to lists and to
-the screen. What numpy was given must not be changed there: that cannot be logged.
+A recorded tensor reports that it is on the CPU, with an address of its own, and gives its values to numpy, lists and
+printing. Writes through numpy cannot be logged and are refused.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _VALUES = (
 _MADE_OF_VALUES = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _NOWHERE = (Tensor.cpu, Tensor.cuda, Tensor.pin_memory, Tensor.share_memory_)
-"""Moves to where a recorded tensor already is: values are computed on the CPU."""
+"""Moves without effect: a recorded tensor counts as on the CPU."""
 
 
 class HostValueInterceptor(TorchFunctionMode):
-    """Answers for the tensors of ``recorder``."""
+    """Answers reads of the tensors of ``recorder``."""
 
     def __init__(self, recorder: OperatorRecorder) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class HostValueInterceptor(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Other questions are a matter of operators."""
+        """Handle reads and constructors; all else is intercepted as operators."""
         kwargs = kwargs or {}
         if function in _MADE_OF_VALUES:
             args = tuple(self._numbers(part) for part in args)
@@ -75,7 +75,7 @@ class HostValueInterceptor(TorchFunctionMode):
         return self._on_meta(function, *args, **kwargs)
 
     def _on_meta(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A call in which the constructor names the meta device: a tensor without values, for it too."""
+        """Run a call in which the constructor names the meta device; its tensor has no values there either."""
         before, self._recorder.to_meta = self._recorder.to_meta, True
         try:
             return function(*args, **kwargs)
@@ -83,13 +83,13 @@ class HostValueInterceptor(TorchFunctionMode):
             self._recorder.to_meta = before
 
     def check(self) -> None:
-        """Nothing of what numpy was shown was changed there. Raises :class:`Unrecordable`."""
+        """Raise :class:`Unrecordable` if memory shared with numpy was changed."""
         for tensor, digest in self._shown:
             if fingerprint(tensor.untyped_storage()) != digest:
                 raise Unrecordable("it writes into what numpy() of a tensor returned")
 
     def _numbers(self, value: Any) -> Any:
-        """Lists of recorded tensors as lists of real ones: torch makes one of them without asking for operators."""
+        """Replace recorded tensors in lists by real ones: torch builds a tensor of them without calling operators."""
 
         def number(part: Any) -> Any:
             return self._recorder.real(part) if isinstance(part, Tensor) else part
@@ -115,7 +115,7 @@ class HostValueInterceptor(TorchFunctionMode):
         return ((view.cell.number + 1) << 40) + view.offset * view.dtype.itemsize
 
     def _of_one_kind(self, tensor: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Where one of them came from outside and the other is recorded, both without bytes."""
+        """Convert an outside tensor to meta if the other one is recorded."""
         with plain_execution():
             if tensor.is_meta and not value.is_meta:
                 return tensor, self._recorder.log.adopt(value)
@@ -125,14 +125,14 @@ class HostValueInterceptor(TorchFunctionMode):
             return tensor, value
 
     def _set(self, tensor: Tensor, index: Any, value: Any) -> None:
-        """A number is put there as a tensor of the host: torch would make one that is on ``tensor``'s device."""
+        """Assign a number as a host tensor; torch would create it on ``tensor``'s device."""
         if not isinstance(value, Tensor):
             with plain_execution():
                 value = torch.as_tensor(value, dtype=tensor.dtype)
         tensor[self._places(index)] = value
 
     def _places(self, index: Any) -> Any:
-        """Lists of places as tensors of the host, for the same reason."""
+        """Convert index lists to host tensors, for the same reason."""
         if type(index) is tuple:
             return tuple([self._places(part) for part in index])
         if not isinstance(index, list | range | np.ndarray):
@@ -142,7 +142,7 @@ class HostValueInterceptor(TorchFunctionMode):
             return torch.as_tensor(index, dtype=None if index else torch.int64)
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The device is left out, but for the meta device."""
+        """Handle ``Tensor.to`` without the device, unless it is meta."""
         copy = bool(kwargs.pop("copy", False))
         if args and isinstance(args[0], Tensor):
             args = (args[0].dtype, *args[1:])
@@ -159,7 +159,7 @@ class HostValueInterceptor(TorchFunctionMode):
 
 
 def _device(_: Tensor) -> torch.device:
-    """The CPU, but not for pickling, which would write the absent bytes."""
+    """Return the CPU; raise for pickling, which would write missing bytes."""
     if sys._getframe(2).f_code.co_name == "_reduce_ex_internal":
         raise Unrecordable("it pickles a tensor")
     return CPU

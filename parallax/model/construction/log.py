@@ -1,8 +1,8 @@
-"""What a constructor did, written down: pieces of memory, and the operations that wrote them.
+"""The log of a constructor: storages, and the operations that wrote them.
 
-Views, ``tensor.data = other`` and copies of the Python object are all one thing here: a tensor is a way of looking at
-a piece of memory (a storage). An operation reads some pieces and writes others; what is in a piece at the end is
-what the operations that wrote it left there, in their order.
+Views, ``tensor.data = other`` and copies of the Python object are equivalent here: a tensor is a view of a storage. An
+operation reads some storages and writes others; a storage's final content is determined by the operations that wrote
+it, in order.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch import Tensor
 
 from parallax.model.private import as_class, negated, without_function_modes, without_operator_modes
 
-_SAMPLES, _SAMPLE_BYTES = 1024, 64  # of memory from outside, to see whether it was changed
+_SAMPLES, _SAMPLE_BYTES = 1024, 64  # of outside memory, to detect changes
 
 
 class Unrecordable(Exception):
-    """The constructor does what a log cannot hold; the model is then built whole."""
+    """The constructor does something that a log cannot represent; the model is then built whole."""
 
 
 class Cell:
-    """A piece of memory. ``constant`` is what was in it before the first operation (None: nothing); ``writes`` are the
-    places of the operations that wrote it, rising. ``storage`` has its size and no bytes; it is held so that no other
-    piece gets its address."""
+    """A storage. ``constant``: its content before the first operation (None: uninitialized); ``writes``: ascending
+    indices of the operations that wrote it. ``storage`` is on the meta device; holding it prevents reuse of its
+    address."""
 
     __slots__ = ("constant", "number", "storage", "writes")
 
@@ -37,17 +37,17 @@ class Cell:
 
     @property
     def nbytes(self) -> int:
-        """Bytes, as many as the constructor asked for at last."""
+        """The size in bytes, after the constructor's last resize."""
         return int(self.storage.nbytes())
 
     @property
     def written(self) -> bool:
-        """Whether anything was ever put there."""
+        """Whether it was ever initialized."""
         return self.constant is not None or bool(self.writes) or self.nbytes == 0
 
 
 class View(NamedTuple):
-    """A tensor: how a piece of memory is looked at; strides and offset in elements."""
+    """A tensor as a view of a storage; strides and offset in elements."""
 
     cell: Cell
     dtype: torch.dtype
@@ -58,7 +58,7 @@ class View(NamedTuple):
     negated: bool
 
     def as_tensor(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor, in real memory."""
+        """Return the tensor in real memory."""
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
         tensor.set_(storage, self.offset, self.size, self.stride)
         if self.conjugated:
@@ -74,12 +74,12 @@ class View(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Elements from its first to its last."""
+        """The number of elements from its first to its last."""
         return sum((size - 1) * stride for size, stride in zip(self.size, self.stride)) + 1
 
     @property
     def covers(self) -> bool:
-        """Whether it is all of its piece, each element once."""
+        """Whether it covers its whole storage, each element once."""
         dense = all(stride or size < 2 for size, stride in zip(self.size, self.stride))
         count = self.nbytes // self.dtype.itemsize
         return dense and self.nbytes == self.cell.nbytes and self.span == count
@@ -87,21 +87,21 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnState:
-    """Generators that the constructor did not seed: number ``place`` of them."""
+    """Draw number ``place`` from generators that the constructor did not seed."""
 
     place: int
 
 
 @dataclass(frozen=True)
 class SeededState:
-    """The state that the constructor gave to a generator."""
+    """The state that the constructor set in a generator."""
 
     state: Tensor
 
 
 @dataclass(frozen=True)
 class StateAfter:
-    """The state in which operation ``place`` left its generator, which the constructor had seeded."""
+    """The state after operation ``place``, in a generator that the constructor seeded."""
 
     place: int
 
@@ -110,10 +110,9 @@ Drawn = OwnState | SeededState | StateAfter
 
 
 class Operation:
-    """One call. Tensors among ``args`` are :class:`View`; ``reads`` are the pieces whose content matters, ``writes``
-    those that it writes in place, ``outputs`` its new tensors by their place among the results, ``touches`` the pieces
-    of all of these. ``floating`` is the default type in which it was called, ``drawn`` the state of the generator that
-    it drew from."""
+    """One call. Tensors among ``args`` are :class:`View`. ``reads``: storages whose content it uses; ``writes``: those
+    that it writes in place; ``outputs``: new tensors by index in the results; ``touches``: all of these storages.
+    ``floating``: the default dtype of the call; ``drawn``: the state of its generator."""
 
     __slots__ = (
         "args",
@@ -138,8 +137,8 @@ class Operation:
 
 
 class OperationLog:
-    """``cells`` by the address of their storage; one that came from outside is there under two, its own and that of
-    its twin without bytes."""
+    """The operations, and the ``cells`` by address of their storage; a storage from outside has two entries, its own
+    and that of its meta twin."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
@@ -147,15 +146,15 @@ class OperationLog:
         self._constants: list[tuple[torch.UntypedStorage, bytes]] = []
 
     def cell_of(self, tensor: Tensor) -> Cell | None:
-        """The piece of memory that ``tensor`` looks at, where the log knows it."""
+        """Return the storage of ``tensor``, if the log knows it."""
         return self.cells.get(tensor.untyped_storage()._cdata)
 
     def view_of(self, tensor: Tensor) -> View:
-        """``tensor``, which the log knows."""
+        """Return the view of a known ``tensor``."""
         return View(
             self.cells[tensor.untyped_storage()._cdata],
             tensor.dtype,
-            tuple(tensor.size()),  # a parameter without a shape yet forbids ``shape``
+            tuple(tensor.size()),  # ``shape`` raises for a lazy parameter
             tensor.stride(),
             int(tensor.storage_offset()),
             tensor.is_conj(),
@@ -163,8 +162,8 @@ class OperationLog:
         )
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """``tensor``, whose piece of memory is known from now on; for one from outside, whose bytes are held and not
-        copied, its twin without bytes."""
+        """Register the storage of ``tensor``, and return it on the meta device: itself, or for a tensor from outside,
+        whose memory is held and not copied, its twin."""
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             raise Unrecordable(f"a tensor of type {tensor.dtype} and layout {tensor.layout}")
         storage = tensor.untyped_storage()
@@ -181,14 +180,14 @@ class OperationLog:
         return self.view_of(tensor).as_tensor(cell.storage)
 
     def check_constants(self) -> None:
-        """What came from outside is what it was when it came. Raises :class:`Unrecordable`."""
+        """Raise :class:`Unrecordable` if memory from outside has changed since it was registered."""
         for storage, digest in self._constants:
             if fingerprint(storage) != digest:
-                raise Unrecordable("it uses again the memory of a tensor that it was given")
+                raise Unrecordable("it reuses the memory of a tensor that the log refers to")
 
 
 def fingerprint(storage: torch.UntypedStorage) -> bytes:
-    """A digest of some bytes of real memory: of all of them where they are few."""
+    """Return a digest of a storage's bytes; of samples, if it is large."""
     with without_operator_modes(), without_function_modes():
         held = torch.empty(0, dtype=torch.uint8, device=storage.device)
         held.set_(storage, 0, (storage.nbytes(),), (1,))
@@ -199,7 +198,7 @@ def fingerprint(storage: torch.UntypedStorage) -> bytes:
 
 
 def like(tensor: Tensor, value: Tensor) -> Tensor:
-    """``value`` as what ``tensor`` is: a parameter, with its attributes, or not; with a gradient or not."""
+    """Return ``value`` with the class, attributes and requires_grad of ``tensor``."""
     leaf = tensor.is_leaf and tensor.requires_grad
     made = as_class(type(tensor), value.detach(), leaf)
     made.__dict__.update(tensor.__dict__)

@@ -1,9 +1,8 @@
-"""A constructor runs on tensors without bytes, and what it does to them is logged.
+"""Run a constructor on meta tensors, and log its operations.
 
-The tensors are those of the meta device, so what was built is a skeleton already. Every operator is seen below
-autograd: it is carried out without bytes, which gives shapes and shows what shares memory with what, and logged if it
-wrote anything. Values that an operator must have to answer (``item()``, ``nonzero()``) are computed at once from the
-log so far, so a constructor may decide by them.
+The built model is a skeleton on the meta device. Every operator is intercepted below autograd: it runs on meta tensors,
+which gives shapes and shared storage, and is logged if it writes anything. Values that Python needs (``item()``,
+``nonzero()``) are computed at once from the log so far, so a constructor may branch on them.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ logger = logging.getLogger("parallax")
 
 T = TypeVar("T")
 
-_REMEMBERED_BYTES = 1 << 20  # a value this small is remembered until its memory is written again
+_REMEMBERED_BYTES = 1 << 20  # values up to this size are cached until their memory is written again
 _SET_STORAGE = (
     torch.ops.aten.set_.source_Storage,
     torch.ops.aten.set_.source_Storage_storage_offset,
@@ -41,8 +40,8 @@ _RECORDING: ContextVar[OperatorRecorder | None] = ContextVar("recording", defaul
 
 
 def fill(tensor: Tensor, function: Callable[[Tensor], None]) -> None:
-    """Let ``function(tensor)`` give all of a tensor its values: now, or, while a constructor is recorded, when these
-    are asked for. So a constructor may read files of which a stage then reads its own part."""
+    """Initialize a whole tensor by ``function(tensor)``: now, or, in a recorded constructor, when its value is
+    requested. So each stage reads its own part of the files that a constructor loads."""
     recorder = _RECORDING.get()
     if recorder is not None:
         recorder.log_filling(tensor, function)
@@ -52,19 +51,19 @@ def fill(tensor: Tensor, function: Callable[[Tensor], None]) -> None:
 
 
 class OperatorRecorder(OperatorMode):
-    """Logs what is done in its context; ``seed`` decides the values that are asked for meanwhile."""
+    """Logs the operators in its context; ``seed`` determines values that are requested meanwhile."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.log = OperationLog()
         self._replay, self._draws = Replay(self.log, seed), Generators(seed)
         self.to_meta = False
-        """Whether the constructor itself names the meta device in the call under way."""
+        """Whether the constructor itself names the meta device in the current call."""
         self._remembered: dict[View, tuple[int, Tensor]] = {}
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """The context to construct in; all generators are as before after it."""
+        """A context for the constructor; all generators are restored after it."""
         token = _RECORDING.set(self)
         try:
             with self._draws.begun(), self:
@@ -73,7 +72,7 @@ class OperatorRecorder(OperatorMode):
             _RECORDING.reset(token)
 
     def log_filling(self, tensor: Tensor, function: Callable[[Tensor], None]) -> None:
-        """OperationLog that ``function`` overwrites all of ``tensor``."""
+        """Log that ``function`` overwrites all of ``tensor``."""
         with without_function_modes(), without_operator_modes():
             self.log.adopt(tensor.detach())
             view = self.log.view_of(tensor)
@@ -84,7 +83,7 @@ class OperatorRecorder(OperatorMode):
         self.log.operations.append(operation)
 
     def real(self, tensor: Tensor) -> Tensor:
-        """The value of ``tensor`` at this moment. What changes it changes nothing else."""
+        """Return a copy of the current value of ``tensor``."""
         with without_function_modes(), without_operator_modes():
             cell = self.log.cell_of(tensor)
             if cell is None:
@@ -100,7 +99,8 @@ class OperatorRecorder(OperatorMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """A tensor of a class with operators of its own says what they are made of; those come here again."""
+        """Handle an operator. A tensor subclass with its own dispatch decomposes into operators that are intercepted
+        again."""
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented
         with without_function_modes():
@@ -173,7 +173,7 @@ class OperatorRecorder(OperatorMode):
         kwargs: dict[str, Any],
         written: list[Tensor],
     ) -> Operation:
-        """The operation before it is carried out, for it may change the sizes of what it is given."""
+        """Return the operation; called before it runs, because it may resize its arguments."""
 
         def view(part: Any) -> Any:
             if isinstance(part, Tensor) and self.log.cell_of(part) is not None:
@@ -189,15 +189,15 @@ class OperatorRecorder(OperatorMode):
         views = list(_all(View, (operation.args, operation.kwargs)))
         into = [self.log.view_of(tensor) for tensor in written]
         overwritten = {v.cell for v in into if kind.overwrites and v.covers}
-        overwritten -= {v.cell for v in Counter(views) - Counter(into)}  # read, too
+        overwritten -= {v.cell for v in Counter(views) - Counter(into)}  # also read
         operation.writes = tuple(dict.fromkeys(v.cell for v in into))
         operation.reads = tuple(dict.fromkeys(v.cell for v in views if v.cell not in overwritten))
         operation.touches = tuple(dict.fromkeys(v.cell for v in views))
         return operation
 
     def _shapes(self, function: Any, kind: Operator, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What it returns, without bytes. Where the sizes depend on values, or there is no rule for them, it is carried
-        out on real tensors; what it raises then is what a plain constructor gets."""
+        """Return the results as meta tensors. If sizes depend on values, or torch has no meta kernel, the operator runs
+        on real tensors, and raises what a plain constructor would raise."""
         results = NotImplemented
         if not kind.data_dependent:
             try:
@@ -208,14 +208,14 @@ class OperatorRecorder(OperatorMode):
                     results = function(*args, **kwargs)
             except HangError:
                 raise
-            except Exception:  # whatever it is, the real tensors raise it again
-                logger.debug("%s has no rule for its sizes", function)
+            except Exception:  # real tensors raise it again
+                logger.debug("%s has no meta kernel", function)
         if results is NotImplemented:
             results = self._run_on_values(function, args, kwargs)
         return change(results, lambda p: self._bare(p) if isinstance(p, Tensor) else p)
 
     def _run_on_values(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What it returns when it is carried out, with what it wrote in place left as it was."""
+        """Return the results of running it on real tensors; its in-place writes are discarded."""
         originals: dict[int, Tensor] = {}
 
         def real(part: Any) -> Any:
@@ -245,7 +245,7 @@ class OperatorRecorder(OperatorMode):
         return change(results, bare)
 
     def _append(self, operation: Operation, kind: Operator, results: Any, generator: Any) -> None:
-        """OperationLog it if it wrote anything; its results are new where the log does not know their memory."""
+        """Log the operation if it writes anything; results with memory unknown to the log are new."""
         made = [(i, t) for i, t in enumerate(flat(results)) if isinstance(t, Tensor)]
         outputs = []
         for i, tensor in made:
@@ -266,18 +266,18 @@ class OperatorRecorder(OperatorMode):
 
 
 def _fills(kind: Operator, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether it draws into its first argument, by numbers alone, so that all it returns is that. On the meta device
-    torch does this in Python, and loads its compiler for it; on no elements it only looks at the numbers."""
+    """Return whether it draws into its first argument from plain numbers, so that its result is that argument. On the
+    meta device torch does this in Python and imports its compiler; on an empty tensor it only checks the numbers."""
     return (
         kind.draws
         and kind.overwrites
         and [id(tensor) for tensor in _all(Tensor, (args, kwargs))] == [id(args[0])]
-        and 0 not in args[0].stride()  # memory that overlaps itself is refused
+        and 0 not in args[0].stride()  # torch rejects self-overlapping memory
     )
 
 
 def _all(kind: type[T], value: Any) -> Iterator[T]:
-    """Every ``kind`` in nested lists, tuples and dicts."""
+    """Yield every ``kind`` in nested lists, tuples and dicts."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, list | tuple):
@@ -295,7 +295,7 @@ _EMPTY = {
     "new_empty",
     "new_empty_strided",
 }
-"""Operators that only make room."""
+"""Operators that only allocate."""
 
 _OVERWRITES = {
     "bernoulli_",
@@ -310,18 +310,18 @@ _OVERWRITES = {
     "uniform_",
     "zero_",
 }
-"""Operators in place for whom it does not matter what was there."""
+"""In-place operators that ignore the previous content."""
 
 _ALSO_WRITTEN = {"native_batch_norm": ("running_mean", "running_var")}
-"""Arguments that are written though the schema does not say so."""
+"""Arguments that are written although the schema does not declare it."""
 
 
 @dataclass(frozen=True)
 class Operator:
-    """``written`` are the arguments that it writes, by name, and ``overwrites`` whether it does so without reading
-    them; ``looks`` whether it only changes how a tensor looks at memory; ``draws`` whether it is random; ``answers``
-    whether it returns plain values; ``empty`` whether it only makes room; ``shaped`` whether the sizes that it returns
-    depend on values; ``placed`` whether it is told a device; ``moves`` whether it copies there what it is given."""
+    """Properties of an operator. ``written``: names of the arguments that it writes; ``overwrites``: it does not read
+    these; ``changes_metadata``: it only changes a tensor's view of memory; ``draws``: it is random; ``returns_values``:
+    it returns plain values; ``only_allocates``: it leaves memory uninitialized; ``data_dependent``: its output sizes
+    depend on values; ``takes_device``: it has a device argument; ``copies_to_device``: it copies its input there."""
 
     names: tuple[str, ...]
     written: frozenset[str]
@@ -337,7 +337,7 @@ class Operator:
 
 @cache
 def operator(function: Any) -> Operator:
-    """Read from the schema and the tags of an overload of an operator."""
+    """Return the properties, from schema and tags of an operator overload."""
     schema = function._schema
     name = schema.name.rpartition(":")[2]
     arguments, tags = schema.arguments, function.tags

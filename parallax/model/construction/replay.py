@@ -1,13 +1,12 @@
-"""A log is carried out again on the CPU, as far as some tensors need it.
+"""Replay a log on the CPU, as far as the requested tensors need it.
 
-What is needed is found from the end: the last operation that wrote a tensor's memory, what that read, and so on; an
-operation that overwrites all of a piece of memory ends the search for what was in it. The operations that were found
-are carried out in their order, and each piece is freed after its last use, so there is never much more in memory than
-what was asked for.
+The needed operations are found backwards: the last operation that wrote a tensor's memory, its operands, and so on; an
+operation that overwrites a whole storage ends the search for its earlier content. The needed operations run in order,
+and each storage is freed after its last use, so peak memory is little more than the requested tensors.
 
-A random operation draws from a generator of its own, seeded by (seed, its place among the draws), so its numbers do not
-depend on what else is carried out. Where the constructor seeded a generator itself, its draws follow each other as it
-wanted, and those before the one that is needed are carried out too; the states between are kept, one in sixteen.
+A random operation draws from a generator of its own, seeded by (seed, index among the draws), so its numbers do not
+depend on which others are replayed. If the constructor seeded a generator itself, its draws are sequential, and earlier
+ones are replayed too; one in sixteen of the generator states is cached.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from parallax.model.construction.log import (
 )
 from parallax.model.private import without_function_modes, without_operator_modes
 
-_KEPT_STATES = 16  # of so many draws of a seeded generator, one state is kept
+_KEPT_STATES = 16  # draws of a seeded generator per cached state
 
 
 class Replay:
-    """Real tensors for those of ``log``, whose own draws are seeded by ``seed``."""
+    """Computes real tensors of ``log``; ``seed`` seeds the draws that the constructor did not seed."""
 
     def __init__(self, log: OperationLog, seed: int) -> None:
         self._log, self._seed = log, seed
         self._states: dict[int, Tensor] = {}
 
     def values(self, views: Sequence[View]) -> list[Tensor]:
-        """What is in ``views`` at the log's present end. Views that overlap share memory; else a view of a part has
-        memory of its own, so that no more is held than was asked for. What came from outside is copied."""
+        """Return the tensors of ``views`` at the current end of the log. Overlapping views share memory; other partial
+        views are copied, so that no more is held than requested. Constants from outside are copied."""
         by_cell: dict[Cell, list[View]] = {}
         for view in dict.fromkeys(views):
             by_cell.setdefault(view.cell, []).append(view)
@@ -66,7 +65,7 @@ class Replay:
             return [made[view] for view in views]
 
     def _needed(self, wanted: Iterable[Cell]) -> list[int]:
-        """The places of the operations that ``wanted`` depends on, rising."""
+        """Return the indices of the operations that ``wanted`` depends on, ascending."""
         operations = self._log.operations
         found: set[int] = set()
         ahead: list[int] = []
@@ -109,14 +108,14 @@ class Replay:
 
 
 class _Memory:
-    """The real memory of each piece, made when it is first asked for; of those in ``changed`` constants are copied."""
+    """The real storage of each cell, created on first use; constants in ``changed`` are copied."""
 
     def __init__(self, changed: Iterable[Cell]) -> None:
         self._changed = set(changed)
         self._held: dict[Cell, torch.UntypedStorage] = {}
 
     def storage_of(self, cell: Cell) -> torch.UntypedStorage:
-        """Zeros where nothing was written yet: a constructor that does not say gets the same everywhere."""
+        """Return the storage; uninitialized memory is filled with zeros so that every rank builds equal values."""
         held = self._held.get(cell)
         if held is None:
             held = self._held[cell] = self._begin(cell)
@@ -130,7 +129,7 @@ class _Memory:
         return cell.constant.clone() if cell in self._changed else cell.constant
 
     def put(self, view: View, made: Tensor) -> None:
-        """``made`` is the first thing written to its piece."""
+        """Store ``made``, the first tensor written to its cell."""
         storage = made.untyped_storage()
         known = any(storage is held for held in self._held.values())
         same = made.stride() == view.stride and made.storage_offset() == view.offset
@@ -146,13 +145,13 @@ class _Memory:
             view.as_tensor(self.storage_of(view.cell)).copy_(made)
 
     def free(self, cell: Cell) -> None:
-        """Nothing needs the piece any longer."""
+        """Drop the storage of a cell that is no longer needed."""
         self._held.pop(cell, None)
 
 
 class _States:
-    """The states of generators that the constructor seeded. ``kept`` outlives this replay; the others live from the
-    operation that left them to the last one of ``operations`` that follows it."""
+    """The states of generators that the constructor seeded. ``kept`` outlives this replay; the others are held from the
+    operation that left them to their last use in ``operations``."""
 
     def __init__(self, kept: dict[int, Tensor], operations: Sequence[Operation]) -> None:
         self._kept, self._passing = kept, dict[int, Tensor]()
@@ -160,7 +159,7 @@ class _States:
 
     @contextlib.contextmanager
     def drawing(self, place: int, drawn: Drawn | None, seed: int) -> Iterator[None]:
-        """The context in which operation ``place`` draws from the default generator what it drew from its own."""
+        """A context in which operation ``place`` draws from the default generator the numbers of its own generator."""
         if drawn is None:
             yield
             return
@@ -184,7 +183,7 @@ class _States:
 
 
 def _overlap(views: Sequence[View]) -> bool:
-    """Whether some of ``views``, of one piece of memory, span into each other."""
+    """Return whether any of ``views``, all of one storage, overlap."""
     ranges = sorted((v.offset * v.dtype.itemsize, v.span * v.dtype.itemsize) for v in views)
     return any(start + span > after for (start, span), (after, _) in itertools.pairwise(ranges))
 
@@ -206,8 +205,7 @@ def _call(operation: Operation, memory: _Memory) -> None:
 
 @contextlib.contextmanager
 def plain_execution() -> Iterator[None]:
-    """Run operators as they are: without gradients, without any mode that watches or changes them, and without a trace
-    in the caller's random state."""
+    """A context without gradients and modes, which restores the caller's random state."""
     state = torch.default_generator.get_state()
     with without_operator_modes(), without_function_modes(), torch.no_grad():
         try:
@@ -217,7 +215,8 @@ def plain_execution() -> Iterator[None]:
 
 
 def change(value: Any, changed: Callable[[Any], Any]) -> Any:
-    """The same nest of lists, tuples and dicts, as operators take it, with every other part changed."""
+    """Return the same nest of lists, tuples and dicts, as operators accept it, with ``changed`` applied to every
+    leaf."""
     kind = type(value)
     if kind is list or kind is tuple:
         return kind([change(part, changed) for part in value])
@@ -227,7 +226,7 @@ def change(value: Any, changed: Callable[[Any], Any]) -> Any:
 
 
 def flat(results: Any) -> list[Any]:
-    """What an operator returned, one after the other."""
+    """Return an operator's results as a flat list."""
     if isinstance(results, tuple | list):
         return [part for result in results for part in flat(result)]
     return [results]

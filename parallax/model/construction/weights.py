@@ -1,8 +1,8 @@
-"""Weights in safetensors files, read tensor by tensor: a stage reads its own and no others.
+"""Weights in safetensors files, read tensor by tensor: a stage reads only its own.
 
 A checkpoint is one file, or a folder with ``model.safetensors`` or with ``model.safetensors.index.json`` and the shards
-that it names, as ``save_pretrained`` of transformers writes them. Nothing is unpickled. Everything that can be wrong
-with names, shapes and shards is found from the files' headers, before anything is allocated.
+that it names, as ``save_pretrained`` of transformers writes them. Nothing is unpickled. Names, shapes and shards are
+validated from the files' headers, before any allocation.
 """
 
 from __future__ import annotations
@@ -21,38 +21,39 @@ from parallax.errors import CheckpointError, printable
 from parallax.model.files.tensors import Recipe, TensorFiles, held_in
 from parallax.model.files.values import as_dtype, check_kind, is_of_eight_bits, read_as
 
-_PICKLED = (b"PK\x03\x04", b"\x80")  # how files of torch.save begin: zip files now, pickles before
+_PICKLED = (b"PK\x03\x04", b"\x80")  # first bytes of torch.save files: zip, or pickle in old ones
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHOWN = 5  # names in an error
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class FileLayout(Protocol):
-    """What files hold of a model's tensors."""
+    """How files store a model's tensors."""
 
     def recipes(self, held: Mapping[str, Tensor]) -> dict[str, Recipe]:
-        """How each tensor of the model is made, by its name, from files that hold ``held`` (without values)."""
+        """Return the recipe of each tensor of the model, by its name, from files that hold ``held`` (without
+        values)."""
         ...
 
     def may_lack(self, name: str) -> bool:
-        """Whether files need not hold the model's tensor ``name``."""
+        """Return whether files may lack the model's tensor ``name``."""
         ...
 
     def may_hold(self, name: str) -> bool:
-        """Whether the files' tensor ``name`` is known to be of no use."""
+        """Return whether the files' tensor ``name`` can be ignored."""
         ...
 
     def saved(self, names: Iterable[str]) -> list[Recipe]:
-        """How the tensors of files are made from those of the model, ``names``."""
+        """Return the recipes of the file tensors from the model's tensors ``names``."""
         ...
 
     def kept_name(self, names: Sequence[str]) -> str:
-        """Under which of the ``names`` of one tensor it is saved."""
+        """Return the name in ``names``, all of one tensor, under which it is saved."""
         ...
 
 
 class OwnLayout:
-    """Files that hold the model's tensors under the model's names, and nothing else."""
+    """Files with the model's tensors under the model's names, and nothing else."""
 
     def recipes(self, held: Mapping[str, Tensor]) -> dict[str, Recipe]:
         """See :class:`FileLayout`."""
@@ -92,8 +93,8 @@ class SafetensorFiles:
 
 
 class CheckpointWeights:
-    """The tensors of the checkpoint at ``path``, of which ``layout`` knows what they are to the model. ``files`` hold
-    them where that are no safetensors files."""
+    """The tensors of the checkpoint at ``path``, stored in ``layout``. ``files``: their reader, if they are no
+    safetensors files."""
 
     def __init__(self, path: Path, layout: FileLayout, files: TensorFiles | None = None) -> None:
         self._path, self._layout = path, layout
@@ -109,12 +110,12 @@ class CheckpointWeights:
         *,
         made: Collection[str] = (),
     ) -> list[str]:
-        """Every name in ``wanted`` is there with its shape and kind of numbers, under that name or one of its
-        ``aliases``, and there is nothing else but for what may be ``ignored``. Raises :class:`CheckpointError` with the
-        names.
+        """Check that every name in ``wanted`` exists with its shape and kind of type, under that name or one of its
+        ``aliases``, and that nothing else does except ``ignored``. Raises :class:`CheckpointError` with the names.
 
-        What is in ``made`` may be missing, as a whole: a new head, but not one layer of many; with it, what is too much
-        is left unread. Returns what is to be said of both, a line each."""
+        Tensors in ``made`` may be missing as a whole: a new head, but not one layer of many; excess tensors are then
+        left unread. Returns one line about each of the two.
+        """
         known = {*wanted, *ignored, *(other for names in aliases.values() for other in names)}
         missing = [name for name in wanted if self.find(name, aliases) is None]
         new = self._new(missing, made) if len(missing) < len(wanted) else set()
@@ -127,19 +128,19 @@ class CheckpointWeights:
                 wrong.append(f"{found} is {held} and must be {list(tensor.shape)}")
         problems = [
             *_said("it lacks {}", lacking),
-            *_said("it has {}, which the model has not", [] if made else extra),
+            *_said("it has {}, which the model does not have", [] if made else extra),
             *_said("{}", wrong),
         ]
         if problems:
             raise CheckpointError(
-                f"weights {self._path} are not of this model: {'; '.join(problems)}; name the architecture and sizes "
+                f"weights {self._path} do not fit this model: {'; '.join(problems)}; give the architecture and sizes "
                 "that they were saved from"
             )
         self._check_numbers(wanted, aliases, extra)
         unmade = [name for name in missing if not self._layout.may_lack(name)]
         return [
-            *_said("they lack {}, which the model's constructor makes anew", unmade),
-            *_said("they hold {}, which the model has not: unread", extra),
+            *_said("they lack {}, which the model's constructor initializes", unmade),
+            *_said("they hold {}, which the model does not have: ignored", extra),
         ]
 
     def _check_numbers(
@@ -148,7 +149,7 @@ class CheckpointWeights:
         aliases: Mapping[str, Iterable[str]],
         extra: Collection[str],
     ) -> None:
-        """Raise :class:`CheckpointError` where a tensor is of another kind, or has a scale beside it."""
+        """Raise :class:`CheckpointError` if a tensor's type is of another kind, or quantized with a scale beside it."""
         for name, tensor in wanted.items():
             if (found := self.find(name, aliases)) is None:
                 continue
@@ -160,23 +161,23 @@ class CheckpointWeights:
                 scales = [n for n in extra if n.rpartition(".")[0] == part and "scale" in n]
                 if scales:
                     raise CheckpointError(
-                        f"{printable(source)} is in {dtype} with {printable(scales[0])} beside it: weights that are "
-                        "quantized cannot be trained; give those from before that"
+                        f"{printable(source)} is in {dtype} with {printable(scales[0])} beside it: quantized "
+                        "weights cannot be trained; give the unquantized ones"
                     )
 
     def check_ties(self, aliases: Mapping[str, Iterable[str]]) -> None:
-        """Raise :class:`CheckpointError` where what the model has once is there several times, and different."""
+        """Raise :class:`CheckpointError` if the files hold several different values for one tensor of the model."""
         for name, others in aliases.items():
             first, *more = [each for each in (name, *others) if each in self._recipes] or [name]
             for other in more:
                 if not torch.equal(self.read(first), self.read(other)):
                     raise CheckpointError(
-                        f"weights {self._path} have {first} and {other}, which differ, and in the model they are one "
+                        f"weights {self._path} have {first} and {other}, which differ, but in the model they are one "
                         "tensor: untie them, for transformers with +model.config.tie_word_embeddings=false"
                     )
 
     def find(self, name: str, aliases: Mapping[str, Iterable[str]]) -> str | None:
-        """Under which of its names a tensor is there: a shared one is saved once."""
+        """Return the name under which the files hold a tensor; a shared one is saved once."""
         return next(
             (other for other in (name, *aliases.get(name, ())) if other in self._recipes), None
         )
@@ -187,12 +188,13 @@ class CheckpointWeights:
             tensor.copy_(as_dtype(f"weights {self._path}: {name}", self.read(name), tensor.dtype))
 
     def _new(self, missing: Iterable[str], made: Collection[str]) -> set[str]:
-        """Of what is missing what may be: nothing like it is there under another number."""
+        """Return the missing tensors that may be new: the files hold none of the same name with another layer
+        number."""
         there = {_NUMBER.sub("*", name) for name in self._recipes}
         return {name for name in missing if name in made and _NUMBER.sub("*", name) not in there}
 
     def _extra(self, known: Collection[str]) -> list[str]:
-        """What is there and of no use."""
+        """Return the file tensors that are not used."""
         used = {name for name, recipe in self._recipes.items() if name in known}
         sources = {source for name in used for source in self._recipes[name].sources}
         return [
@@ -200,15 +202,15 @@ class CheckpointWeights:
         ]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors, by the model's names."""
+        """Return all shapes, by the model's names."""
         return {name: tuple(self._shape(name)) for name in self._recipes}
 
     def without_values(self, name: str) -> Tensor:
-        """What :meth:`read` gives, without values."""
+        """Return the tensor of :meth:`read` on the meta device."""
         return self._recipes[name].make(self._held.__getitem__)[name]
 
     def read(self, name: str) -> Tensor:
-        """One tensor, by the model's name, in the number format of the files, or float32 where that has eight bits."""
+        """Return one tensor, by the model's name, in the files' number format (float32 for float8)."""
         return self._recipes[name].make(self._read)[name]
 
     def _read(self, name: str) -> Tensor:
@@ -220,7 +222,7 @@ class CheckpointWeights:
 
 
 def _contents(path: Path) -> tuple[dict[str, Path], dict[str, Tensor]]:
-    """Name of every tensor → the file that holds it, and what it is, without values."""
+    """Return for every tensor its file, and the tensor on the meta device."""
     index = path / INDEX
     if path.is_dir() and index.is_file():
         shards = sorted({path / str(name) for name in _read_index(index).values()})
@@ -232,7 +234,7 @@ def _contents(path: Path) -> tuple[dict[str, Path], dict[str, Tensor]]:
         if not shard.is_file():
             pickled = path.is_dir() and any(path.glob("*.bin"))
             why = (
-                "its pickled weights (*.bin) are not read: load and save it again with transformers"
+                "its pickled weights (*.bin) are not supported: load and save it again with transformers"
                 if pickled
                 else f"give a safetensors file, or a folder with {SINGLE} or {INDEX}"
             )
@@ -249,13 +251,13 @@ def _read_index(index: Path) -> dict[str, str]:
         held = dict(read_json(index, MANIFEST_BYTES)["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"weights {index}: it is no index of shards ({error}); download it again"
+            f"weights {index}: it is no valid index of shards ({error}); download it again"
         ) from error
     names = {str(name): str(file) for name, file in held.items()}
     outside = [file for file in names.values() if Path(file).name != file]
     if outside:
         raise CheckpointError(
-            f"weights {index}: it names {outside[0]}, and shards lie beside their index"
+            f"weights {index}: it names {outside[0]}, but shards must be beside their index"
         )
     return names
 
@@ -266,7 +268,7 @@ def _open(path: Path) -> Any:
     except (OSError, SafetensorError) as error:
         if _is_pickled(path):
             raise CheckpointError(
-                f"weights {path}: it was written by torch.save, whose pickles are not read: where you trust it, load "
+                f"weights {path}: it was written by torch.save, whose pickles are not supported: load "
                 "it with torch.load(FILE, weights_only=True), and write it with safetensors.torch.save_file"
             ) from error
         raise CheckpointError(
@@ -283,7 +285,7 @@ def _is_pickled(path: Path) -> bool:
 
 
 def _said(text: str, names: Sequence[str]) -> list[str]:
-    """What is to be said of ``names``, where there are any."""
+    """Return ``text`` with ``names``, or nothing if there are none."""
     return [text.format(_list(names))] if names else []
 
 

@@ -1,1 +1,1 @@
-"""From a configuration to a model: of transformers, of timm or one's own, with adapters of peft."""
+"""Build a model from a configuration: of transformers, of timm, or the user's own, with adapters of peft."""

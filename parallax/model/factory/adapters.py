@@ -1,9 +1,9 @@
-"""Adapters of peft in any model: the base stays as it is, and what is added to it is trained.
+"""Adapters of peft in any model: the base is frozen, the adapters are trained.
 
-The adapters are put into the model's own modules (``peft.inject_adapter_in_model``), so the model keeps its class, its
-forward and its loss. That is done in the constructor, as everything that makes a model is: initial values are peft's
-own, the same under every plan, and each stage makes those of its own tensors. So is reading the base's weights from
-files, because some adapters begin with what they find there (DoRA's magnitudes are norms of the base's weights).
+The adapters are injected into the model's own modules (``peft.inject_adapter_in_model``), so the model keeps its class,
+forward and loss. This happens in the constructor: initial values are peft's own, equal under every plan, and each stage
+computes those of its own tensors. The base's weight files are read there too, because some adapters start from them
+(DoRA's magnitudes are norms of the base's weights).
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from parallax.errors import CheckpointError, ConfigError, nearest, printable
 from parallax.model.pretrained import read_weights, tied_names
 
 ADAPTER = "default"
-"""What peft calls the only adapter of a model; its files leave the name out."""
+"""Peft's name of a model's only adapter; its files omit the name."""
 
 PREFIX = "base_model.model."
-"""What the names of tensors begin with in peft's files."""
+"""The prefix of tensor names in peft's files."""
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 _REFUSED = {
-    "ADALORA": "ranks are dealt out anew between steps, by calls that a training loop makes",
-    "ADAPTION_PROMPT": "it puts prompts before the rows, and attention of its own into the model",
-    "OSF": "it takes the base apart, which checkpoints of adapters do not hold",
-    "POLY": "each row says which task it is of",
-    "PSOFT": "parts of it are made of the base, and are not the same wherever they are made",
-    "SHADOW": "it is a network of its own beside the model",
-    "SHIRA": "where it changes the base is drawn, and no checkpoint would hold that",
-    "XLORA": "it mixes adapters that were trained before",
+    "ADALORA": "it reallocates ranks between steps, in calls of the training loop",
+    "ADAPTION_PROMPT": "it prepends prompts to the rows, and adds its own attention to the model",
+    "OSF": "it decomposes the base, which checkpoints of adapters do not hold",
+    "POLY": "each row needs a task number",
+    "PSOFT": "parts of it are computed from the base, and differ between processes",
+    "SHADOW": "it is a separate network beside the model",
+    "SHIRA": "it changes the base at random indices, which no checkpoint would hold",
+    "XLORA": "it mixes adapters that are already trained",
 }
-"""Methods that are more than modules with parameters of their own, and why."""
+"""Unsupported methods, and why: they need more than modules with parameters of their own."""
 
 _CHANGING = ("corda", "eva", "loftq", "lora_ga", "olora", "pissa")
-"""Initialisations of LoRA that need data, or change the base: a checkpoint without the base would not hold that."""
+"""LoRA initializations that need data or change the base; a checkpoint without the base would lose the change."""
 
 _NAMES = 8  # of modules, in an error
 
@@ -51,9 +51,9 @@ _NAMES = 8  # of modules, in an error
 def adapted(
     model: nn.Module, settings: Mapping[str, Any], weights: str, *, incomplete: bool = False
 ) -> nn.Module:
-    """``model`` with the weights of a file or folder (empty: as it is), which may lack parts such as a new head where
-    they are ``incomplete``, and the adapters that ``settings`` say: those of peft, by its own names. Raises
-    :class:`ConfigError` for what peft does not take."""
+    """Return ``model`` with the weights of a file or folder (empty: unchanged), and with the adapters of ``settings``,
+    in peft's own keys. ``incomplete`` files may lack parts such as a new head. Raises :class:`ConfigError` for settings
+    that peft rejects."""
     config = peft_config(settings)
     _check_targets(model, config)
     if weights:
@@ -69,14 +69,14 @@ def adapted(
     _check_base(found, before.values(), config)
     if not any(parameter.requires_grad for parameter in found.parameters()):
         raise ConfigError(
-            f"model.adapter={_shown(settings)}: nothing in the model would be trained"
+            f"model.adapter={_shown(settings)}: it leaves nothing in the model to train; name modules of the model"
         )
     return found
 
 
 def peft_config(settings: Mapping[str, Any]) -> Any:
-    """The configuration of peft that ``settings`` say. Raises :class:`ConfigError` for keys and values that it does not
-    take, and for methods that are more than modules with parameters."""
+    """Return peft's configuration for ``settings``. Raises :class:`ConfigError` for unknown keys and values, and for
+    methods that need more than modules with parameters."""
     peft, given = _peft(), dict(settings)
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 
@@ -105,7 +105,7 @@ def peft_config(settings: Mapping[str, Any]) -> Any:
     beginning = str(given.get("init_lora_weights", "")).lower()
     if beginning.startswith(_CHANGING):
         raise ConfigError(
-            f"model.adapter.init_lora_weights={printable(beginning)}: it needs data, or changes the base, which "
+            f"model.adapter.init_lora_weights={printable(beginning)}: it needs data or changes the base, which "
             "checkpoints of adapters do not hold; accepted are true, gaussian, orthogonal"
         )
     try:
@@ -115,31 +115,32 @@ def peft_config(settings: Mapping[str, Any]) -> Any:
 
 
 def _refusal(method: str, tuner: Any) -> str:
-    """Why a method cannot be had; nothing where it can."""
+    """Return why a method is unsupported; empty if it is supported."""
     from peft.tuners.tuners_utils import BaseTuner
 
     if method in _REFUSED:
         return _REFUSED[method]
     if not issubclass(tuner, BaseTuner):
-        return "it puts vectors before the rows of the model's inputs"
-    return "its modules share what is in none of them" if tuner.uses_shared_state else ""
+        return "it prepends vectors to the rows of the model's inputs"
+    return (
+        "its modules share tensors that belong to none of them" if tuner.uses_shared_state else ""
+    )
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether ``model`` has adapters of :func:`adapted`."""
+    """Return whether ``model`` has adapters of :func:`adapted`."""
     return ADAPTER in getattr(model, "peft_config", {})
 
 
 def save_adapter(
     model: nn.Module, tensors: Mapping[str, Tensor], directory: Path, *, base: str = ""
 ) -> list[str]:
-    """Write the adapters of ``model``, which may be without values, in the format of peft, so that
-    ``PeftModel.from_pretrained(base, directory)`` loads them: ``adapter_config.json`` and
-    ``adapter_model.safetensors``.
+    """Write the adapters of ``model``, which may lack values, in peft's format (``adapter_config.json`` and
+    ``adapter_model.safetensors``), so that ``PeftModel.from_pretrained(base, directory)`` loads them.
 
-    ``tensors`` are values by the model's names, at least of all that is trained; ``base`` is where the base's weights
-    are. Returns the names among ``tensors`` that peft's files have no place for, such as statistics of a BatchNorm of
-    the base: who loads the adapters has the base's own. Raises :class:`CheckpointError` where nothing can be written.
+    ``tensors``: values by the model's names, at least of all trained parameters. ``base``: location of the base's
+    weights. Returns the names in ``tensors`` that peft's files cannot hold, such as BatchNorm statistics of the base,
+    for which a loaded adapter uses the base's own. Raises :class:`CheckpointError` if nothing can be written.
     """
     peft, adapters = _peft(), cast(Any, model)
     given = dict(tensors)
@@ -176,7 +177,7 @@ def _peft() -> Any:
 
 
 def _check_targets(model: nn.Module, config: Any) -> None:
-    """Each module that is named is there: peft is content with one of them."""
+    """Raise :class:`ConfigError` for a named module that the model lacks: peft accepts a list if one of them exists."""
     names = [name for name, _ in model.named_modules() if name]
     for key in ("target_modules", "modules_to_save", "feedforward_modules"):
         wanted = getattr(config, key, None)
@@ -187,14 +188,14 @@ def _check_targets(model: nn.Module, config: Any) -> None:
                 ends = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
                 there = [end for end in ends if not end.isdecimal()]
                 raise ConfigError(
-                    f"model.adapter.{key}: {printable(str(target))} is no module of {type(model).__name__}, which has "
-                    f"{', '.join(there[:_NAMES])}{' and others' if len(there) > _NAMES else ''}"
+                    f"model.adapter.{key}: {printable(str(target))} is no module of {type(model).__name__}; accepted "
+                    f"are {', '.join(there[:_NAMES])}{' and others' if len(there) > _NAMES else ''}"
                     f"{nearest(str(target), there)}"
                 )
 
 
 def _check_base(model: nn.Module, before: Iterable[tuple[nn.Parameter, int]], config: Any) -> None:
-    """The base has its parameters, with the memory that they had: whoever puts others there changes it."""
+    """Raise :class:`ConfigError` if a base parameter or its memory was replaced: then the base has changed."""
     held = {id(parameter) for parameter in model.parameters()}
     for parameter, memory in before:
         if id(parameter) not in held or parameter.untyped_storage()._cdata != memory:

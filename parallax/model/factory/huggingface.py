@@ -1,4 +1,4 @@
-"""A model of transformers from its configuration, built without weights or loaded from a folder, stage by stage."""
+"""Build a model of transformers from its configuration, with random weights or those of a folder, stage by stage."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from parallax.errors import (
 )
 
 ATTENTION = ("auto", "sdpa", "eager")
-# What a configuration of transformers has, and something else of a run says.
-_SAID_ELSEWHERE = {
-    "dtype": "the number format is precision's: precision=fp32, bf16, mixed_bf16 and others",
-    "torch_dtype": "the number format is precision's: precision=fp32, bf16, mixed_bf16 and others",
-    "attn_implementation": "it is model.attention=auto, sdpa or eager",
-    "gradient_checkpointing": "the plan says what is recomputed: plan.activations=recompute, or auto, block by block",
+# Settings of transformers that other parts of a run's configuration replace.
+_SET_ELSEWHERE = {
+    "dtype": "set the number format with precision=fp32, bf16, mixed_bf16 or others",
+    "torch_dtype": "set the number format with precision=fp32, bf16, mixed_bf16 or others",
+    "attn_implementation": "use model.attention=auto, sdpa or eager",
+    "gradient_checkpointing": "use plan.activations=recompute, or auto to decide per block",
 }
 
 
@@ -36,16 +36,15 @@ _SAID_ELSEWHERE = {
 class HuggingFaceConfig:
     """A model of transformers.
 
-    ``architecture``: a class by its name (``LlamaForCausalLM``), or a task (``AutoModelForSequenceClassification``) for
-    which ``config.model_type`` or the folder names the class. ``config``: settings that differ from the class's default
-    configuration, in nested ones too (``model.config.hidden_size=256``). ``pretrained``: a folder with ``config.json``
-    and safetensors, as ``save_pretrained`` writes it; class, sizes and weights come from there. Weights that it lacks,
-    such as those of a new head, the model's constructor makes. Nothing is downloaded. ``attention``: the implementation
-    by transformers' name; auto is transformers' choice for the class. ``sequence``: tokens in a row of text.
-    ``adapter``: adapters that are trained in place of the model, in peft's own words
-    (:mod:`parallax.model.factory.adapters`). ``verify``: whether the chain is compared with the model's own forward
-    before the first step: true, false, or auto, which does so once for each model
-    (:func:`~parallax.model.verification.verify.verify`).
+    ``architecture``: a class by its name (``LlamaForCausalLM``), or a task (``AutoModelForSequenceClassification``),
+    whose class follows from ``config.model_type`` or the folder. ``config``: settings that differ from the class's
+    default configuration, also nested ones (``model.config.hidden_size=256``). ``pretrained``: a folder with
+    ``config.json`` and safetensors files, as ``save_pretrained`` writes; class, sizes and weights come from it. The
+    model's constructor makes weights that it lacks, such as those of a new head. Nothing is downloaded. ``attention``:
+    the attention implementation by transformers' name; auto is transformers' choice. ``sequence``: tokens per row of
+    text. ``adapter``: adapters to train instead of the model, in peft's own keys
+    (:mod:`parallax.model.factory.adapters`). ``verify``: compare the chain with the model's own forward before the
+    first step: true, false, or auto (once per model, :func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "huggingface"
@@ -62,30 +61,30 @@ class HuggingFaceConfig:
         check_choice("model.attention", self.attention, ATTENTION)
         check_positive("model.sequence", self.sequence)
         for path, key in _keys(self.config):
-            if key in _SAID_ELSEWHERE:
-                raise ConfigError(f"model.config.{path}: {_SAID_ELSEWHERE[key]}; leave it out here")
+            if key in _SET_ELSEWHERE:
+                raise ConfigError(f"model.config.{path}: {_SET_ELSEWHERE[key]}; leave it out here")
 
     def build(self) -> nn.Module:
-        """The model, on torch's default device, with random weights."""
-        settings = copy.deepcopy(self._settings)  # models write into theirs
+        """Return the model, on torch's default device, with random weights."""
+        settings = copy.deepcopy(self._settings)  # models modify their settings
         try:
             model: nn.Module = self._class(settings)
         except (ValueError, ImportError) as error:
             if self.attention == "auto" or "attention" not in str(error):
                 raise
             raise ConfigError(
-                f"model.attention={self.attention}: {self._class.__name__} has none such; use model.attention=auto"
+                f"model.attention={self.attention}: {self._class.__name__} lacks it; use model.attention=auto"
             ) from error
         return model
 
     @property
     def weights(self) -> str:
-        """Where its weights are; empty: they are random."""
+        """The location of its weights; empty: they are random."""
         return self.pretrained
 
     @property
     def vocabulary(self) -> int:
-        """How many different tokens it knows; none where it is a model of images."""
+        """The number of tokens; 0 for a model of images."""
         return int(getattr(self._settings.get_text_config(), "vocab_size", None) or 0)
 
     @cached_property
@@ -105,12 +104,12 @@ class HuggingFaceConfig:
         return found
 
     def _class_for(self, task: str, auto: Any) -> Any:
-        """The class of a task, such as AutoModelForCausalLM, for the model's type."""
+        """Return the class of a task, such as AutoModelForCausalLM, for the model's type."""
         transformers = _transformers()
         kind = str(self.config.get("model_type") or self._saved.get("model_type") or "")
         if not kind:
             raise ConfigError(
-                f"model.architecture={task}: it is a task; say for which model with model.config.model_type, such as "
+                f"model.architecture={task}: it is a task; name the model with model.config.model_type, such as "
                 "llama, or give model.pretrained"
             )
         if kind not in transformers.CONFIG_MAPPING:
@@ -123,7 +122,7 @@ class HuggingFaceConfig:
         if found is None:
             tasks = ", ".join(_tasks_of(known)) or "none"
             raise ConfigError(
-                f"model.architecture={task}: there is none for model_type={kind}; accepted are {tasks}"
+                f"model.architecture={task}: model_type={kind} does not support it; accepted are {tasks}"
             )
         classes = list(found) if isinstance(found, list | tuple) else [found]
         saved = self._saved.get("architectures") or []
@@ -140,23 +139,23 @@ class HuggingFaceConfig:
 
     @cached_property
     def _settings(self) -> Any:
-        """The configuration of transformers that this one says."""
+        """The configuration object of transformers."""
         kind = self._class.config_class
         asked = {key: value for key, value in self.config.items() if key != "model_type"}
         if asked:
             _check_known("model.config", asked, kind())
-        asked = copy.deepcopy(asked)  # transformers writes into nested ones
+        asked = copy.deepcopy(asked)  # transformers modifies nested ones
         try:
             if self.pretrained:
                 settings = kind.from_pretrained(str(self._folder), local_files_only=True, **asked)
             else:
                 settings = kind(**asked)
-        except Exception as error:  # whatever its checks of a setting raise
+        except Exception as error:  # checks of a setting may raise anything
             raise ConfigError(
                 f"model.config={self.config}: {' '.join(str(error).split()):.300}"
             ) from error
         if self.attention != "auto":
-            settings._attn_implementation = self.attention  # of nested ones, too
+            settings._attn_implementation = self.attention  # also sets nested ones
         for key, value in asked.items():
             part: Any = getattr(settings, key, None)
             if isinstance(value, Mapping) and hasattr(part, "to_diff_dict"):
@@ -171,8 +170,8 @@ class HuggingFaceConfig:
             as_dict = quantized if isinstance(quantized, Mapping) else vars(quantized)
             method = printable(str(as_dict.get("quant_method")))
             raise ConfigError(
-                f"model.pretrained={self.pretrained}: its weights are quantized ({method}), and those cannot be "
-                "trained; give the folder of the model before that"
+                f"model.pretrained={self.pretrained}: its weights are quantized ({method}) and cannot be "
+                "trained; give the folder of the unquantized model"
             )
 
     @property
@@ -181,7 +180,7 @@ class HuggingFaceConfig:
 
     @cached_property
     def _saved(self) -> dict[str, Any]:
-        """What the folder's ``config.json`` says; nothing where there is no folder."""
+        """The content of the folder's ``config.json``; empty without a folder."""
         if not self.pretrained:
             return {}
         path = self._folder / "config.json"
@@ -209,7 +208,7 @@ class HuggingFaceConfig:
 
 
 def _check_known(path: str, asked: Mapping[str, Any], known: Any) -> None:
-    """Every key is one of the configuration ``known``, a default one."""
+    """Raise :class:`ConfigError` for a key that ``known``, a default configuration, lacks."""
     for key in asked:
         if key != "model_type" and not hasattr(known, str(key)):
             raise ConfigError(
@@ -218,7 +217,7 @@ def _check_known(path: str, asked: Mapping[str, Any], known: Any) -> None:
 
 
 def _keys(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """Every key of a nest, with its path."""
+    """Yield every key of a nest with its path."""
     for key, value in tree.items():
         yield f"{path}{key}", str(key)
         if isinstance(value, Mapping):
@@ -226,7 +225,7 @@ def _keys(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _tasks_of(kind: Any) -> list[str]:
-    """The names of the tasks that transformers has a class for, with a configuration of that class."""
+    """Return the names of the tasks for which transformers has a class with that configuration class."""
     transformers = _transformers()
     names = [name for name in dir(transformers) if name.startswith("AutoModel")]
     mappings = {

@@ -1,5 +1,5 @@
-"""From a model's configuration to the function that builds it. Class paths come from the user's own
-configuration only, never from a checkpoint, a plan or a profile."""
+"""The function that builds a model from its configuration. Class paths come from the user's own configuration only,
+never from a checkpoint, a plan or a profile."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ class CustomModelConfig:
     """The user's own model.
 
     ``target``: the factory as ``package.module:function``; it returns any nn.Module. ``kwargs``: its arguments,
-    ``model.kwargs.width=64`` on a command line. ``blocks``: the chain of blocks where the one that is found (see
-    :func:`~parallax.model.describe.describe`) is not the one that is wanted: module paths, ``*`` for the members of a
-    ModuleList, in the order that data flows (``[embed, layers.*, norm, head]``). ``weights``: a safetensors file, or a
-    folder of them, to begin with. ``adapter``: adapters that are trained in place of the model, in peft's own words
-    (:mod:`parallax.model.factory.adapters`). ``verify``: whether the chain is compared with the model's own forward
-    before the first step: true, false, or auto, which does so once for each model
-    (:func:`~parallax.model.verification.verify.verify`).
+    ``model.kwargs.width=64`` on a command line. ``blocks``: the chain of blocks, if the automatic one
+    (:func:`~parallax.model.describe.describe`) does not suit: module paths in the order of data flow, ``*`` for the
+    members of a ModuleList (``[embed, layers.*, norm, head]``). ``weights``: a safetensors file, or a folder of them,
+    with initial weights. ``adapter``: adapters to train instead of the model, in peft's own keys
+    (:mod:`parallax.model.factory.adapters`). ``verify``: compare the chain with the model's own forward before the
+    first step: true, false, or auto (once per model, :func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "custom"
@@ -49,16 +48,16 @@ class CustomModelConfig:
 
 
 BuiltModelConfig = GPTConfig | MLPConfig | CustomModelConfig | HuggingFaceConfig | TimmConfig
-"""Models with code, which can be trained."""
+"""Models that can be built and trained."""
 AdaptableModelConfig = CustomModelConfig | HuggingFaceConfig | TimmConfig
-"""Models that may have weights in files, and adapters."""
+"""Models that support weight files and adapters."""
 ModelConfig = BuiltModelConfig | TransformerConfig
-"""All models; a TransformerConfig has sizes only and can be planned for."""
+"""All models; a TransformerConfig has sizes only, for planning."""
 
 
 def build_model(config: BuiltModelConfig) -> nn.Module:
-    """The model of ``config``, with its adapters where it has some; these begin with weights of files, others are given
-    them stage by stage (:func:`weights_of`)."""
+    """Return the model of ``config``, with its adapters. Weight files are read here only for adapters; otherwise each
+    stage reads its own (:func:`weights_of`)."""
     model = config.build()
     if isinstance(config, AdaptableModelConfig) and config.adapter:
         unread = "" if isinstance(config, TimmConfig) else config.weights
@@ -69,14 +68,14 @@ def build_model(config: BuiltModelConfig) -> nn.Module:
 
 
 def weights_of(config: BuiltModelConfig) -> str:
-    """Where weights are that :func:`build_model` does not read; empty: there are none."""
+    """Return the location of weights that :func:`build_model` does not read; empty: there are none."""
     if isinstance(config, CustomModelConfig | HuggingFaceConfig) and not config.adapter:
         return config.weights
     return ""
 
 
 def base_of(config: BuiltModelConfig, seed: int) -> str:
-    """What a model with adapters was made of, in words; empty where it has none."""
+    """Return a text that identifies the base of a model with adapters; empty without adapters."""
     if not isinstance(config, AdaptableModelConfig) or not config.adapter:
         return ""
     made = config.target if isinstance(config, CustomModelConfig) else config.architecture

@@ -1,4 +1,4 @@
-"""A model of timm by its name, built without weights or loaded from a file or folder of its own, stage by stage."""
+"""Build a model of timm by its name, with random weights or those of a file or folder, stage by stage."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ _TWICE = re.compile(r"got multiple values for keyword argument '(\w+)'")
 class TimmConfig:
     """A model of timm.
 
-    ``architecture``: its name, one of those that ``timm.list_models()`` gives (``vit_tiny_patch16_224``). ``kwargs``:
-    arguments, as ``timm.create_model`` takes them. ``pretrained``: a safetensors file, or a folder with
-    ``model.safetensors`` and perhaps ``config.json``, as timm's ``save_for_hf`` writes it; weights come from there, and
-    so do architecture and arguments where these are not given. A head for other classes begins as the constructor makes
-    it. Nothing is downloaded. ``adapter``: adapters that are trained in place of the model, in peft's own words
-    (:mod:`parallax.model.factory.adapters`). ``verify``: whether the chain is compared with the model's own forward
-    before the first step: true, false, or auto, which does so once for each model
-    (:func:`~parallax.model.verification.verify.verify`).
+    ``architecture``: a name of ``timm.list_models()`` (``vit_tiny_patch16_224``). ``kwargs``: arguments of
+    ``timm.create_model``. ``pretrained``: a safetensors file, or a folder with ``model.safetensors`` and optionally
+    ``config.json``, as timm's ``save_for_hf`` writes; weights come from it, and architecture and arguments too if you
+    give none. A head for other classes keeps the constructor's values. Nothing is downloaded. ``adapter``: adapters to
+    train instead of the model, in peft's own keys (:mod:`parallax.model.factory.adapters`). ``verify``: compare the
+    chain with the model's own forward before the first step: true, false, or auto (once per model,
+    :func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "timm"
@@ -47,11 +46,11 @@ class TimmConfig:
         for key in ("pretrained", "checkpoint_path"):
             if key in self.kwargs:
                 raise ConfigError(
-                    f"model.kwargs.{key}: weights are read stage by stage; name a file or folder in model.pretrained"
+                    f"model.kwargs.{key}: each stage reads its own weights; name a file or folder in model.pretrained"
                 )
 
     def build(self) -> nn.Module:
-        """The model, on torch's default device, with random weights or with those of its files."""
+        """Return the model, on torch's default device, with random weights or those of its files."""
         arguments = {"model_name": self._architecture, **self._saved_arguments, **self.kwargs}
         try:
             model: nn.Module = call_target("model", "timm:create_model", arguments)
@@ -60,7 +59,7 @@ class TimmConfig:
             if found is None or found[1] not in self.kwargs:
                 raise
             raise ConfigError(
-                f"model.kwargs.{found[1]}: {self._architecture} of timm sets it itself; leave it out, or name another "
+                f"model.kwargs.{found[1]}: {self._architecture} of timm sets it itself; remove it, or name another "
                 "architecture"
             ) from error
         if self.pretrained:
@@ -68,19 +67,21 @@ class TimmConfig:
         return model
 
     def _read(self, model: nn.Module) -> None:
-        """All weights, but those of a head for other classes than the files'."""
+        """Load all weights except those of a head for other classes."""
         path = Path(self.pretrained).expanduser()
         heads = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
         heads = (heads,) if isinstance(heads, str) else heads
         known = [f"{head}.{kind}" for head in heads for kind in ("weight", "bias")]
         new = mismatched_shapes(model, path, known)
         if new:
-            log_once(f"weights {path}: {', '.join(new)} are for other classes, and begin anew")
+            log_once(
+                f"weights {path}: {', '.join(new)} are for other classes: the constructor initializes them"
+            )
         read_weights(model, path, without=new)
 
     @property
     def weights(self) -> str:
-        """Where the weights are that it begins with; empty: they are random."""
+        """The location of its initial weights; empty: they are random."""
         return self.pretrained
 
     @property
@@ -107,7 +108,7 @@ class TimmConfig:
 
     @cached_property
     def _saved(self) -> dict[str, Any]:
-        """What the folder of weights says of its model; nothing where there is none."""
+        """The content of the folder's ``config.json``; empty if there is none."""
         if not self.pretrained:
             return {}
         path = Path(self.pretrained).expanduser() / "config.json"
@@ -118,13 +119,13 @@ class TimmConfig:
             return dict(found)
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(
-                f"model.pretrained={self.pretrained}: {path} is not what timm writes ({error}); give a folder that "
+                f"model.pretrained={self.pretrained}: {path} is not in timm's format ({error}); give a folder that "
                 "save_for_hf of timm wrote, or a safetensors file and model.architecture"
             ) from error
 
     @property
     def _saved_arguments(self) -> dict[str, Any]:
-        """Those that the saved model was made with, where it is the one that is asked for."""
+        """The arguments of the saved model, if it has the requested architecture."""
         if self._saved.get("architecture") != self._architecture.partition(".")[0]:
             return {}
         found = dict(self._saved.get("model_args") or {})
@@ -143,7 +144,7 @@ def _timm() -> Any:
             raise
         build = torch.__version__.partition("+")[2] or "cpu"
         raise ConfigError(
-            f"model=timm: torchvision is of another build than torch {torch.__version__} ({error}); pip install "
+            f"model=timm: torchvision does not match torch {torch.__version__} ({error}); run pip install "
             f"--force-reinstall --no-deps torchvision --index-url https://download.pytorch.org/whl/{build}"
         ) from error
     return timm

@@ -1,1 +1,1 @@
-"""What safetensors files hold of a model, and how tensors of one side are made from those of the other."""
+"""Weight files: formats, and conversion between file tensors and model tensors."""

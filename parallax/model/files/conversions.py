@@ -1,8 +1,8 @@
-"""What the files of a transformers model hold, where that is not what the model holds: other names, and tensors that
-are computed from those of the model, such as the experts of a layer one by one.
+"""Names and tensors in weight files of transformers that differ from the model's: other names, and tensors computed
+from the model's, such as the separate experts of a layer.
 
-transformers keeps, for each kind of model, the steps from files to the model, and their reverse. They are taken from
-there (:mod:`transformers.conversion_mapping`), and carried out for the tensors that are asked for.
+For each kind of model, transformers has the conversion steps from files to model and their reverse
+(:mod:`transformers.conversion_mapping`). These are applied to the requested tensors only.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from parallax.model.files.tensors import Read, Recipe
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Whether ``model`` is one of transformers, and not something around one that passes on its attributes."""
+    """Return whether ``model`` is one of transformers; a wrapper that forwards attributes is not."""
     return class_of_transformers(model) is not None
 
 
 def class_of_transformers(model: nn.Module) -> Any:
-    """The class of transformers that ``model`` is of, or is derived from; None: there is none."""
+    """Return the class of transformers that ``model`` is an instance of; None: there is none."""
     kinds = [
         kind
         for kind in type(model).__mro__
@@ -35,14 +35,14 @@ def class_of_transformers(model: nn.Module) -> Any:
 
 
 class PretrainedLayout:
-    """The files of ``model``, a model of transformers, for which it may be without values."""
+    """The layout of the weight files of ``model``, a model of transformers, which may lack values."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._unmissed = _pattern(getattr(model, "_keys_to_ignore_on_load_missing", None))
         unread = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
         buffers = [name for name, _ in model.named_buffers()]
-        # Buffers that older releases saved.
+        # Older releases saved these buffers.
         for end, pattern in (
             ("rotary_emb.inv_freq", r"rotary_emb\.inv_freq"),
             ("position_ids", r"(^|\.)position_ids$"),
@@ -52,16 +52,16 @@ class PretrainedLayout:
         self._unread = _pattern(unread)
 
     def may_lack(self, name: str) -> bool:
-        """Whether files need not hold the model's tensor ``name``: its constructor makes it."""
+        """Return whether files may lack the model's tensor ``name``, because the constructor makes it."""
         return self._unmissed(name)
 
     def may_hold(self, name: str) -> bool:
-        """Whether the files' tensor ``name`` is known to be of no use."""
+        """Return whether the files' tensor ``name`` can be ignored."""
         return self._unread(name)
 
     def recipes(self, held: Mapping[str, Tensor]) -> dict[str, Recipe]:
-        """How each tensor of the model is made, by its name, from files that hold ``held`` (without values). Raises
-        :class:`CheckpointError` where some of them do not go together."""
+        """Return the recipe of each tensor of the model, by its name, from files that hold ``held`` (without values).
+        Raises :class:`CheckpointError` for files that do not fit together."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import dot_natural_key, rename_source_key
 
@@ -88,11 +88,12 @@ class PretrainedLayout:
         return found
 
     def saved(self, names: Iterable[str]) -> list[Recipe]:
-        """How the tensors of the files are made from those of the model, ``names``: as ``save_pretrained`` would."""
+        """Return the recipes of the file tensors from the model's tensors ``names``, as ``save_pretrained`` would write
+        them."""
         from transformers import core_model_loading
         from transformers.conversion_mapping import get_model_conversion_mapping
 
-        # Whether there was such a prefix only files that were read can say. Older releases have none.
+        # Prefix changes depend on the files that were read. Older releases lack the class.
         prefixes: Any = getattr(core_model_loading, "PrefixChange", ())
         steps = [
             step.reverse_transform()
@@ -115,13 +116,14 @@ class PretrainedLayout:
         return found
 
     def kept_name(self, names: Sequence[str]) -> str:
-        """Under which of the ``names`` of one tensor it is saved: the one that transformers ties the others to."""
+        """Return the name in ``names``, all of one tensor, under which it is saved: the one that transformers ties the
+        others to."""
         tied = getattr(self._model, "all_tied_weights_keys", None) or {}
         return next((name for name in names if name not in tied), names[0])
 
 
 def _sorted_out(steps: Iterable[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """Steps that rename, steps that compute, and these by what they match."""
+    """Return the renaming steps, the converting steps, and the latter by source pattern."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     steps = list(steps)
@@ -145,11 +147,11 @@ def _renamed(name: str, renamings: Iterable[Any]) -> str:
 
 
 def _converting(model: Any, step: Any, first: str, parts: list[tuple[str, str]]) -> Recipe:
-    """What ``step`` computes from ``parts``, names with the pattern that each matched; ``first`` is what the first of
-    its results is called."""
+    """Return the recipe of ``step`` for ``parts``, names with the pattern that each matched; ``first`` is the name of
+    its first result."""
 
     def make(read: Read) -> dict[str, Tensor]:
-        fresh = copy.deepcopy(step)  # it keeps what it is given
+        fresh = copy.deepcopy(step)  # it stores its inputs
         for name, pattern in parts:
             fresh.add_tensor(first, name, pattern, partial(read, name))
         made = fresh.convert(first, model=model, config=model.config)
@@ -170,18 +172,18 @@ def _renaming(recipe: Recipe, rename: Callable[[str], str]) -> Recipe:
 def _made(recipe: Recipe, held: Mapping[str, Tensor]) -> list[str]:
     try:
         return list(recipe.make(held.__getitem__))
-    except Exception as error:  # whatever transformers says of tensors that do not fit
+    except Exception as error:  # transformers raises various errors for tensors that do not fit
         first, *more = recipe.sources
         others = f" and {len(more)} more" if more else ""
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"{first}{others} cannot be turned into what transformers makes of them ({reason:.200}): give the whole "
+            f"{first}{others} cannot be converted as transformers does ({reason:.200}): give the whole "
             "folder that save_pretrained wrote, with its config.json"
         ) from error
 
 
 def _pattern(patterns: Iterable[str] | None) -> Callable[[str], bool]:
-    """Whether a name has any of ``patterns`` in it."""
+    """Return a function that tells whether a name matches any of ``patterns``."""
     joined = "|".join(f"(?:{pattern})" for pattern in patterns or ())
     matcher = re.compile(joined) if joined else None
     return lambda name: matcher is not None and matcher.search(name) is not None

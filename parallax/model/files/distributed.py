@@ -1,12 +1,12 @@
-"""Tensors in folders of torch's distributed checkpoint format, read without executing what such a folder says.
+"""Read tensors from folders of torch.distributed.checkpoint without executing code from them.
 
-Its index, ``.metadata``, is a pickle. torch unpickles it, and a pickle may call any function of any module. Here the
-same bytes are read by an unpickler that knows a dozen names, of torch's own records, and gives an inert record for
-each: no class of torch's is made, no function is found, and another name is refused. What the records say is then
-checked as data: types, names of files beside the index, places within these files.
+The index, ``.metadata``, is a pickle, and a pickle may call any function of any module when torch loads it. Here a
+restricted unpickler accepts a dozen names, of torch's own records, and creates an inert record for each: it
+instantiates no class of torch, finds no function and rejects other names. The records are then validated as data:
+types, names of files beside the index, byte ranges within these files.
 
-Values lie in the other files as ``torch.save`` wrote them, one after the other. They are read with
-``weights_only=True``, which is torch's own reader of tensors and nothing else.
+Values are in the other files, written by ``torch.save`` one after the other. They are loaded with
+``weights_only=True``, torch's own restricted reader of tensors.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch import Tensor
 from parallax.errors import CheckpointError, printable
 
 METADATA = ".metadata"
-LARGEST = 256 * 2**20  # bytes of an index: a few hundred for each part of a tensor
+LARGEST = 256 * 2**20  # bytes of an index, which has a few hundred per chunk of a tensor
 _RECORDS = "torch.distributed.checkpoint.metadata"
 _PLACES = "torch.distributed.checkpoint.filesystem"
 
 
 class _Record:
-    """Stands for any object of torch's: what it was made of and what was set, as data."""
+    """An inert stand-in for an object of torch: its constructor arguments and state, as data."""
 
     def __init__(self, *made_of: Any) -> None:
         self.made_of = made_of
@@ -67,22 +67,22 @@ _KNOWN: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds what is known, and torch's number formats, and nothing else."""
+    """Resolves the known names and torch's dtypes, and rejects all others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """An inert record, or a number format."""
+        """Return an inert record or a dtype."""
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
         found = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
         if isinstance(found, torch.dtype):
             return found
         raise pickle.UnpicklingError(
-            f"it names {module}.{name}, which is no part of an index and is not executed"
+            f"it names {module}.{name}, which an index does not contain; it is not executed"
         )
 
 
 class _StoredPiece(NamedTuple):
-    """A piece of a tensor: where in it, and the run of bytes that holds it."""
+    """A chunk of a tensor: its offsets and sizes, and the byte range that holds it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -92,8 +92,8 @@ class _StoredPiece(NamedTuple):
 
 
 class DistributedFiles:
-    """The tensors in the folder ``path``: ``held`` without values, by their names in the state_dict, whose levels are
-    joined by dots. Whatever is wrong with the folder raises :class:`CheckpointError`."""
+    """The tensors in the folder ``path``. ``held``: meta tensors by their names in the state_dict, levels joined by
+    dots. Raises :class:`CheckpointError` for any defect of the folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -101,13 +101,13 @@ class DistributedFiles:
         found = {
             name: self._tensor(name, record, places)
             for name, record in records.items()
-            if hasattr(record, "chunks")  # others are objects that were pickled
+            if hasattr(record, "chunks")  # other entries are pickled objects
         }
         self.held: Mapping[str, Tensor] = {name: tensor for name, (tensor, _) in found.items()}
         self._parts = {name: parts for name, (_, parts) in found.items()}
 
     def read(self, name: str) -> Tensor:
-        """One tensor, put together from its parts."""
+        """Return one tensor, assembled from its chunks."""
         due = self.held[name]
         parts = self._parts[name]
         if len(parts) == 1:
@@ -119,12 +119,12 @@ class DistributedFiles:
         return whole
 
     def _index(self) -> tuple[dict[str, Any], dict[Any, Any]]:
-        """Records of tensors by name, and places of their parts."""
+        """Return the tensors' records by name, and the locations of their chunks."""
         file = self.path / METADATA
         try:
             if file.stat().st_size > LARGEST:
                 raise CheckpointError(
-                    f"{printable(str(file))} has {file.stat().st_size} bytes, and no index is read beyond {LARGEST}"
+                    f"{printable(str(file))} has {file.stat().st_size} bytes; an index may have at most {LARGEST}"
                 )
             with file.open("rb") as stream:
                 found = _Unpickler(stream).load()
@@ -135,7 +135,7 @@ class DistributedFiles:
             ) from error
         except CheckpointError:
             raise
-        except Exception as error:  # whatever an unpickler makes of bytes that are no pickle
+        except Exception as error:  # an unpickler may raise anything on malformed bytes
             raise self._damaged(f"{METADATA}: {error}") from error
 
     def _tensor(
@@ -145,7 +145,7 @@ class DistributedFiles:
             dtype, shape = _dtype(record.properties), _numbers(record.size)
             parts = [self._part(name, chunk, places) for chunk in record.chunks]
         except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
-            raise self._damaged(f"what {METADATA} says of {name}: {error}") from error
+            raise self._damaged(f"the record of {name} in {METADATA}: {error}") from error
         inside = all(
             len(part.offsets) == len(part.sizes) == len(shape)
             and all(at + size <= whole for at, size, whole in zip(part.offsets, part.sizes, shape))
@@ -157,7 +157,7 @@ class DistributedFiles:
             or covered != math.prod(shape)
             or len({p.offsets for p in parts}) < len(parts)
         ):
-            raise self._damaged(f"the parts of {name} are not all of it, each once")
+            raise self._damaged(f"the chunks of {name} do not cover it exactly once")
         return torch.empty(shape, dtype=dtype, device="meta"), parts
 
     def _part(self, name: str, chunk: Any, places: Mapping[Any, Any]) -> _StoredPiece:
@@ -165,9 +165,9 @@ class DistributedFiles:
         place = places[name, offsets]
         file = str(place.relative_path)
         if Path(file).name != file or file in ("", ".", ".."):
-            raise ValueError(f"it names {file!r}, and files lie beside their index")
+            raise ValueError(f"it names {file!r}, but files must be beside their index")
         if getattr(place, "transform_descriptors", None):
-            raise ValueError("it is compressed, which is not read")
+            raise ValueError("it is compressed, which is not supported")
         start, length = _numbers((place.offset, place.length))
         return _StoredPiece(offsets, sizes, file, start, length)
 
@@ -178,27 +178,27 @@ class DistributedFiles:
                 stream.seek(part.start)
                 data = stream.read(min(part.length, file.stat().st_size))
             found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever torch makes of bytes that are no tensor
+        except Exception as error:  # torch.load may raise anything on malformed bytes
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise self._damaged(f"{name} in {part.file}: {reason:.200}") from error
         if not isinstance(found, Tensor) or (found.shape, found.dtype) != (part.sizes, due.dtype):
-            raise self._damaged(f"{part.file} holds something else where {name} is due")
+            raise self._damaged(f"{part.file} does not hold {name} where it should")
         return found.detach()
 
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(
-            f"{printable(str(self.path))} is damaged, or was made to do harm ({printable(what)}): write it again"
+            f"{printable(str(self.path))} is damaged or malicious ({printable(what)}): write it again"
         )
 
 
 def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise TypeError("names of tensors are due")
+        raise TypeError("expected names of tensors")
     return value
 
 
 def _places(value: Any) -> dict[Any, Any]:
-    """By name and offset."""
+    """Return the chunk locations by name and offset."""
     return {
         (index.fqn, _numbers(getattr(index, "offset", None) or ())): place
         for index, place in value.items()
@@ -206,14 +206,14 @@ def _places(value: Any) -> dict[Any, Any]:
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    """Whole numbers of 0 or more."""
+    """Check that ``value`` is a tuple of non-negative integers."""
     if not isinstance(value, tuple) or not all(type(each) is int and each >= 0 for each in value):
-        raise ValueError(f"{value!r:.50} where whole numbers are due")
+        raise ValueError(f"{value!r:.50} is no tuple of non-negative integers")
     return value
 
 
 def _dtype(properties: Any) -> torch.dtype:
     found = properties.state[0]
     if not isinstance(found, torch.dtype):
-        raise TypeError("no number format")
+        raise TypeError("expected a dtype")
     return found

@@ -1,5 +1,5 @@
-"""Tensors between a model and safetensors files: how those of one side are made from those of the other, what a file's
-header says of them, and files that are written tensor by tensor, so that no more than one need be in memory."""
+"""Tensors in safetensors files: recipes that convert between model and files, headers, and writing tensor by tensor, so
+that only one need be in memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch import Tensor
 from parallax.errors import CheckpointError, printable
 
 Read = Callable[[str], Tensor]
-"""One tensor of the side that is read, by its name there."""
+"""Reads one tensor of the source side by its name there."""
 
 
 class TensorFiles(Protocol):
-    """Files with tensors: ``held`` are these by name, without values."""
+    """Files with tensors; ``held``: meta tensors by name."""
 
     held: Mapping[str, Tensor]
 
@@ -45,27 +45,27 @@ NUMBER_FORMATS = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""What safetensors calls torch's number formats."""
+"""Safetensors' names of torch's dtypes."""
 
 FORMAT_NAMES = {dtype: name for name, dtype in NUMBER_FORMATS.items()}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Tensors that are made together, from the ``sources`` of the other side; ``make`` gives them by name. It runs on
-    tensors without values as well, which says what there will be."""
+    """A function that makes tensors by name from the ``sources`` of the other side. It also runs on meta tensors, to
+    get names, shapes and types."""
 
     sources: tuple[str, ...]
     make: Callable[[Read], dict[str, Tensor]]
 
     @classmethod
     def same(cls, source: str, name: str) -> Recipe:
-        """One tensor as it is, under another name."""
+        """Return the recipe of one unchanged tensor under another name."""
         return cls((source,), lambda read: {name: read(source)})
 
 
 def held_in(file: Any) -> dict[str, Tensor]:
-    """What an open safetensors file holds, without values."""
+    """Return the tensors of an open safetensors file, as meta tensors."""
     return {name: _without_values(name, file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
 
 
@@ -73,14 +73,14 @@ def _without_values(name: str, part: Any) -> Tensor:
     kind = part.get_dtype()
     if kind not in NUMBER_FORMATS:
         raise CheckpointError(
-            f"{printable(name)} is in number format {kind}, which is not read here: accepted are "
+            f"{printable(name)} is in number format {kind}, which is not supported: accepted are "
             f"{', '.join(NUMBER_FORMATS)}"
         )
     return torch.empty(part.get_shape(), dtype=NUMBER_FORMATS[kind], device="meta")
 
 
 def file_head(held: Mapping[str, Tensor]) -> bytes:
-    """What stands in a safetensors file before the values of the tensors ``held``, which follow in this order."""
+    """Return the header of a safetensors file with the tensors ``held``, in this order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, tensor in held.items():
@@ -89,15 +89,15 @@ def file_head(held: Mapping[str, Tensor]) -> bytes:
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # values begin at a multiple of eight
+    text += b" " * (-len(text) % 8)  # data must start at a multiple of eight
     return struct.pack("<Q", len(text)) + text
 
 
 def write_tensors(
     path: Path, held: Mapping[str, Tensor], recipes: Sequence[Recipe], read: Read
 ) -> None:
-    """Write the tensors that ``recipes`` make, in their order, to a safetensors file; ``held``: all of them, in the
-    same order, without values."""
+    """Write the tensors of ``recipes``, in order, to a safetensors file; ``held``: all of them, in the same order, as
+    meta tensors."""
     with path.open("wb") as file:
         file.write(file_head(held))
         names = iter(held.items())
@@ -114,6 +114,6 @@ def _plain_bytes(tensor: Tensor) -> Any:
 def _check_due(name: str, tensor: Tensor, due: str, wanted: Tensor) -> None:
     if (name, tensor.shape, tensor.dtype) != (due, wanted.shape, wanted.dtype):
         raise CheckpointError(
-            f"{name} became {list(tensor.shape)} of {tensor.dtype} where {due} of {list(wanted.shape)} and "
-            f"{wanted.dtype} was due: the checkpoint has changed meanwhile; run it again"
+            f"{name} is now {list(tensor.shape)} of {tensor.dtype} instead of {due} of {list(wanted.shape)} and "
+            f"{wanted.dtype}: the checkpoint has changed meanwhile; run it again"
         )

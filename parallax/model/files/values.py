@@ -1,4 +1,4 @@
-"""What tensors of files may be in a model: number formats that become the model's, and numbers that are numbers."""
+"""Number formats and values that file tensors may have in a model."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ _ACCEPTED = {
 
 
 def is_of_eight_bits(dtype: torch.dtype) -> bool:
-    """Whether it is one of the floats of eight bits."""
+    """Return whether it is one of the float8 types."""
     return dtype in _OF_EIGHT_BITS
 
 
 def read_as(dtype: torch.dtype) -> torch.dtype:
-    """What tensors of ``dtype`` are read as. Torch computes next to nothing with floats of eight bits, and float32
-    holds each of their numbers."""
+    """Return the type in which tensors of ``dtype`` are read: float32 for float8, for which torch has few operators;
+    other types unchanged."""
     return torch.float32 if is_of_eight_bits(dtype) else dtype
 
 
 def check_kind(name: str, found: torch.dtype, wanted: torch.dtype) -> None:
-    """Raise :class:`CheckpointError` where a tensor of files cannot be the model's: one is of floats and the other of
-    whole numbers, or it is packed."""
+    """Raise :class:`CheckpointError` if a file tensor's type cannot be converted to the model's: one is floating-point
+    and the other integer, or it is packed."""
     if _kind(found) != (kind := _kind(wanted)):
         raise CheckpointError(
-            f"{printable(name)} is in {found}, and in the model it is in {wanted}: accepted are "
+            f"{printable(name)} is in {found}, but in the model it is in {wanted}: accepted are "
             f"{_ACCEPTED.get(kind, kind)}"
         )
 
 
 def as_dtype(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """``value`` in the number format ``dtype``, of the same kind. Raises :class:`CheckpointError` where numbers are too
-    large for it."""
+    """Return ``value`` converted to ``dtype``, of the same kind. Raises :class:`CheckpointError` if numbers
+    overflow."""
     if value.dtype is dtype:
         return value
     found = value.to(dtype)
@@ -71,7 +71,7 @@ def as_dtype(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def nonfinite_kind(tensor: Tensor) -> str:
-    """NaN or infinity ("nan", "inf"), where a tensor of floats or complex numbers holds any."""
+    """Return "nan" or "inf" for a floating-point or complex tensor with non-finite numbers, else ""."""
     ends = _ends(tensor)
     if all(map(math.isfinite, ends)):
         return ""
@@ -79,24 +79,24 @@ def nonfinite_kind(tensor: Tensor) -> str:
 
 
 def nonfinite_text(tensor: Tensor) -> str:
-    """How many of its numbers are NaN or infinite, for the end of a line."""
+    """Return how many of its numbers are NaN or infinite, for the end of a message."""
     count = int((~torch.isfinite(tensor.detach().to(read_as(tensor.dtype)))).sum())
     return f"holds {count} number(s) that are NaN or infinite, of {tensor.numel()}"
 
 
 def check_finite(name: str, tensor: Tensor, *, frozen: bool = False) -> None:
-    """Raise :class:`CheckpointError` for numbers that no checkpoint may hold. Where a tensor is not trained, infinity
-    is let be, as masks have it."""
+    """Raise :class:`CheckpointError` for numbers that no checkpoint may hold. A ``frozen`` tensor may hold infinity, as
+    in masks."""
     what = nonfinite_kind(tensor)
     if what == "nan" or (what and not frozen):
         raise CheckpointError(
-            f"{printable(name)} {nonfinite_text(tensor)}, and no checkpoint may hold such: give others"
+            f"{printable(name)} {nonfinite_text(tensor)}, which a checkpoint may not hold: give finite numbers"
         )
 
 
 def _ends(tensor: Tensor) -> list[float]:
-    """The least and the largest number, NaN where one is: found without memory for a copy, in a twentieth of isfinite's
-    time. None of whole numbers."""
+    """Return the least and the largest number, NaN if any is, without copying the tensor and in a twentieth of
+    isfinite's time; nothing for integers."""
     values = tensor.detach()
     if _kind(values.dtype) not in ("float", "complex") or not values.numel():
         return []
@@ -106,7 +106,7 @@ def _ends(tensor: Tensor) -> list[float]:
 
 
 def _part(dtype: torch.dtype) -> torch.dtype:
-    """What the parts of its numbers are in, where these are complex."""
+    """Return the type of real and imaginary part of a complex type; other types unchanged."""
     return torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
 
 

@@ -1,1 +1,1 @@
-"""Layers whose result must not depend on how rows are cut."""
+"""Layers whose result must not depend on how rows are partitioned."""

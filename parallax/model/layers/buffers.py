@@ -1,19 +1,19 @@
-"""Buffers that a forward changes, when it is repeated, and operators that write into tensors that they saved.
+"""Buffers that a forward changes, under recomputation.
 
-Moving averages of a codebook, a counter, the vectors of a power iteration: a block that is recomputed would change them
-twice, and compute with other values than the first time. So a repeated forward runs on copies of what the first one
-found, and what the first one left stays. Parameters that are not trained, such as those of a network that follows
-another one, are buffers here.
+Some forwards update buffers: moving averages of a codebook, a counter, the vectors of a power iteration. A recomputed
+block would update them twice, and compute with other values than the first time. So a recomputation runs on copies of
+the values before the first forward, and the buffers keep the values after it. Frozen parameters that a forward changes,
+such as those of a teacher network, count as buffers here.
 
-Copies cost memory, and tables never change. So the first forward of all finds out which buffers do: a mode looks at
-each operator and copies what it is about to overwrite, and what was put into a buffer's place shows afterwards. From
-the second forward on only these are copied, before it begins. Version counters find what changes for the first time
-later: it is changed once, but one repeated forward sees the new value, which is said.
+Copies cost memory, and most buffers never change. So the very first forward learns which ones do: a dispatch mode
+copies each buffer before an operator first writes it, and replaced buffers are found afterwards. From the second
+forward on only these are copied, before it begins. Version counters detect a buffer that first changes later: it is
+updated once, but one recomputation sees the new value, which is logged.
 
-The same mode finds operators that write into an argument beside what they return, as ``rrelu_with_noise`` does. Such
-an operator saves the argument before it fills it, and a repeated forward stops at the last tensor that it saves. So a
-block with such an operator saves one tensor more at its end (:meth:`ChangingBuffers.end`); otherwise backward would
-read memory that nobody wrote.
+The same mode finds operators that write into an argument besides their result, as ``rrelu_with_noise`` does. Such an
+operator saves the argument before filling it, and a recomputation stops at the last saved tensor. So a block with such
+an operator saves one more tensor at its end (:meth:`ChangingBuffers.end_forward`); otherwise backward would read
+uninitialized memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Owner = dict[str, Tensor | None]
 
 
 class _BufferSlot(NamedTuple):
-    """Where a module keeps a buffer, or a parameter that is not trained."""
+    """The place of a buffer or frozen parameter in its module."""
 
     owner: Owner
     name: str
@@ -47,8 +47,8 @@ class _BufferSlot(NamedTuple):
 
 
 class ChangingBuffers:
-    """Those of one block. ``leave_out`` are modules whose buffers others take care of, ``streams`` knows parameters
-    whose memory comes and goes. ``compiled``: operators cannot be looked at, so all buffers are copied once."""
+    """The changing buffers of one block. ``leave_out``: modules whose buffers others handle. ``streams`` recognizes
+    offloaded parameters. ``compiled``: operators cannot be intercepted, so all buffers are copied once and compared."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ChangingBuffers:
         compiled: bool,
     ) -> None:
         self._compiled = compiled
-        self._fills_saved = compiled  # whether an operator may write into what it has saved
+        self._fills_saved = compiled  # whether an operator may write into a tensor that it saved
         self._unknown: list[_BufferSlot] | None = []
         self._changing: list[_BufferSlot] = []
         self._others: list[_BufferSlot] = []
@@ -82,7 +82,7 @@ class ChangingBuffers:
 
     @contextlib.contextmanager
     def first_forward(self, found: BufferSnapshot) -> Iterator[None]:
-        """A forward that may be repeated: ``found`` becomes what it finds."""
+        """A context for a forward that may be recomputed; it fills ``found`` with the buffers' values before it."""
         if self._unknown is not None:
             with self._watching(self._unknown, found):
                 yield
@@ -103,9 +103,9 @@ class ChangingBuffers:
 
     @contextlib.contextmanager
     def repeated_forward(self, found: BufferSnapshot) -> Iterator[None]:
-        """The same forward again: it sees what the first one found, and leaves what the first one left."""
+        """A context for the recomputation: buffers have the values of ``found``, and are restored at exit."""
         left = [(place, place.tensor) for place, _ in found.values]
-        fresh: dict[Tensor, Tensor] = {}  # one that two modules share is one
+        fresh: dict[Tensor, Tensor] = {}  # a buffer shared by two modules stays shared
         for place, value in found.values:
             if value not in fresh:
                 fresh[value] = _like(place.tensor, value)
@@ -117,14 +117,16 @@ class ChangingBuffers:
                 place.owner[place.name] = tensor
 
     def end_forward(self) -> None:
-        """The block's operators have run, in a forward that may be repeated or that repeats it."""
+        """Call it after the block's operators, in a forward that may be recomputed and in the recomputation."""
         if self._fills_saved:
             torch.zeros((), requires_grad=True).exp()
 
     @contextlib.contextmanager
     def _watching(self, places: Sequence[_BufferSlot], found: BufferSnapshot) -> Iterator[None]:
         tensors = [place.tensor for place in places]
-        aliases = [tensor.detach() for tensor in tensors]  # what .data = takes away stays here
+        aliases = [
+            tensor.detach() for tensor in tensors
+        ]  # keeps the memory that an assignment to .data replaces
         if self._compiled:
             copies = dict(zip(map(_address, aliases), (alias.clone() for alias in aliases)))
             yield
@@ -148,8 +150,8 @@ class ChangingBuffers:
 
     def _learn(self, late: Sequence[_BufferSlot]) -> None:
         logger.warning(
-            "%s changes for the first time in a later forward: one recomputation sees its new value; keep this block "
-            "(directive keep or offload) where that matters",
+            "%s first changes in a later forward, so one recomputation sees its new value; do not recompute this block "
+            "(directive keep or offload) if that matters",
             ", ".join(place.name for place in late),
         )
         self._changing += late
@@ -160,7 +162,7 @@ class ChangingBuffers:
 
 
 class BufferSnapshot:
-    """What a forward found in the buffers that change; ``sizes``: of the nested tensors that it made."""
+    """Values of the changing buffers before a forward; ``sizes``: the symbols of its nested tensors."""
 
     def __init__(self) -> None:
         self.values: list[tuple[_BufferSlot, Tensor]] = []
@@ -169,7 +171,7 @@ class BufferSnapshot:
 
 
 class _CopyOnWrite(OperatorMode):
-    """Copies a tensor before an operator first writes to its memory; ``copies``, by its address. ``fills_arguments``:
+    """Copies a tensor before an operator first writes to its memory. ``copies``: by address. ``fills_arguments``:
     whether an operator wrote into an argument that it does not return."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -204,7 +206,7 @@ class _CopyOnWrite(OperatorMode):
 
 @cache
 def _fills_arguments(operator: Any) -> bool:
-    """Whether it writes into an argument that it does not return."""
+    """Return whether the operator writes into an argument that it does not return."""
     schema = operator._schema
     returned = [value.alias_info.before_set for value in schema.returns if value.alias_info]
     return any(
@@ -220,7 +222,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _copies(places: Sequence[_BufferSlot]) -> list[tuple[_BufferSlot, Tensor]]:
-    """One copy of each tensor."""
+    """Return each slot with a copy of its tensor; shared tensors are copied once."""
     made: dict[Tensor, Tensor] = {}
     for place in places:
         if place.tensor not in made:
@@ -229,7 +231,7 @@ def _copies(places: Sequence[_BufferSlot]) -> list[tuple[_BufferSlot, Tensor]]:
 
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:
-    """A copy of ``value`` that is what ``tensor`` is."""
+    """Return a copy of ``value``, a Parameter if ``tensor`` is one."""
     copied = value.detach().clone()
     return nn.Parameter(copied, requires_grad=False) if isinstance(tensor, nn.Parameter) else copied
 

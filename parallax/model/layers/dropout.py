@@ -1,16 +1,15 @@
-"""Dropout that is the same for every plan.
+"""Dropout that does not depend on the plan.
 
-A mask drawn for a micro-batch depends on where the micro-batch begins and how many rows of it are on this rank, so two
-plans would train two models. Here each row of the global batch has its own numbers: while a block runs forward, calls
-of torch.nn.functional.dropout and its relatives are replaced by ones whose masks are made of (seed, step, row, block,
-number of the call), the same on every device (:mod:`parallax.model.layers.row_noise`). A recomputed forward makes them
-again.
+A mask that is drawn for a micro-batch depends on its first row and on its number of rows on this rank, so two plans
+would train two models. Here each row of the global batch has its own random numbers: while a block runs forward, calls
+of torch.nn.functional.dropout and its relatives are replaced by ones whose masks derive from (seed, step, row, block,
+number of the call), equal on every device (:mod:`parallax.model.layers.row_noise`). Recomputation derives them again.
 
-This holds where dimension 0 of what is dropped from is the micro-batch's rows, or a whole multiple of them: each row
-then has a run of its own; and of nested tensors. What else draws cannot follow: the data of a PackedSequence, whose
-rows lie among each other, the ``dropout_p`` of scaled_dot_product_attention and with it
-nn.MultiheadAttention, dropout inside nn.LSTM and nn.GRU, compiled blocks, a model's own torch.rand. That depends on
-(seed, step, first row, block): the same in every run of a plan, and in another plan with the same rows on a rank.
+This requires an input whose dimension 0 is the micro-batch's rows or a multiple of them (each row then has consecutive
+entries), or a nested tensor. Other random operations are not covered: the data of a PackedSequence, whose rows are
+interleaved, the ``dropout_p`` of scaled_dot_product_attention and so nn.MultiheadAttention, dropout inside nn.LSTM and
+nn.GRU, compiled blocks, a model's own torch.rand. Those depend on (seed, step, first row, block): equal in every run of
+a plan, and under another plan with the same rows per rank.
 """
 
 from __future__ import annotations
@@ -36,12 +35,14 @@ _MODULES = (
     nn.AlphaDropout,
     nn.FeatureAlphaDropout,
 )
-_ALPHA = 1.7580993408473766  # what SELU tends to far below zero: scale times alpha of Klambauer et al. 2017
+_ALPHA = (
+    1.7580993408473766  # the negative limit of SELU: scale times alpha of Klambauer et al. 2017
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What one block's forward draws from: the noise of its device, and (seed, step, first row, rows, block)."""
+    """The random source of one block's forward: the noise of its device, and (seed, step, first row, rows, block)."""
 
     noise: RowNoise
     seed: int
@@ -52,7 +53,7 @@ class Draws:
 
 
 class RowDropout(TorchFunctionMode):
-    """Replaces dropout in one forward of a block. ``drew``: whether there was any."""
+    """Replaces dropout in one forward of a block."""
 
     def __init__(self, draws: Draws) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ class RowDropout(TorchFunctionMode):
 
     @property
     def drew(self) -> bool:
-        """Whether anything was dropped so far."""
+        """Whether any dropout was called."""
         return self._calls > 0
 
     def __torch_function__(
@@ -88,7 +89,8 @@ class RowDropout(TorchFunctionMode):
         *,
         train: bool = True,
     ) -> Tensor | None:
-        """None where the call is to be left as it is. torch.dropout calls ``training`` ``train``."""
+        """Return the result of a dropout call; None if torch's own function must run. torch.dropout calls ``training``
+        ``train``."""
         if not (training and train and 0 < p < 1):
             return None
         self._calls += 1
@@ -101,12 +103,12 @@ class RowDropout(TorchFunctionMode):
         return input.copy_(found) if inplace and found is not None else found
 
     def kept(self, shape: torch.Size | tuple[int, ...], p: float) -> Tensor:
-        """A mask over rows: True where a number is kept, which has the probability 1 - p."""
+        """Return a mask over all rows: True with probability 1 - p."""
         count = math.prod(shape) // self._draws.rows
         return self._draws.noise.kept(self._rows(), count, p).view(shape)
 
     def kept_nested(self, x: Tensor, p: float) -> Tensor:
-        """The same over the rows of a nested tensor, ragged as it is."""
+        """Return the same for a nested tensor, with its row lengths."""
         jagged: Any = x
         sizes = [jagged.size(d) for d in range(1, x.dim())]
         ragged = next(d for d, size in enumerate(sizes) if not isinstance(size, int))
@@ -121,19 +123,19 @@ class RowDropout(TorchFunctionMode):
         )
 
     def _rows(self) -> list[tuple[int, ...]]:
-        """What tells each row, in this call, from all others."""
+        """Return the unique key of each row in this call."""
         draws = self._draws
         rows = range(draws.first, draws.first + draws.rows)
         return [(draws.seed, draws.step, row, draws.block, self._calls) for row in rows]
 
 
 def _is_whole(nested: Any) -> bool:
-    """Whether the rows of a nested tensor lie one after the other, without holes."""
+    """Return whether the rows of a nested tensor are contiguous."""
     return nested.layout is torch.jagged and nested.lengths() is None
 
 
 def has_dropout(block: nn.Module) -> bool:
-    """Whether a module inside drops anything when it is trained."""
+    """Return whether ``block`` contains a dropout module with p > 0."""
     return any(isinstance(module, _MODULES) and module.p > 0 for module in block.modules())
 
 
@@ -144,10 +146,10 @@ def _drop(mode: RowDropout, x: Tensor, p: float) -> Tensor:
 
 
 def _drop_channels(dimensions: int) -> Drop:
-    """Whole channels; ``dimensions`` follow rows and channels."""
+    """Return a dropout of whole channels; ``dimensions`` follow rows and channels."""
 
     def drop(mode: RowDropout, x: Tensor, p: float) -> Tensor | None:
-        if x.dim() != dimensions + 2:  # one row, without a dimension for it
+        if x.dim() != dimensions + 2:  # a single row without a batch dimension
             return None
         return (x * mode.kept(_channels(x), p)).mul_(1 / (1 - p))
 
@@ -167,7 +169,7 @@ def _channels(x: Tensor) -> tuple[int, ...]:
 
 
 def _to_alpha(x: Tensor, kept: Tensor, p: float) -> Tensor:
-    """What is not kept becomes -alpha; then mean 0 and variance 1 are restored (Klambauer et al. 2017, section 2)."""
+    """Set dropped numbers to -alpha, then restore mean 0 and variance 1 (Klambauer et al. 2017, section 2)."""
     scale = ((_ALPHA**2 * p + 1) * (1 - p)) ** -0.5
     return torch.where(kept, x, -_ALPHA) * scale + _ALPHA * scale * p
 

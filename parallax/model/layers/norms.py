@@ -1,20 +1,21 @@
-"""BatchNorm under a plan: whose rows its statistics are taken over, and that they are counted once.
+"""BatchNorm under a plan: the rows of its statistics, and recomputation.
 
-A BatchNorm computes with the rows that it is given: those of one micro-batch, on one replica. So its result depends on
-how rows are cut, and that is the user's choice (:class:`~parallax.runtime.replicas.config.ReplicasConfig`).
+A BatchNorm computes statistics over the rows that it gets: those of one micro-batch, on one replica. So its result
+depends on how rows are partitioned, and the user chooses (:class:`~parallax.runtime.replicas.config.ReplicasConfig`).
 
-``replica``: every replica takes its own rows. Each keeps running statistics; after a step these are averaged, each with
-the number of micro-batches that it saw, so that it does not matter which replica is saved or evaluates.
+``replica``: statistics over each replica's own rows. Each replica keeps running statistics; after a step these are
+averaged, weighted by the number of micro-batches that each saw, so that it does not matter which replica is saved or
+evaluates.
 
-``sync``: all replicas' rows of the micro-batch. Count, mean and sum of squares of each replica are added up by Chan's
-formula (one all-reduce forward, one backward). A micro-batch with fewer rows than replicas is a matter of those that
-have some; they alone meet, in a group of their own. Each replica's gradient of weight and bias is the part of its own
-rows, as of all parameters.
+``sync``: statistics over all replicas' rows of the micro-batch. Count, mean and sum of squares of the replicas are
+combined by Chan's formula (one all-reduce forward, one backward). If a micro-batch has fewer rows than replicas, only
+the replicas with rows take part, in a process group of their own. Each replica's gradients of weight and bias cover its
+own rows, as for all parameters.
 
-``frozen``: as in evaluation, always.
+``frozen``: always as in evaluation.
 
-In a recomputed forward, running statistics are copies: the first forward has counted. Collectives are then repeated,
-and as all replicas recompute the same blocks in the same order, they meet again.
+A recomputed forward uses copies of the running statistics, because the first forward has updated them. It repeats the
+collectives; all replicas recompute the same blocks in the same order, so these match.
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ class BatchNorms:
     def __init__(self, mode: str = "replica", mesh: Mesh | None = None) -> None:
         self._mode = mode
         self._mesh = mesh if mesh is not None and mesh.replicas is not None else None
-        self._modules_by_block: dict[int, list[nn.Module]] = {}  # by the block's place
-        self._seen: Counter[int] = Counter()  # by the block's place: micro-batches of this step
+        self._modules_by_block: dict[int, list[nn.Module]] = {}
+        self._seen: Counter[int] = Counter()  # by block: micro-batches of this step
         self._participants = _Participants(None, 0, 1)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def add_block(self, place: int, block: nn.Module, *, compiled: bool = False) -> None:
-        """Take charge of the BatchNorms in a block; a ``compiled`` one is left where they communicate."""
+        """Replace the forwards of the BatchNorms in a block; if ``compiled``, those that communicate are excluded from
+        compilation."""
         found: list[nn.Module] = [
             module for module in block.modules() if isinstance(module, _KINDS)
         ]
@@ -60,7 +62,7 @@ class BatchNorms:
             return
         self._modules_by_block[place] = found
         for module in found:
-            # The forward of SyncBatchNorm would wait for ranks of other stages.
+            # SyncBatchNorm's own forward would wait for ranks of other stages.
             plain = (
                 nn.BatchNorm2d.forward.__get__(module)
                 if isinstance(module, nn.SyncBatchNorm)
@@ -69,7 +71,7 @@ class BatchNorms:
             module.forward = plain
             if self._mode == "sync" and self._mesh is not None:
                 module.forward = self._synchronised(module.forward)
-                if compiled:  # otherwise not asked: this loads dynamo, which takes seconds
+                if compiled:  # only then, because this imports dynamo, which takes seconds
                     module.forward = torch.compiler.disable(module.forward)
         self.freeze_statistics()
 
@@ -81,23 +83,23 @@ class BatchNorms:
         return run
 
     def freeze_statistics(self) -> None:
-        """To be called when modules were set to training mode."""
+        """With mode ``frozen``, put the BatchNorms into evaluation mode; call it after ``train()``."""
         if self._mode == "frozen":
             for module in self._modules():
                 module.eval()
 
     def begin_micro_batch(self, place: int, rows: int) -> None:
-        """A block is about to be trained on its part of a micro-batch of ``rows`` rows."""
+        """Prepare a block for a forward on this rank's part of a micro-batch of ``rows`` rows."""
         if place in self._modules_by_block:
             self._seen[place] += 1
             self._participants = self._participants_of(rows)
 
     def modules_of(self, place: int) -> Sequence[nn.Module]:
-        """The BatchNorms of one block."""
+        """Return the BatchNorms of one block."""
         return self._modules_by_block.get(place, ())
 
     def checkpoint_contexts(self, place: int, rows: int) -> Callable[[], tuple[Any, Any]]:
-        """For torch.utils.checkpoint: the contexts of a block's forward and of its recomputation."""
+        """Return the ``context_fn`` of torch.utils.checkpoint for a block."""
         if place not in self._modules_by_block:
             return noop_context_fn
         return lambda: (contextlib.nullcontext(), self._recomputing(place, rows))
@@ -105,7 +107,7 @@ class BatchNorms:
     @contextlib.contextmanager
     def _recomputing(self, place: int, rows: int) -> Iterator[None]:
         self._participants = self._participants_of(rows)
-        # Others in the place of the buffers, not their values back afterwards: graphs have saved the buffers.
+        # Replace the buffer objects instead of restoring values: graphs have saved the buffers.
         real = [
             (m, name, t)
             for m in self._modules_by_block[place]
@@ -121,7 +123,8 @@ class BatchNorms:
                 setattr(module, name, tensor)
 
     def _participants_of(self, rows: int) -> _Participants:
-        """The replicas that have some of a micro-batch's ``rows``; every one of them asks at the same time."""
+        """Return the replicas with rows in a micro-batch of ``rows``. All of them call it together, as it may create a
+        process group."""
         mesh = self._mesh
         if self._mode != "sync" or mesh is None:
             return self._participants
@@ -154,10 +157,10 @@ class BatchNorms:
         self._seen.clear()
 
     def average_statistics(self) -> None:
-        """Let the replicas' running statistics be the same, those of micro-batches that were seen since the last time.
-        All replicas call it, after the step's last backward."""
+        """Average the replicas' running statistics, weighted by the micro-batches since the last call. Collective over
+        replicas, after the step's last backward."""
         assert self._mesh is not None
-        # It has rows in every micro-batch.
+        # The last replica has rows in every micro-batch.
         last = self._mesh.replica == self._mesh.replica_count - 1
         moved: list[tuple[Tensor, float]] = []
         counts: list[Tensor] = []
@@ -190,10 +193,10 @@ def _statistic(module: nn.Module, name: str) -> Tensor | None:
 
 
 def _average(moved: Sequence[tuple[Tensor, float]], group: dist.ProcessGroup | None) -> None:
-    """The average over replicas of each tensor, with this replica's weights; where all weights are 0, as it was."""
+    """Replace each tensor by its weighted average over replicas; unchanged if all weights are 0."""
     wide = _wide(moved[0][0].dtype)
     parts = [tensor.to(wide) * weight for tensor, weight in moved]
-    # Filled on the device: what is copied there from the host, the host waits for.
+    # Filled on the device: a copy from the host would block it.
     weights = [torch.full((1,), weight, dtype=wide, device=parts[0].device) for _, weight in moved]
     flat = torch.cat([*parts, *weights])
     dist.all_reduce(flat, group=group)
@@ -203,19 +206,20 @@ def _average(moved: Sequence[tuple[Tensor, float]], group: dist.ProcessGroup | N
 
 
 class _Participants:
-    """Who has rows of a micro-batch: their group (None: this replica alone), this one's place, how many."""
+    """The replicas with rows in a micro-batch: their group (None: this replica alone), this one's index, their
+    number."""
 
     def __init__(self, group: dist.ProcessGroup | None, place: int, count: int) -> None:
         self.group, self.place, self.count = group, place, count
 
     def sum(self, tensor: Tensor) -> None:
-        """In place, over all of them."""
+        """All-reduce (sum) ``tensor`` in place."""
         if self.group is not None:
             dist.all_reduce(tensor, group=self.group)
 
 
 class _Synchronising(TorchFunctionMode):
-    """Lets F.batch_norm, which the module calls, take its statistics over all replicas' rows."""
+    """Replaces F.batch_norm, which the module calls, by one with statistics over all replicas' rows."""
 
     def __init__(self, participants: _Participants) -> None:
         super().__init__()
@@ -249,7 +253,7 @@ def _batch_norm(
     result, mean, variance, count = _Synchronised.apply(input, weight, bias, eps, participants)
     if input.numel() == input.shape[1] and int(count) == 1:
         raise ValueError(
-            f"BatchNorm was given one value for each of {input.shape[1]} channels by all replicas together: a variance "
+            f"BatchNorm got one value for each of {input.shape[1]} channels from all replicas together, and a variance "
             "needs two; use batches of more rows, or replicas.batchnorm=frozen"
         )
     with torch.no_grad():
@@ -262,7 +266,8 @@ def _batch_norm(
 
 
 class _Synchronised(torch.autograd.Function):
-    """Batch normalisation over the rows of all participants: the result for those here; mean, variance and count."""
+    """Batch normalization over the rows of all participants; returns this replica's result, mean, variance and
+    count."""
 
     @staticmethod
     def forward(
@@ -322,5 +327,5 @@ def _across(of_channels: Tensor, x: Tensor) -> Tensor:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Statistics are computed in single precision at least."""
+    """Return the type for statistics: at least single precision."""
     return torch.promote_types(dtype, torch.float32)

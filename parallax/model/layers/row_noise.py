@@ -1,18 +1,18 @@
-"""Random choices that belong to rows: the same wherever a row is, on whatever device, in a few kernels for all rows.
+"""Random masks per row: the same for a row on any rank and device, in a few kernels for all rows.
 
-A generator of torch's gives other numbers on another device, and has to be seeded for each row. A hash of each number's
-place, by torch's operators, would go through memory twenty times. Here a row's numbers are hashed linearly, modulo
-2⁶⁴ and 2³², which is one kernel at each of two levels (Dietzfelbinger et al. 1997, "A reliable randomized algorithm
-for the closest-pair problem": multiply, add, and keep the upper bits)::
+Torch's generators give other numbers on another device, and need a seed per row. Hashing the index of each number with
+torch operators would pass through memory twenty times. Here a row's numbers are hashed linearly, modulo 2⁶⁴ and 2³²,
+which is one kernel at each of two levels (Dietzfelbinger et al. 1997, "A reliable randomized algorithm for the
+closest-pair problem": multiply, add, and keep the upper bits)::
 
-    four words of a row, from (seed, step, row, block, call) by blake2b        a, b, c, d             64 bits each
-    of each run of 1024 numbers, with the run's own number R                   A = (a·R + b) >> 32    odd
+    four words per row, from (seed, step, row, block, call) by blake2b         a, b, c, d             64 bits each
+    per run of 1024 numbers, with the run's constant R                         A = (a·R + b) >> 32    odd
                                                                                C = (c·R + d) >> 32
-    of each number, with its place's own number P                              A·P + C                32 bits
+    per number, with its position's constant P                                 A·P + C                32 bits
 
-R and P are fixed numbers without a pattern. All P differ in their lowest ten bits, so the difference of two is
-divided by no high power of two, and the upper bits of two numbers of a run are as good as independent. What is made
-beside the choices is four bytes for each number and, for each run, forty.
+R and P are fixed pseudo-random constants. All P differ in their lowest ten bits, so the difference of two is not
+divisible by a high power of two, and the upper bits of two numbers of a run are nearly independent. The temporaries are
+four bytes per number and forty per run.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch import Tensor
 
 _RUN_BITS = 10
 RUN = 1 << _RUN_BITS
-_WORDS = 4  # of a row
+_WORDS = 4  # per row
 
 
 class RowNoise:
-    """Choices on ``device``, where it keeps the fixed numbers: 4 KiB, and 8 bytes for each run of a row."""
+    """Masks on ``device``, which holds the constants: 4 KiB, and 8 bytes per run of a row."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -39,7 +39,7 @@ class RowNoise:
         self._runs = torch.empty(0, dtype=torch.int64)
 
     def kept(self, rows: Sequence[tuple[int, ...]], count: int, p: float) -> Tensor:
-        """For each of ``rows``, by what tells it from all others, ``count`` choices: False with probability ``p``."""
+        """Return for each row key in ``rows`` a mask of ``count`` numbers: False with probability ``p``."""
         runs, length = -(-count // RUN), min(count, RUN)
         words = self._there(_words_of(rows))[..., None]
         found = _choices(words, self._numbers_of_runs(runs), self._numbers_of_places()[:length])
@@ -48,7 +48,7 @@ class RowNoise:
     def kept_ragged(
         self, rows: Sequence[tuple[int, ...]], counts: Sequence[int], p: float
     ) -> list[Tensor]:
-        """The same where each row has a count of its own; views of one tensor."""
+        """Return the same with a count per row; the masks are views of one tensor."""
         needed = [-(-count // RUN) for count in counts]
         length = min(max(counts), RUN)
         words = np.repeat(_words_of(rows), needed, axis=1)
@@ -75,7 +75,7 @@ class RowNoise:
         return self._places
 
     def _there(self, numbers: np.ndarray[Any, Any]) -> Tensor:
-        """On the device; the host does not wait."""
+        """Copy to the device without waiting."""
         here = torch.from_numpy(numbers.copy())
         if self.device.type in ("cpu", "meta"):
             return here.to(self.device)
@@ -83,14 +83,14 @@ class RowNoise:
 
 
 def _words_of(rows: Sequence[tuple[int, ...]]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Four for each row, word by word."""
+    """Return four words for each row, of shape (words, rows)."""
     digests = [hashlib.blake2b(repr(row).encode(), digest_size=8 * _WORDS) for row in rows]
     words = np.frombuffer(b"".join(digest.digest() for digest in digests), dtype="<i8")
     return words.astype(np.int64).reshape(len(rows), _WORDS).T
 
 
 def _choices(words: Tensor, runs: Tensor, places: Tensor) -> Tensor:
-    """A number of 32 bits for each row, run and place."""
+    """Return a 32-bit number for each row, run and position."""
     slopes, heights = words[::2], words[1::2]
     both = torch.addcmul(heights, slopes, runs).bitwise_right_shift_(32).to(torch.int32)
     slope, height = both[0].bitwise_or_(1)[..., None], both[1][..., None]
@@ -98,12 +98,12 @@ def _choices(words: Tensor, runs: Tensor, places: Tensor) -> Tensor:
 
 
 def _threshold(p: float) -> int:
-    """Of all numbers of 32 bits with a sign, a share ``p`` is below."""
+    """Return the signed 32-bit number below which a share ``p`` of all numbers lies."""
     return min(2**32 - 1, round(p * 2**32)) - 2**31
 
 
 def _scattered(count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """Numbers without a pattern, always the same (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
+    """Return ``count`` fixed pseudo-random numbers (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
     generators": SplitMix64)."""
     with np.errstate(over="ignore"):
         found = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

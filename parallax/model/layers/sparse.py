@@ -1,9 +1,9 @@
-"""Gradients that torch makes sparse become dense before they are added up.
+"""Convert sparse gradients to dense ones before they are accumulated.
 
-An embedding with ``sparse=True`` gives the rows it read and no others. What follows works on plain memory: sums over
-replicas, norms, halves of a backward, optimizers and what leaves the device. A dense gradient is the same gradient, so
-SGD and AdamW do what they do without that option. Whether a gradient is sparse only the first one tells: a hook looks
-at it, and stays only where it is.
+An embedding with ``sparse=True`` has gradients for the rows that it read only. Later steps need dense memory:
+all-reduces, norms, split backwards, optimizers and offloading. A dense gradient has the same values, so SGD and AdamW
+update as without that option. Only the first gradient shows whether a parameter's gradients are sparse: a hook checks
+it, and removes itself if they are dense.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ logger = logging.getLogger("parallax")
 
 
 def make_gradients_dense(parameters: Mapping[str, Tensor]) -> None:
-    """From now on, of all ``parameters`` that are trained, by name; to be called before their first backward."""
+    """Densify future gradients of the trained ``parameters`` (by name); call it before their first backward."""
     for name, parameter in parameters.items():
         if parameter.requires_grad:
-            look = _FirstLook(name, parameter)
-            look.handle = parameter.register_hook(look)
+            hook = _DensifyingHook(name, parameter)
+            hook.handle = parameter.register_hook(hook)
 
 
-class _FirstLook:
-    """A parameter's hook, called before a gradient is added to ``.grad``. No hook may make it another kind of tensor;
-    but what is added to zeros becomes dense. It does not hold the parameter, which holds it."""
+class _DensifyingHook:
+    """A hook that runs before a gradient is accumulated into ``.grad``. A hook cannot change the layout, but a sparse
+    gradient added to zeros becomes dense. Holds the parameter weakly, to avoid a cycle."""
 
     def __init__(self, name: str, parameter: Tensor) -> None:
         self._name, self._parameter = name, weakref.ref(parameter)
-        self._told = False
+        self._logged = False
         self.handle: RemovableHandle | None = None
 
     def __call__(self, gradient: Tensor) -> None:
         if gradient.layout is torch.strided:
-            if self.handle is not None and not self._told:
+            if self.handle is not None and not self._logged:
                 self.handle.remove()
             return
         parameter = self._parameter()
         if parameter is not None and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if not self._told:
+        if not self._logged:
             logger.info(
-                "%s: its sparse gradients become one dense gradient; results are those of sparse=False",
+                "%s: its sparse gradients are converted to dense ones; results equal those of sparse=False",
                 self._name,
             )
-        self._told = True
+        self._logged = True

@@ -1,1 +1,1 @@
-"""What the blocks of a model cost: measured, or counted without a device."""
+"""The cost of a model's blocks: measured, or counted on fake tensors."""

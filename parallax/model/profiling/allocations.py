@@ -1,4 +1,4 @@
-"""Bytes that a call allocates on a device, and those that it leaves."""
+"""Measure the bytes that a call allocates on a device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from parallax.machine.host import RETURNED_BYTES
 
 
 class Allocations(NamedTuple):
-    """The most bytes that a call allocates beyond those before it, how many more there are after it, and of all that a
-    CPU's call allocates, the bytes of blocks that an allocator which returns freed memory has to map anew."""
+    """Bytes beyond those before the call: the peak during it (``most``), the rest after it (``left``), and on a CPU the
+    bytes of blocks that an allocator which returns freed memory must map again (``mapped``)."""
 
     most: int
     left: int
@@ -25,7 +25,7 @@ class Allocations(NamedTuple):
 
 
 def measure_allocations(device: torch.device, call: Callable[[], object]) -> Allocations:
-    """What ``call`` allocates."""
+    """Return the allocations of ``call``."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
         torch.accelerator.reset_peak_memory_stats(device)
@@ -61,7 +61,7 @@ def measure_allocations(device: torch.device, call: Callable[[], object]) -> All
 
 @contextlib.contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """torch's profiler writes two lines to file descriptor 2 each time it runs, whatever its log level."""
+    """Silence file descriptor 2: torch's profiler writes two lines to it in each run, at any log level."""
     sys.stderr.flush()
     kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

@@ -1,4 +1,4 @@
-"""What is asked of a chain's blocks one after the other, and once of those that look the same."""
+"""What both profilers share: sizes of blocks, a walk over distinct blocks, and the loss over the whole batch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from parallax.model.describe import Chain
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """What a block holds, in the number format that the chain trains in: parameters, their bytes, those of them that
-    are not trained, those of the largest one that is, and those of buffers, of which only floating-point ones are in
-    that format."""
+    """Sizes of a block in the chain's number format: number of parameters, their bytes, bytes of frozen ones, of the
+    largest trained one, and of buffers (non-floating-point buffers keep their type)."""
 
     parameters: int
     parameter_bytes: int
@@ -27,7 +26,7 @@ class BlockSizes:
 
     @classmethod
     def of(cls, chain: Chain, index: int) -> BlockSizes:
-        """Those of one block of ``chain``."""
+        """Return the sizes of one block of ``chain``."""
         module, dtype = chain.blocks[index].module, chain.dtype
         counts = [parameter.numel() for parameter in module.parameters()]
         trained = [p.numel() for p in module.parameters() if p.requires_grad]
@@ -36,7 +35,7 @@ class BlockSizes:
             parameter_bytes=sum(counts) * dtype.itemsize,
             frozen_bytes=(sum(counts) - sum(trained)) * dtype.itemsize,
             largest_bytes=max(trained, default=0) * dtype.itemsize,
-            buffer_bytes=2  # as they were before the step, too, in case that it is skipped
+            buffer_bytes=2  # a copy from before the step, to restore if it is skipped
             * sum(
                 buffer.numel() * (dtype if buffer.is_floating_point() else buffer.dtype).itemsize
                 for buffer in module.buffers()
@@ -45,8 +44,8 @@ class BlockSizes:
 
 
 def tie_costs(chain: Chain, *, trained: bool = True) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Bytes of each parameter that several blocks share, and those blocks: of those that are trained, or of the
-    others."""
+    """Yield the bytes of each parameter that several blocks share, and those blocks; of trained or of frozen
+    parameters."""
     for users in chain.ties.values():
         blocks = tuple(sorted({index for index, _ in users}))
         first, name = users[0]
@@ -56,11 +55,11 @@ def tie_costs(chain: Chain, *, trained: bool = True) -> Iterator[tuple[int, tupl
 
 
 class BlockFindings(Protocol):
-    """What is known of a block, its outputs among it."""
+    """A result for one block, with its outputs."""
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
-        """What the next block takes."""
+        """The inputs of the next block."""
 
 
 _Found = TypeVar("_Found", bound=BlockFindings)
@@ -71,8 +70,8 @@ def block_by_block(
     entering: tuple[Tensor, ...],
     find: Callable[[int, tuple[Tensor, ...], bool], _Found],
 ) -> list[_Found]:
-    """What ``find(index, entering, last)`` says of every block; the outputs of each are the inputs of the next. It is
-    asked once for blocks that look the same."""
+    """Return ``find(index, entering, last)`` for every block; the outputs of each are the inputs of the next. It is
+    called once per distinct block."""
     known: dict[str, _Found] = {}
     found = []
     for index, block in enumerate(chain.blocks):
@@ -90,7 +89,7 @@ def block_by_block(
 
 
 def cost_key(module: nn.Module, inputs: tuple[Tensor, ...]) -> str:
-    """Equal for blocks that cost the same."""
+    """Return a key that is equal for blocks of equal cost."""
     shapes = [
         f"{name}{tuple(tensor.shape)}{'' if _is_trained(tensor) else ' frozen'}"
         for name, tensor in module.state_dict(keep_vars=True).items()
@@ -103,13 +102,13 @@ def _is_trained(tensor: Tensor) -> bool:
     return tensor.requires_grad or not isinstance(tensor, nn.Parameter)
 
 
-Outputs = tuple[int, Sequence[Tensor]]  # of so many rows
+Outputs = tuple[int, Sequence[Tensor]]  # number of rows, and their outputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLoss:
-    """Bytes of the ``outputs`` of ``rows`` rows, what the loss needs besides (``work``), and the seconds that it
-    takes, with its backward."""
+    """The loss over the whole batch: bytes of the ``outputs`` of ``rows`` rows, further bytes for the loss (``work``),
+    and its seconds with backward."""
 
     rows: int
     outputs: int
@@ -118,12 +117,12 @@ class BatchLoss:
 
 
 NO_LOSS = BatchLoss(rows=0, outputs=0, work=0, seconds=0.0)
-"""Each micro-batch has a loss of its own."""
+"""Each micro-batch has its own loss."""
 
 
 def repeated(rows: int, few: Outputs, more: Outputs) -> tuple[Tensor, ...]:
-    """Outputs of ``rows`` rows: those of a few, over and over. What is as long for ``few`` as for ``more`` rows, where
-    these differ, has none."""
+    """Return outputs of ``rows`` rows, made by repeating those of ``more``. A tensor whose length is the same for
+    ``few`` and ``more`` rows has no rows and is not repeated."""
 
     def whole(less: Tensor, tensor: Tensor) -> Tensor:
         has_rows = tensor.shape[:1] == (more[0],) and less.shape[:1] == (few[0],)

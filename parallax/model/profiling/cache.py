@@ -1,4 +1,4 @@
-"""Profiles that were measured before, kept under what the measurement depends on."""
+"""The cache of measured profiles, keyed by everything that the measurement depends on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.offloads import Offloader
 from parallax.plan.profile import ModelProfile
 
-CACHE_VERSION = 10  # of what is measured: profiles of another one are measured again
+CACHE_VERSION = 10  # of the measurement; profiles of another version are measured again
 Sample = Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
 
 
@@ -38,8 +38,7 @@ def profile_path(
     offloader: Offloader | None = None,
     gathered: int = 0,
 ) -> Path:
-    """Where :func:`~parallax.model.profiling.measure.measure`, called with the same arguments, looks for the profile
-    before it measures."""
+    """Return the cache file that :func:`~parallax.model.profiling.measure.measure` uses with the same arguments."""
     inputs, _ = sample(1)
     shapes = [(str(tensor.dtype), list(tensor.shape)) for tensor in inputs]
     what = [
@@ -59,20 +58,21 @@ def profile_path(
 
 
 def load_cached(path: Path, name: str) -> ModelProfile | None:
-    """What :func:`store_cached` wrote, of a model that is now called ``name``; None where there is nothing, or damage."""
+    """Return the profile that :func:`store_cached` wrote, renamed to ``name``; None if it is missing or damaged."""
     with contextlib.suppress(PlanError):
         return replace(ModelProfile.load(path), model=name) if path.is_file() else None
     return None
 
 
 def store_cached(profile: ModelProfile, path: Path) -> None:
-    """Write ``profile`` where it is found again."""
+    """Write ``profile`` for :func:`load_cached`."""
     with replacing(path) as temporary:
         temporary.write(profile.to_json().encode())
 
 
 def remove_cached(profile: ModelProfile) -> int:
-    """Remove kept profiles of the same model, device and number format, so that the next plan measures; how many."""
+    """Remove cached profiles of the same model, device and number format, so that the next plan measures again; return
+    their number."""
     count = 0
     for path in cache_directory().glob("profile-*.json"):
         with contextlib.suppress(PlanError, OSError):
@@ -93,14 +93,14 @@ def _are_alike(one: ModelProfile, other: ModelProfile) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """What the profile says that it was measured on."""
+    """Return the device name for a profile."""
     if device.type == "cpu":
         return cpu_model()
     return accelerator_of(device).devices()[device.index or 0].name
 
 
 def _loss_name(loss: Callable[[Any, Tensor], Tensor]) -> str:
-    """Equal for the same function, also in another process."""
+    """Return a text that is equal for the same function in another process."""
     code = getattr(loss, "__code__", None)
     body = (code.co_code.hex(), code.co_names) if code is not None else ()
     return repr(

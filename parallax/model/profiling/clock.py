@@ -1,9 +1,13 @@
-"""The clock that a block's seconds are read from, and the state of the caches before it is read.
+"""The clock for timing blocks, cache eviction before each reading, and a measure of how busy the machine was.
 
-A profile is the cost on a machine that does nothing else: what ranks do to each other is the planner's business, what
-other users of the machine do is nobody's. So where all work is done by one thread, its own processor time is read,
-which stands still while others run. In a step a block finds its weights and its input where all other blocks have left
-them, so the caches are cleared before each reading.
+A profile is the cost on an idle machine: the planner models the influence of ranks on each other, and other users of
+the machine must not count. So if one thread does all work, its processor time is read, which excludes time in which
+others run. In a step a block finds its weights and inputs evicted from the caches by other blocks, so the caches are
+evicted before each reading.
+
+Processor time does not count waits for a core, but caches and shared units of a core are slower beside other work, and
+several threads wait for the one without a core. So two figures are taken around each timed part: wall time against time
+with a core, and the time of a fixed matrix product, which is constant on an unchanged machine.
 """
 
 from __future__ import annotations
@@ -23,8 +27,8 @@ EVICTING_BYTES = 16 * 2**20
 
 
 class Clock:
-    """Reads the seconds of work on one device; ``undisturbed`` by whoever else uses the machine, or not. An
-    accelerator's are its own, from event to event, when it has been at work for long enough to be at full speed."""
+    """Reads seconds of work on one device; ``undisturbed`` if other users of the machine do not count. On an
+    accelerator it uses events, after the device has warmed up to full speed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -42,7 +46,7 @@ class Clock:
             self._warm_up()
 
     def now(self) -> float:
-        """Seconds since some moment, with all work on the device done."""
+        """Return seconds since some moment, after all work on the device."""
         if self.undisturbed:
             return time.thread_time()  # backward runs on the calling thread too
         if self._device.type != "cpu":
@@ -50,15 +54,16 @@ class Clock:
         return time.perf_counter()
 
     def elapsed(self) -> float:
-        """Seconds since some moment, waits for other threads of the process included, those for a core excluded where
-        the system tells them: when threads work together, but whoever else uses the machine should not count."""
+        """Return seconds since some moment, including waits for other threads of the process, excluding waits for a
+        core if the system reports these: for work of several threads, without the influence of other users."""
         if self._device.type != "cpu":
             return self._device_now()
         return time.perf_counter() - _queued_seconds()
 
     def waited_seconds(self) -> float:
-        """Seconds since some moment in which this thread had no core: as the system tells, otherwise those that are
-        not its processor time. None are known where threads work together, or on an accelerator."""
+        """Return seconds since some moment in which this thread waited for a core: as the system reports, else wall
+        minus processor time. 0 if several threads work together and the system reports nothing, or on an
+        accelerator."""
         if self._device.type != "cpu":
             return 0.0
         if self._tells_queue or not self.undisturbed:
@@ -66,11 +71,11 @@ class Clock:
         return time.perf_counter() - time.thread_time()
 
     def mark(self) -> float | torch.Event:
-        """This moment, or the device's when it has done what it was given; nobody waits."""
+        """Return a time stamp after the work enqueued so far, without waiting."""
         return self.now() if self._device.type == "cpu" else self._event()
 
     def seconds_since(self, mark: float | torch.Event) -> float:
-        """Seconds since then, with all work on the device done."""
+        """Return the seconds since ``mark``, after all work on the device."""
         if isinstance(mark, float):
             return self.now() - mark
         end = self._event()
@@ -78,7 +83,7 @@ class Clock:
         return float(mark.elapsed_time(end)) / 1000
 
     def evict_caches(self) -> None:
-        """Drive what was used before out of a core's own caches, or an accelerator's."""
+        """Evict earlier data from a core's private caches, or an accelerator's."""
         self._other.add_(1)
 
     def _device_now(self) -> float:
@@ -95,7 +100,7 @@ class Clock:
         return event
 
     def _warm_up(self) -> None:
-        """A device that was idle runs slowly at first."""
+        """Run work until the device, slow when idle, is at full speed."""
         until = time.perf_counter() + _WARM_SECONDS
         while time.perf_counter() < until:
             self.evict_caches()
@@ -103,7 +108,7 @@ class Clock:
 
 
 def _queued_seconds() -> float:
-    """How long this thread could have run and had no core; 0 where the system does not count it."""
+    """Return how long this thread was runnable without a core; 0 if the system does not count it."""
     try:
         with open("/proc/thread-self/schedstat", encoding="ascii") as file:
             return int(file.read().split()[1]) / 1e9
@@ -111,14 +116,14 @@ def _queued_seconds() -> float:
         return 0.0
 
 
-LEAST_SECONDS = 0.1  # of timed work: less says nothing
-_FIELDS = 256  # of the square matrices of the reference product
-_PRODUCTS = 3  # of each reference: the fastest counts
+LEAST_SECONDS = 0.1  # of timed work, for a meaningful ratio
+_MATRIX_SIZE = 256  # of the reference product
+_PRODUCTS = 3  # per reference; the fastest counts
 
 
 def disturbance(wall: float, waited: float, references: Sequence[float]) -> float:
-    """How many times as long the timed work took as on a free machine, at least 1: the larger of ``wall`` seconds over
-    those without the ``waited`` ones, and of the typical over the fastest of the ``references``."""
+    """Return the slowdown of the timed work against an idle machine, at least 1: the larger of ``wall`` over wall
+    without ``waited`` seconds, and of the median over the minimum of the ``references``."""
     if wall < LEAST_SECONDS:
         return 1.0
     processor = max(wall - max(0.0, waited), wall / 1000)
@@ -128,7 +133,7 @@ def disturbance(wall: float, waited: float, references: Sequence[float]) -> floa
 
 
 class NoiseMeter:
-    """Sums up the wall time and the waits of timed parts, with a reference product before each."""
+    """Sums wall time and waits of timed parts, with a reference product before each."""
 
     def __init__(
         self,
@@ -137,7 +142,7 @@ class NoiseMeter:
         wall: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._clock, self._read_wall = clock, wall
-        self._matrix = torch.ones(_FIELDS, _FIELDS, device=device)
+        self._matrix = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE, device=device)
         self._references: list[float] = []
         self._wall = self._waited = 0.0
 
@@ -151,7 +156,7 @@ class NoiseMeter:
 
     @property
     def disturbance(self) -> float:
-        """Of all parts so far; see :func:`disturbance`."""
+        """:func:`disturbance` of all parts so far."""
         return disturbance(self._wall, self._waited, self._references)
 
     def _reference(self) -> float:

@@ -1,13 +1,13 @@
-"""Counts what each block of a model asks of a device, without the device and without a single weight.
+"""Count the work of each block, without the device and without weights.
 
-Each block runs forward and backward on fake tensors, which have shape, type and device but no bytes; autograd, autocast
-and the choice of kernels work on them as on real ones. Every operator that is dispatched is seen on its way: matrix
-products by the formulas of ``torch.utils.flop_counter``, everything else by the bytes it reads and writes. What is
-saved for backward is told apart by the rule that the profiler and the swap manager use, so saved, entering and leaving
-bytes are those that :mod:`parallax.model.profiling.measure` finds on a CPU. What a block needs besides is the peak of
-the tensors that live while it runs: kernels may use scratch of their own, which only a measurement sees.
+Each block runs forward and backward on fake tensors, which have shape, type and device but no memory; autograd,
+autocast and kernel selection work as on real ones. Every dispatched operator is counted: matrix products by the
+formulas of ``torch.utils.flop_counter``, others by the bytes that they read and write. Saved tensors are classified by
+the rule of the profiler and the swap manager, so saved, entering and leaving bytes equal those that
+:mod:`parallax.model.profiling.measure` finds on a CPU. Working memory is the peak of live tensors; kernels may use
+scratch memory, which only a measurement shows.
 
-Each block is counted at two numbers of rows, which gives the fixed and the per-row part of every figure.
+Each block is counted at two numbers of rows, which give the fixed and the per-row part of every figure.
 """
 
 from __future__ import annotations
@@ -54,11 +54,12 @@ def count(
     name: str = "model",
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelWork:
-    """What ``chain`` asks; ``sample(n)`` gives inputs and targets of n rows, of which only shape and type are used.
+    """Return the work of ``chain``. ``sample(n)`` returns inputs and targets of n rows, of which only shape and type
+    are used.
 
-    The optimizer is AdamW under the recipe of that precision. The loss is counted with the last block, or, where it is
-    computed once, alone, on ``gathered`` rows. Raises :class:`DescribeError` where blocks do not fit
-    together, or compute with values that fake tensors do not have.
+    The optimizer is AdamW under the recipe of ``precision``. The loss is counted with the last block, or, if it is
+    computed over the whole batch, separately on ``gathered`` rows. Raises :class:`DescribeError` if blocks do not fit
+    together, or need values, which fake tensors lack.
     """
     counter = _Counter(chain, loss, precision, minimum_bytes, progress, with_loss=not gathered)
     low, high = (counter.run(n, *sample(n)) for n in rows)
@@ -84,7 +85,7 @@ def count(
 
 @dataclass(frozen=True)
 class _Counted:
-    """One block at one number of rows."""
+    """The work of one block at one number of rows."""
 
     rows: int
     forward: PassWork
@@ -102,8 +103,9 @@ class _Counted:
 
 
 class _Deferring(TorchFunctionMode):
-    """Sees what weight gradients are made of that :mod:`parallax.model.split_backward` puts off: the inputs of products
-    with parameters, each storage once, the gradients of their outputs, and autocast's copies of the weights."""
+    """Counts the bytes that :mod:`parallax.model.split_backward` stores for deferred weight gradients: the inputs of
+    products with parameters (each storage once), the gradients of their outputs, and autocast's copies of the
+    weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +125,7 @@ class _Deferring(TorchFunctionMode):
         if getattr(func, "__name__", "") in PRODUCTS and weights and isinstance(out, Tensor):
             for tensor in tensors:
                 if not isinstance(tensor, nn.Parameter):
-                    # Autocast hands a product a copy in the type of its output.
+                    # Under autocast a product's input is a copy in the type of its output.
                     storage = tensor.untyped_storage()
                     size = storage.nbytes() // tensor.element_size() * out.element_size()
                     self._inputs[address(storage)] = size
@@ -139,7 +141,7 @@ PRODUCTS = ("linear", "addmm", "matmul", "mm", "__matmul__", "conv1d", "conv2d",
 
 
 class _Counter:
-    """Counts block after block; remembers those that look the same."""
+    """Counts the blocks in order, each distinct one once."""
 
     def __init__(
         self,
@@ -157,7 +159,7 @@ class _Counter:
         self._with_loss = with_loss
 
     def run(self, rows: int, inputs: tuple[Tensor, ...], targets: Any) -> list[_Counted]:
-        """Every block for ``rows`` rows; the outputs of each are the inputs of the next."""
+        """Count every block with ``rows`` rows; the outputs of each are the inputs of the next."""
         with self._mode:
             entering, aims = tuple(map(_fake, inputs)), transform(targets, _fake)
 
@@ -221,7 +223,7 @@ class _Counter:
         )
 
     def whole_loss(self, rows: int, low: _Counted, high: _Counted, targets: Any) -> dict[str, Any]:
-        """The loss of ``rows`` rows at once, as fields of the last block's :class:`BlockWork`."""
+        """Count the loss of ``rows`` rows at once; return fields of the last block's :class:`BlockWork`."""
         self._progress(f"counting the loss of {rows} row(s)")
         with self._mode:
             aims, meter = transform(targets, _fake), WorkMeter()
@@ -248,7 +250,7 @@ class _Counter:
     def _forward(
         self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Any
     ) -> tuple[Tensor, ...]:
-        """The block's outputs, or the loss of them where there are targets."""
+        """Return the block's outputs, or with ``targets`` their loss."""
         try:
             with self._precision.autocast("cpu"):
                 outputs = as_tuple(block(*inputs))
@@ -257,7 +259,7 @@ class _Counter:
             shapes = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in inputs)
             raise DescribeError(
                 f"block {type(block).__name__} cannot be counted on {shapes}: {str(error).splitlines()[0]}; a block "
-                "takes what the one before it returns, and asks for no values of tensors (measure it instead)"
+                "must accept the outputs of the one before it, and read no tensor values (or else be measured)"
             ) from error
 
     def _add_loss(self, outputs: tuple[Tensor, ...], targets: Any) -> tuple[Tensor, ...]:
@@ -272,7 +274,7 @@ class _Counter:
         leaves: tuple[Tensor, ...],
         targets: Any,
     ) -> tuple[PassWork, int]:
-        """A backward into the parameters of ``block`` and the leaves, or without a block into the leaves alone."""
+        """Count a backward into the parameters of ``block`` and the leaves; without ``block``, into the leaves only."""
         roots = [tensor for tensor in results if tensor.requires_grad]
         if not roots:
             return PassWork(), 0
@@ -298,8 +300,8 @@ class _Counter:
     def _saved(
         self, block: nn.Module, entering: tuple[Tensor, ...], targets: Any
     ) -> tuple[int, int, int, int]:
-        """Bytes saved for backward that may move, that stay, that the loss saves, and all that a forward newly leaves
-        behind; as the profiler counts them."""
+        """Return the bytes saved for backward that may be offloaded, that stay resident, that the loss saves, and that
+        the forward adds in total, as the profiler does."""
         held = [*block.parameters(), *block.buffers()]
         saved = Saved(held, self._minimum, plain=FakeTensor)
         with saved.by_block():
@@ -311,14 +313,15 @@ class _Counter:
 
 
 def _entering(leaves: Sequence[Tensor], anchor: Tensor, meter: WorkMeter) -> tuple[Tensor, ...]:
-    """As in a stage, what enters is no leaf: it comes from a node with two parents. A block may change it in place."""
+    """Return inputs that are not leaves but have a node with two parents, as in a stage. A block may change them in
+    place."""
     made = tuple(leaf + anchor.to(leaf.dtype) if leaf.requires_grad else leaf for leaf in leaves)
     meter.know(made)
     return made
 
 
 def _fake(tensor: Any) -> Any:
-    """A fake tensor on the CPU in the place of a tensor, that lies as it does in memory of its own."""
+    """Return a fake CPU tensor with the shape and strides of a tensor, in a storage of its own."""
     if not isinstance(tensor, Tensor):
         return tensor
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -329,13 +332,13 @@ def _fake(tensor: Any) -> Any:
 
 
 def _tables(block: nn.Module) -> dict[int, Any]:
-    """Fake tensors on the CPU for those in attributes, which are neither parameters nor buffers."""
+    """Return fake CPU tensors for tensors in attributes that are neither parameters nor buffers, by identity."""
     found = [t for t in plain_tensors(block).values() if not isinstance(t, nn.Parameter)]
     return {id(t): torch.empty_like(t, device="cpu") for t in found}
 
 
 def _fill(block: nn.Module, dtype: torch.dtype) -> None:
-    """Put fake parameters and buffers on the CPU in place of those on the meta device."""
+    """Replace meta parameters and buffers by fake CPU ones."""
     made: dict[int, Tensor] = {}
 
     def replaced(tensor: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Measures what each block costs on the real device: seconds, saved bytes by storage, working memory.
+"""Measure the cost of each block on the real device: seconds, saved bytes by storage, working memory.
 
-Blocks that look the same (same structure, same parameters' shapes, same inputs) are measured once, each at several
-numbers of rows from one on, and timed twice, some time apart. Their backward is measured whole and in halves
-(:mod:`parallax.model.split_backward`), for schedules that run these apart. The result is cached by model, device and
-library versions, so only the first run of a model pays.
+Blocks that look the same (structure, parameter shapes, inputs) are measured once, at several numbers of rows from one
+on, and timed twice, some time apart. Their backward is measured whole and split (:mod:`parallax.model.split_backward`),
+for schedules with separate W passes. Results are cached by model, device and library versions, so only the first run of
+a model pays.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ from parallax.plan.profile import Affine, BlockCost, ModelProfile
 
 SECONDS_PER_BLOCK = 0.4
 _REPEATS = (3, 15)
-# Of the blocks that are measured: below it more rows are measured, too, for kernels may be too small to tell what these
-# would cost.
+# Below this total of all measured blocks, larger numbers of rows are measured too: small kernels do not predict the
+# cost of larger ones.
 _CHEAP_SECONDS = 0.2
-_ALWAYS = 3  # numbers of rows that are measured whatever they cost, where they fit the device
-_GROWN = 1.5  # times that twice the rows must take: below it the same for all rows, as reading weights, is most of it
+_ALWAYS = 3  # numbers of rows that are measured at any cost, if they fit the device
+_GROWN = 1.5  # ratio for twice the rows; below it, costs that do not depend on rows dominate, such as reading weights
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """One block at one number of rows."""
+    """The costs of one block at one number of rows."""
 
     rows: int
     forward_seconds: float
@@ -81,7 +81,7 @@ class _Measured:
     mapped: int
     outputs: tuple[Tensor, ...]
     skipped_seconds: float = 0.0
-    offload_seconds: float | None = None  # measured for the most rows alone
+    offload_seconds: float | None = None  # measured at the two largest numbers of rows only
 
 
 def measure(
@@ -98,14 +98,14 @@ def measure(
     gathered: int = 0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
-    """The profile of ``chain``; ``sample(n)`` gives inputs and targets of n rows, ``rows`` one or more such n. The
-    three smallest are measured, and larger ones as long as the blocks take little time, or hardly more than for fewer
-    rows. Every cost is interpolated between these; beyond them it is a line.
+    """Return the profile of ``chain``. ``sample(n)`` returns inputs and targets of n rows; ``rows`` lists candidates
+    for n. The three smallest are measured, and larger ones while the blocks are cheap or take hardly longer than for
+    fewer rows. Costs are interpolated between these, and extrapolated linearly.
 
-    The loss is measured with the last block, or, where it is computed once, alone, on ``gathered`` rows, for what it
-    takes need not be a line: that of all pairs grows with their square. ``offloader`` is how a run would offload, if it
-    may. A kept profile of a busy machine is measured again. Raises :class:`DescribeError` where blocks do not fit
-    together.
+    The loss is measured with the last block, or, if it is computed over the whole batch, separately on ``gathered``
+    rows, because its cost may be non-linear (that of all pairs grows quadratically). ``offloader``: how a run would
+    offload; None: it does not. A cached profile from a busy machine is measured again. Raises :class:`DescribeError` if
+    blocks do not fit together.
     """
     how: dict[str, Any] = {"precision": precision, "offloader": offloader}
     how |= {"minimum_bytes": minimum_bytes, "gathered": gathered}
@@ -127,18 +127,18 @@ def measure(
     profile = _profile_of(chain, name, device, precision, found, whole)
     profile = replace(profile, disturbance=round(bench.noise.disturbance, 3))
     if known is not None and known.disturbance < profile.disturbance:
-        return known  # measured anew, on a machine that was busier still
+        return known  # measured again, but the machine was even busier
     store_cached(profile, path)
     return profile
 
 
 class _TooLarge(DescribeError):
-    """The device cannot hold what is measured."""
+    """The device has too little memory for a measurement."""
 
 
 @contextlib.contextmanager
 def _fitting(what: str, rows: int, way_out: str) -> Iterator[None]:
-    """One line where the device is too small for what is measured."""
+    """A context that turns running out of device memory into one line."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -184,8 +184,9 @@ def _profile_of(
 
 
 def _freeing_slowdown(device: torch.device, blocks: Sequence[_Measured]) -> float:
-    """How many times as long forward and backward take where freed memory goes back at once, so that each large tensor
-    is made of fresh pages. By the bytes of these: a process that keeps freed memory cannot try it."""
+    """Return the ratio by which forward and backward slow down if freed memory is returned to the system at once, so
+    that each large tensor needs fresh pages. Computed from the bytes of such tensors, because a process that keeps
+    freed memory cannot measure it."""
     if device.type != "cpu":
         return 1.0
     seconds = sum(block.forward_seconds + block.backward_seconds for block in blocks)
@@ -194,7 +195,7 @@ def _freeing_slowdown(device: torch.device, blocks: Sequence[_Measured]) -> floa
 
 
 class _Bench:
-    """Measures block after block; remembers those that look the same."""
+    """Measures the blocks in order, each distinct one once."""
 
     def __init__(
         self,
@@ -215,7 +216,7 @@ class _Bench:
         self._with_loss = with_loss
 
     def run(self, rows: int, inputs: tuple[Tensor, ...], targets: Any) -> list[_Measured]:
-        """Every block for ``rows`` rows; the outputs of each are the inputs of the next."""
+        """Measure every block with ``rows`` rows; the outputs of each are the inputs of the next."""
 
         def find(index: int, entering: tuple[Tensor, ...], last: bool) -> _Measured:
             name, count = self._chain.blocks[index].name, len(self._chain.blocks)
@@ -231,8 +232,8 @@ class _Bench:
         return block_by_block(self._chain, with_own_storage(to_device(inputs, self._device)), find)
 
     def rounds(self, sample: Sample, rows: Sequence[int]) -> list[list[_Measured]]:
-        """Every block for each of ``rows`` that is worth its time; see :func:`measure`. All are timed twice, from few
-        rows to many and back, and the shorter times count: what disturbs a machine for some seconds only adds."""
+        """Measure every block at each of ``rows`` that :func:`measure` selects. Each is timed twice, from few rows to
+        many and back, and the shorter times count, because a temporary disturbance only adds time."""
         found: list[list[_Measured]] = []
         for n in rows:
             if len(found) >= _ALWAYS:
@@ -247,7 +248,7 @@ class _Bench:
                 break
             except (ValueError, DescribeError):
                 if n > 1 or len(rows) == 1:
-                    raise  # what takes no single row, as BatchNorm, may take more
+                    raise  # a single row may be too few (BatchNorm); try more
         for place in reversed(range(len(found))):
             blocks = found[place]
             n, ends = blocks[0].rows, place >= len(found) - 2
@@ -263,8 +264,8 @@ class _Bench:
         *,
         offload: bool,
     ) -> list[_Measured]:
-        """``known`` with the shorter times of a second look, and what recomputing leaves out and, with ``offload``,
-        what offloading makes longer."""
+        """Return ``known`` with the shorter times of a second timing, with the part of a forward that recomputation
+        skips and, with ``offload``, the slowdown of offloading."""
 
         def find(index: int, entering: tuple[Tensor, ...], last: bool) -> _Measured:
             name, count = self._chain.blocks[index].name, len(self._chain.blocks)
@@ -291,7 +292,7 @@ class _Bench:
     def _passes(
         self, index: int, inputs: tuple[Tensor, ...], targets: Any
     ) -> tuple[nn.Module, BlockPasses]:
-        """A block with gradients to add to, and what is timed of it."""
+        """Return a block with gradients to accumulate into, and its timed passes."""
         (block,) = materialise(self._chain, index, index + 1, self._device)
         leaves = tuple(
             tensor.detach().requires_grad_(index > 0 and can_require_grad(tensor))
@@ -312,8 +313,8 @@ class _Bench:
         _, forward, backward = self._allocations(passes.enter, passes.forward, passes.backward)
         arriving = sum(tensor.nbytes for tensor in outputs if tensor.requires_grad)
         if targets is not None:
-            arriving = 0  # the loss begins the backward
-        # What entered waits for the weight half.
+            arriving = 0  # the backward starts at the loss
+        # The inputs stay alive until the W pass.
         split, first, second = self._allocations(
             passes.enter_and_split, passes.input_gradient_pass, passes.weight_gradient_pass
         )
@@ -348,24 +349,24 @@ class _Bench:
         return replace(known, **times, skipped_seconds=skipped, offload_seconds=offloading)
 
     def _times(self, passes: BlockPasses) -> dict[str, float]:
-        """Seconds of a block's passes, whole and in halves."""
+        """Return the seconds of a block's passes, whole and split."""
         _, forward, backward = self._time(passes.enter, passes.forward, passes.backward)
-        halves = passes.split, passes.input_gradient_pass, passes.weight_gradient_pass
-        _, *halved, weight = self._time(passes.enter, *halves)
+        split = passes.split, passes.input_gradient_pass, passes.weight_gradient_pass
+        _, *others, weight = self._time(passes.enter, *split)
         return {
             "forward_seconds": forward,
             "backward_seconds": backward,
             "weight_seconds": min(weight, backward) if self._splits(passes) else 0.0,
-            "split_seconds": max(0.0, sum(halved) + weight - forward - backward),
+            "split_seconds": max(0.0, sum(others) + weight - forward - backward),
         }
 
     def whole_loss(self, rows: int, low: _Measured, high: _Measured, targets: Any) -> BatchLoss:
-        """The loss of ``rows`` rows at once: their outputs are those of the rows that were measured, over and over."""
+        """Measure the loss of ``rows`` rows at once, on repeated outputs of the measured rows."""
         self._progress(f"measuring the loss of {rows} row(s)")
         aims = with_own_storage(to_device(targets, self._device))
         leaves = repeated(rows, (low.rows, low.outputs), (high.rows, high.outputs))
         anchor = torch.zeros((), device=self._device, requires_grad=True)
-        held = list[Tensors]()  # as the executor holds what it has gathered
+        held = list[Tensors]()  # as the executor holds the gathered outputs
 
         def enter(_: object = None) -> Tensors:
             held[:] = [
@@ -393,7 +394,7 @@ class _Bench:
         )
 
     def _offload_seconds(self, block: nn.Module, moved: int, passes: BlockPasses) -> float:
-        """What offloading makes longer. A tier that cannot take a block is no reason not to measure it."""
+        """Return the slowdown of offloading a block; 0 if the tier cannot hold it."""
         try:
             if moved and self._offloader is not None:
                 with self._offloader.of(block, moved, self._device) as offloads:
@@ -405,21 +406,21 @@ class _Bench:
                         3 * SECONDS_PER_BLOCK,
                     )
         except SwapError as error:
-            self._progress(f"what offloading takes was not measured: {error}")
+            self._progress(f"the cost of offloading was not measured: {error}")
         return 0.0
 
     def _splits(self, passes: BlockPasses) -> bool:
-        """Whether any gradient of a parameter is put off."""
-        results, halves = passes.enter_and_split(None)
+        """Return whether the block defers any weight gradient."""
+        results, store = passes.enter_and_split(None)
         passes.backward(results)
-        owed = bool(halves.pending_parameters())
-        halves.finish()  # what is held for it holds the graph, and the graph what is held
-        return owed
+        defers = bool(store.pending_parameters())
+        store.finish()  # breaks the reference cycle between the store and the graph
+        return defers
 
     def forward(
         self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Any
     ) -> tuple[Tensor, ...]:
-        """The block's outputs, or with ``targets`` the loss of them."""
+        """Return the block's outputs, or with ``targets`` their loss."""
         with self._precision.autocast(self._device.type):
             try:
                 outputs = as_tuple(block(*inputs))
@@ -434,15 +435,15 @@ class _Bench:
             return outputs if targets is None else self.add_loss(outputs, targets)
 
     def add_loss(self, outputs: tuple[Tensor, ...], targets: Any) -> tuple[Tensor, ...]:
-        """The loss of the chain's outputs."""
+        """Return the loss of the chain's outputs."""
         with self._precision.autocast(self._device.type):
             return (call_loss(self._loss, self._chain.results(outputs), targets),)
 
     def _saved(
         self, block: nn.Module, entering: tuple[Tensor, ...], targets: Any
     ) -> tuple[int, int, int, int]:
-        """Bytes saved for backward that may move, that stay, that the loss saves, and all that a forward newly leaves
-        behind."""
+        """Return the bytes saved for backward that may be offloaded, that stay resident, that the loss saves, and that
+        the forward adds in total."""
         saved = Saved([*block.parameters(), *block.buffers()], self._minimum)
         with saved.by_block():
             results = self.forward(block, entering, None)
@@ -452,8 +453,8 @@ class _Bench:
         return saved.sums(entering, results)
 
     def _skipped_seconds(self, passes: BlockPasses) -> float:
-        """Of a forward, and of the loss, what follows when the last tensor of the block is saved: torch recomputes no
-        further. The least of some runs, for it is left out of what is predicted."""
+        """Return the seconds of a forward, with its loss, after the block saves its last tensor: torch recomputes no
+        further. The minimum of some runs, because the prediction subtracts it."""
         found = []
         for _ in range(1 + _REPEATS[0]):
             self._clock.evict_caches()
@@ -461,8 +462,8 @@ class _Bench:
         return min(found[1:])
 
     def _time(self, *passes: Callable[[Any], Any]) -> list[float]:
-        """Seconds of each pass, which is given what the one before it returned: medians of processor time. What
-        disturbs a wall clock only ever adds to it: there lower quartiles count. The first run warms up."""
+        """Return the typical seconds of each pass, which gets the result of the one before: the median of processor
+        time, or the lower quartile of wall time, to which disturbances only add. The first run is a warm-up."""
         with self.noise.part():
             return self._typical_seconds(passes)
 
@@ -500,7 +501,7 @@ def _cost(chain: Chain, index: int, found: Sequence[Sequence[_Measured]]) -> Blo
     def cost(field: str) -> Affine:
         each = [(blocks[index].rows, getattr(blocks[index], field)) for blocks in found]
         known = [(rows, value) for rows, value in each if value is not None]
-        if field.endswith("seconds"):  # more rows take no less time: only noise says so
+        if field.endswith("seconds"):  # a decrease with more rows is noise
             known = list(zip([rows for rows, _ in known], accumulate([y for _, y in known], max)))
         return Affine.measured(known)
 

@@ -1,4 +1,4 @@
-"""Sees what operators ask of a device while they run on tensors without bytes."""
+"""Count the operators that run on tensors without memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from parallax.model.saved import address
 
 @dataclass(frozen=True)
 class PassWork:
-    """What one pass dispatched: operations of matrix products, bytes moved by everything else, kernels; the operations
-    of attention among the first, and the numbers that the other matrix products read and write."""
+    """The operators of one pass: operations of matrix products, bytes moved by other operators, kernels; attention's
+    share of the operations, and the elements that the other matrix products read and write."""
 
     flops: float = 0.0
     bytes: float = 0.0
@@ -28,7 +28,7 @@ class PassWork:
     operands: float = 0.0
 
     def less(self, other: PassWork) -> PassWork:
-        """What is left of it without another pass."""
+        """Return the difference, at least 0."""
         return PassWork(*(max(0.0, mine - theirs) for mine, theirs in zip(self.parts, other.parts)))
 
     @property
@@ -37,10 +37,10 @@ class PassWork:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> float:
-    """Scores, and their product with the values; a causal kernel skips those of later tokens."""
+    """Return the operations of the scores and of their product with the values; a causal kernel skips half of them."""
     # Dropout, is_causal.
     _, is_causal = rest if len(rest) == 2 else (0.0, named.get("is_causal", False))
-    # As torch counts, whose function refuses groups of queries that share a key before 2.13.
+    # Torch's formula, which rejects grouped-query attention before 2.13.
     *_, tokens, features = key.shape
     scores, products = query.shape[:-1].numel() * tokens, features + value.shape[-1]
     return 2.0 * scores * products / (2 if is_causal else 1)
@@ -49,8 +49,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: A
 def _attention_backward(
     _: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any
 ) -> float:
-    """Four products for the gradients, and the scores once more (Dao 2023, section 4.1)."""
-    return 2.5 * _attention(query, key, value, *rest[2:], **named)  # without output and log-sum-exp
+    """Return the operations of four gradient products and recomputed scores (Dao 2023, section 4.1)."""
+    return 2.5 * _attention(query, key, value, *rest[2:], **named)  # skips output and log-sum-exp
 
 
 _FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -58,15 +58,15 @@ _ATTENTION: dict[str, Callable[..., float]] = {
     _FLASH: _attention,
     f"{_FLASH}_backward": _attention_backward,
 }
-"""Formulas that torch's counter lacks: those of the kernels that fake tensors choose."""
+"""Formulas that torch's counter lacks, for the kernels that fake tensors select."""
 
 
 _ATTENDING = ("attention", "bmm")
-"""Parts of the names of operators that compute attention: fused kernels, and products of batches of matrices."""
+"""Substrings of the names of operators that compute attention: fused kernels, and batched matrix products."""
 
 
 class WorkMeter(OperatorMode):
-    """Sees every operator below autograd, and every storage until it is let go."""
+    """Intercepts every operator below autograd, and tracks every storage until it is freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,14 +76,15 @@ class WorkMeter(OperatorMode):
 
     @contextmanager
     def watch(self) -> Iterator[Callable[[], tuple[PassWork, int]]]:
-        """What runs inside: its :class:`PassWork`, and the most bytes that lived beyond those at its begin."""
+        """Yield a function that returns the :class:`PassWork` inside the context, and the peak bytes above those at its
+        start."""
         self._base = self._peak = self._level
         self._found = PassWork()
         with self:
             yield lambda: (self._found, self._peak - self._base)
 
     def know(self, tensors: Sequence[Tensor]) -> None:
-        """Storages that were there before."""
+        """Register storages that exist already."""
         for tensor in tensors:
             self._remember(tensor.untyped_storage())
 
@@ -99,7 +100,7 @@ class WorkMeter(OperatorMode):
             operands = sum(tensor.numel() for tensor in [*read, *written])
             more = {"attention_flops": flops} if attends else {"operands": float(operands)}
             self._add(PassWork(flops, 0.0, 1.0, **more))
-        elif fresh or func._schema.is_mutable:  # views and questions about shapes run no kernel
+        elif fresh or func._schema.is_mutable:  # views and shape queries run no kernel
             self._add(PassWork(0.0, float(_traffic_bytes([*read, *written])), 1.0))
         return out
 
@@ -109,7 +110,7 @@ class WorkMeter(OperatorMode):
         )
 
     def _remember(self, storage: UntypedStorage) -> bool:
-        """Whether the storage is new; it counts until its last user lets go."""
+        """Return whether the storage is new; it counts until it is freed."""
         key, size = address(storage), storage.nbytes()
         if key in self._known:
             return False
@@ -125,5 +126,5 @@ class WorkMeter(OperatorMode):
 
 
 def _traffic_bytes(tensors: Sequence[Tensor]) -> int:
-    """Bytes read and written; a tensor that is both, in place, is there twice."""
+    """Return the bytes read and written; an in-place tensor appears twice."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,4 +1,4 @@
-"""How much longer a block computes where what it saves is offloaded, measured with and without in turn."""
+"""Measure how much offloading its saved tensors slows a block, by alternating runs with and without it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch import Tensor, nn
 
 from parallax.model.profiling.clock import Clock
 
-# Of two readings each, at least and at most: a difference is less certain than either.
+# Minimum and maximum number of differences, each of two readings.
 _DIFFERENCES = 3, 9
 
 Saving = contextlib.AbstractContextManager[object]
 
 
 class Offloads(Protocol):
-    """One block's saved activations, offloaded and brought back."""
+    """The saved activations of one block, offloaded and prefetched."""
 
     def saving(self) -> Saving:
-        """The context of a forward."""
+        """Return the context for a forward."""
 
     def bring_back(self) -> None:
-        """Wait until all has left, then begin to bring it back for the backward."""
+        """Wait until all are offloaded, then start prefetching them for the backward."""
 
     @property
     def stall_seconds(self) -> float:
-        """How long anyone has waited for transfers so far."""
+        """Seconds spent waiting for transfers so far."""
 
 
 class Offloader(Protocol):
@@ -38,12 +38,12 @@ class Offloader(Protocol):
 
     @property
     def tier(self) -> str:
-        """Its name."""
+        """The tier's name."""
 
     def of(
         self, block: nn.Module, moved: int, device: torch.device
     ) -> contextlib.AbstractContextManager[Offloads]:
-        """Offloading of what ``block`` saves, ``moved`` bytes."""
+        """Return a context with the offloading of ``block``, which saves ``moved`` bytes."""
 
 
 def slowdown_seconds(
@@ -53,8 +53,8 @@ def slowdown_seconds(
     clock: Clock,
     seconds: float,
 ) -> float:
-    """What ``forward`` and ``backward`` take longer where what is saved leaves and comes back, without the time in
-    which they wait for it: the median of turns with and without, one after the other, for about ``seconds``."""
+    """Return by how much ``forward`` and ``backward`` slow down under offloading, without waits for transfers: the
+    median of alternating runs with and without it, for about ``seconds``."""
 
     def plain() -> float:
         clock.evict_caches()
@@ -79,4 +79,4 @@ def slowdown_seconds(
         len(differences) <= _DIFFERENCES[1] and time.perf_counter() - begun < seconds
     ):
         differences.append(-plain() + offloaded())
-    return max(0.0, statistics.median(differences[1:]))  # the first warms up
+    return max(0.0, statistics.median(differences[1:]))  # the first is a warm-up

@@ -1,4 +1,4 @@
-"""What is timed: the passes of one block, and an optimizer's step."""
+"""The timed operations: passes of one block, and an optimizer step."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from parallax.model.split_backward import WeightGradStore
 Tensors = tuple[Tensor, ...]
 
 _STEPS = 3
-_OPTIMIZED = 32  # tensors of an optimizer's step, together more than a cache holds
+_OPTIMIZED = 32  # tensors of the optimizer step, together larger than caches
 
 
 class Bench(Protocol):
-    """What runs a block, in its number format, and the loss of the last one."""
+    """Runs a block in its number format, and the loss after the last one."""
 
     def forward(self, block: nn.Module, entering: Tensors, targets: Any) -> Tensors:
-        """The block's outputs, or with ``targets`` the loss of them."""
+        """Return the block's outputs, or with ``targets`` their loss."""
 
     def add_loss(self, outputs: Tensors, targets: Any) -> Tensors:
-        """The loss of the chain's outputs."""
+        """Return the loss of the chain's outputs."""
 
 
 class BlockPasses:
-    """What is timed of one block: forward and backward, whole, in halves, and with its saved tensors offloaded. As in a
-    stage, what enters is no leaf: it comes from a node with two parents."""
+    """The passes of one block: forward and backward, whole, split, and with its saved tensors offloaded. As in a stage,
+    inputs are not leaves but have a node with two parents."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class BlockPasses:
         self._anchor = torch.zeros((), device=self._device, requires_grad=True)
 
     def enter(self, _: object = None) -> Tensors:
-        """What enters, anew for each forward, which may change it in place."""
+        """Return new inputs for a forward, which may change them in place."""
         return tuple(
             leaf + self._anchor.to(leaf.dtype) if leaf.requires_grad else leaf
             for leaf in self._leaves
@@ -56,7 +56,7 @@ class BlockPasses:
         return self._bench.forward(self._block, entering, self._targets)
 
     def backward(self, results: Tensors) -> None:
-        """From what :meth:`forward` gave, into the inputs and the parameters."""
+        """Run the backward of :meth:`forward`'s results into inputs and parameters."""
         roots = [tensor for tensor in results if tensor.requires_grad]
         if roots:
             ones = [torch.ones_like(root) for root in roots]
@@ -65,7 +65,7 @@ class BlockPasses:
             leaf.grad = None
 
     def offloaded(self, saving: Saving) -> Tensors:
-        """A forward whose saved tensors go where ``saving`` takes them; those of the loss stay."""
+        """Run a forward whose saved tensors are handled by ``saving``; those of the loss are not."""
         entering = self.enter()
         with saving:
             results = self._bench.forward(self._block, entering, None)
@@ -74,7 +74,7 @@ class BlockPasses:
         return self._bench.add_loss(results, self._targets)
 
     def after_the_last_saved(self, clock: Clock) -> float:
-        """Seconds of a forward from where the block has saved its last tensor to the end."""
+        """Return the seconds of a forward from the block's last saved tensor to the end."""
         marks = [clock.mark()]
 
         def pack(tensor: Tensor) -> Tensor:
@@ -89,17 +89,17 @@ class BlockPasses:
         return clock.seconds_since(marks[0])
 
     def split(self, entering: Tensors) -> tuple[Tensors, WeightGradStore]:
-        """A forward whose weight gradients can be put off."""
+        """Run a forward that can defer its weight gradients."""
         store = WeightGradStore(self._device)
         with store.splitting():
             return self._bench.forward(self._block, entering, self._targets), store
 
     def enter_and_split(self, _: object) -> tuple[Tensors, WeightGradStore]:
-        """:meth:`split` of what enters anew."""
+        """Run :meth:`split` on new inputs."""
         return self.split(self.enter())
 
     def input_gradient_pass(self, found: tuple[Tensors, WeightGradStore]) -> WeightGradStore:
-        """The backward without the weight gradients."""
+        """Run the backward without the weight gradients."""
         self.backward(found[0])
         return found[1]
 
@@ -108,8 +108,8 @@ class BlockPasses:
 
 
 def optimizer_seconds(device: torch.device, dtype: torch.dtype) -> float:
-    """Seconds per byte of parameters that a step costs whatever its rows: gradients are cleared, their norm is taken,
-    they are clipped, and fused AdamW steps."""
+    """Return the seconds per parameter byte of a step that do not depend on rows: clearing gradients, their norm,
+    clipping, and fused AdamW."""
     parameters = [
         nn.Parameter(torch.zeros(2**18, device=device, dtype=dtype)) for _ in range(_OPTIMIZED)
     ]

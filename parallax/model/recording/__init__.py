@@ -1,1 +1,1 @@
-"""A model's own forward, recorded and cut into a chain of blocks."""
+"""Record a model's own forward, and partition it into a chain of blocks."""

@@ -1,8 +1,8 @@
-"""What a recorded forward takes for granted of every batch, checked as it runs.
+"""The assumptions of a recorded forward, checked with every batch.
 
-Where Python decided by values of the sample's whole numbers (whether each row has its image tokens), or by what holds
-of any numbers that are no accident (that none is NaN), the record has the one way that was taken. Beside it stands the
-question with its answer: a batch that answers otherwise ends the run in one line.
+If Python branched on values of the sample's integers (whether each row has its image tokens), or on a property of
+floats (that none is NaN), the trace holds the branch that was taken. Beside it stands the query with its answer; a
+batch with another answer stops the run with one line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from parallax.model.recording.fakes import is_fake
 
 
 class DiffersFromSample(DescribeError):
-    """A batch that the model's forward would treat in another way than the sample that it was recorded with."""
+    """A batch for which the model's forward would take another branch than for the recorded sample."""
 
 
 def expect_answer(
@@ -28,7 +28,7 @@ def expect_answer(
     answer: Any,
     where: str,
 ) -> None:
-    """Raise :class:`DiffersFromSample` unless ``ask`` gives ``answer``. Nothing is known of tensors without values."""
+    """Raise :class:`DiffersFromSample` unless ``ask`` returns ``answer``. Skipped for tensors without values."""
     if any(map(is_fake, tensors_in((args, kwargs)))):
         return
     found = ask(*args, **kwargs)
@@ -36,17 +36,17 @@ def expect_answer(
         name = getattr(ask, "__name__", "it")
         raise DiffersFromSample(
             f"{name} of a tensor gave {answer} with the sample and gives {found} with this batch{where}: the forward "
-            "decides by it, and was recorded for the first; give the deciding part a module of its own, which stays "
-            "whole, or make the model one block (model.blocks=[''])"
+            "branches on it, and only the sample's branch was recorded; move the branch into a module of its own, "
+            "which stays whole, or make the model one block (model.blocks=[''])"
         )
 
 
 def expect_sizes(tensor: Tensor, sizes: tuple[int, ...], where: str) -> None:
-    """Raise :class:`DiffersFromSample` unless ``tensor``, whose sizes follow from values, has those of the record."""
+    """Raise :class:`DiffersFromSample` unless ``tensor``, whose shape depends on values, has the recorded shape."""
     if tuple(tensor.shape) != tuple(sizes):
         raise DiffersFromSample(
-            f"a tensor whose shape follows from values is {tuple(tensor.shape)} with this batch, and by the sample it "
-            f"must be {tuple(sizes)}{where}; give that part a module of its own, which stays whole, or make the model "
+            f"a tensor whose shape depends on values is {tuple(tensor.shape)} with this batch and was {tuple(sizes)} "
+            f"with the sample{where}; move that part into a module of its own, which stays whole, or make the model "
             "one block (model.blocks=[''])"
         )
 

@@ -1,7 +1,7 @@
-"""A model without bytes that runs as if it had them: fake tensors in the places of its own for a while.
+"""Run a meta-device model on fake tensors, temporarily in place of its own.
 
-A fake tensor has shape, type and device, and no values; torch computes those of every result. Small constants keep
-their values. What a forward leaves behind in the model (attributes, caches of functions) is taken back.
+A fake tensor has shape, type and device but no values; torch computes those of every result. Small constants keep their
+values. State that a forward leaves in the model (attributes, function caches) is restored.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from parallax.model.block import in_dtype, tensors_in, transform
 
 ASKED_FOR_VALUES = DataDependentOutputException, DynamicOutputShapeException
-"""Raised where Python, or the shape of a result, asks a fake tensor for its values."""
+"""Raised if Python, or the shape of a result, needs a fake tensor's value."""
 
 without_modes = _disable_current_modes
-"""The context in which tensors are real again."""
+"""A context in which tensors are real."""
 
 _TORCHS_OWN = {"_parameters", "_buffers", "_modules", "training"}
 _CONTAINERS = list, dict, set, deque
@@ -44,8 +44,8 @@ _PLAIN = bool, int, float, complex, str, bytes, type(None)
 
 @dataclass
 class FakeModel:
-    """``model`` with fake tensors; ``names`` is what it calls each of them, by identity, and ``shared`` are those that
-    it calls by several names."""
+    """``model`` with fake tensors. ``names``: their names in the model, by id; ``shared``: ids of those with several
+    names."""
 
     model: nn.Module
     mode: FakeTensorMode
@@ -55,11 +55,11 @@ class FakeModel:
     shared: set[int] = field(default_factory=set)
 
     def value(self, tensor: Tensor) -> Tensor:
-        """What the constructor put into a buffer, or into a tensor in an attribute, which is with_fake_tensors."""
+        """Return the constructor's value of a buffer, or of a tensor in an attribute, from its fake tensor."""
         return self.value_of(self.bare[id(tensor)]).to(tensor.dtype)
 
     def fake(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A new fake tensor on the CPU."""
+        """Return a new fake tensor on the CPU."""
         with self.mode:
             return torch.empty(shape, dtype=dtype, device="cpu")
 
@@ -68,9 +68,9 @@ class FakeModel:
 def with_fake_tensors(
     model: nn.Module, dtype: torch.dtype, value_of: Callable[[Tensor], Tensor]
 ) -> Iterator[FakeModel]:
-    """``model``, which is on the meta device, with fake tensors for its own, floating ones of ``dtype``; ``value_of``
-    makes the values that its constructor gave one of its tensors."""
-    # Sizes of nested tensors are symbols; of nothing else.
+    """A context in which ``model``, on the meta device, holds fake tensors; floating-point ones have ``dtype``.
+    ``value_of`` returns the constructor's value of one of its tensors."""
+    # Only the sizes of nested tensors are symbols.
     sizes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes)
     fakes = FakeModel(model, mode, value_of)
@@ -102,23 +102,24 @@ def with_fake_tensors(
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has no values."""
+    """Return whether ``tensor`` has no values."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
 def is_transforming() -> bool:
-    """Whether a function of torch.func is at work, whose tensors are none that could be recorded."""
+    """Return whether a torch.func transform is active, whose tensors cannot be traced."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_attention_of_nested(function: Any, args: Any, kwargs: Any) -> bool:
-    """Whether it is attention between nested tensors, which asks for their lengths."""
+    """Return whether it is attention on nested tensors, which reads their lengths."""
     attends = getattr(function, "__name__", "") == F.scaled_dot_product_attention.__name__
     return attends and any(tensor.is_nested for tensor in tensors_in((args, kwargs)))
 
 
 def fake_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """A fake tensor as attention gives it: as large as the query, and each of its elements as the value's."""
+    """Return a fake attention result: the query's size and, if value and query have the same rows, the value's
+    features."""
     del key, rest, named
     found = value if bool(value.shape[-2] == query.shape[-2]) else query
     return found.clone()
@@ -131,8 +132,8 @@ def run_on_real_values(
     kwargs: Any,
     value_of: Callable[[Tensor], Tensor | None],
 ) -> Any:
-    """What ``module`` returns, without values, where it decides by values: it is run on those that ``value_of``
-    knows, and small random ones for the others."""
+    """Return the result of a ``module`` that branches on values, as fake tensors: it runs on values known to
+    ``value_of``, and on small random numbers for others."""
     memo: dict[int, Any] = {}
     real = _with_values(fakes, value_of, memo)
 
@@ -168,7 +169,7 @@ def run_on_real_values(
 def _with_values(
     fakes: FakeModel, value_of: Callable[[Tensor], Tensor | None], memo: dict[int, Any]
 ) -> Callable[[Any], Any]:
-    """What gives a tensor for one without values, the same each time, remembered in ``memo``."""
+    """Return a function that maps a fake tensor to a real one, the same each time, cached in ``memo``."""
 
     def real(part: Any) -> Any:
         if not isinstance(part, Tensor):
@@ -193,7 +194,7 @@ def _with_values(
 
 
 def renested(like: Any, values: Tensor, offsets: Tensor) -> Tensor:
-    """A nested tensor of other values, ragged as ``like`` is."""
+    """Return a nested tensor of other values with the row lengths of ``like``."""
     found: Tensor = torch.nested.nested_tensor_from_jagged(
         values,
         offsets,
@@ -205,14 +206,14 @@ def renested(like: Any, values: Tensor, offsets: Tensor) -> Tensor:
 
 
 class KeepsState(Exception):
-    """A module computes with what an earlier forward left in attribute ``name`` of its part ``path``."""
+    """A module uses a tensor that an earlier forward left in attribute ``name`` of its part ``path``."""
 
     def __init__(self, path: str, name: str) -> None:
         super().__init__(f"{path}{'.' if path else ''}{name}")
 
 
 def _again(module: nn.Module, args: Any, kwargs: Any, first: Any) -> bool:
-    """Whether a second forward gives what the ``first`` one gave."""
+    """Return whether a second forward gives the ``first`` one's results."""
     with torch.random.fork_rng(devices=[]):
         second = module(*args, **kwargs)
     pairs = zip(tensors_in(first), tensors_in(second), strict=True)
@@ -220,7 +221,7 @@ def _again(module: nn.Module, args: Any, kwargs: Any, first: Any) -> bool:
 
 
 class AttributeChange:
-    """What forwards changed in the attributes of modules, by path and name."""
+    """Records the attributes of modules, to find and undo what forwards change."""
 
     def __init__(self, model: nn.Module) -> None:
         self._before = {
@@ -230,7 +231,7 @@ class AttributeChange:
         self._buffers = {path: dict(module._buffers) for path, module in model.named_modules()}
 
     def changed(self) -> dict[tuple[str, str], Any]:
-        """Attributes that are others than before, with their values now."""
+        """Return the changed attributes, with their current values, by path and name."""
         return {
             (path, name): value
             for path, (module, before, _) in self._before.items()
@@ -239,7 +240,7 @@ class AttributeChange:
         }
 
     def replaced(self) -> dict[str, str]:
-        """Modules that have another tensor as a buffer than before, by path, with its name."""
+        """Return the modules with a replaced buffer, by path, with the buffer's name."""
         return {
             path: name
             for path, (module, _, _) in self._before.items()
@@ -248,7 +249,7 @@ class AttributeChange:
         }
 
     def undo(self) -> None:
-        """Give every module the attributes and buffers that it had."""
+        """Restore the attributes and buffers of every module."""
         for module, before, training in self._before.values():
             for name in [name for name in _attributes(module) if name not in before]:
                 del vars(module)[name]
@@ -261,7 +262,7 @@ class AttributeChange:
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """Each attribute of ``module`` that is not torch's own, and a copy of what it contains."""
+    """Return each attribute of ``module`` that is not torch's own, with a copy of its container content."""
     return {
         name: (value, copy.copy(value) if isinstance(value, _CONTAINERS) else None)
         for name, value in vars(module).items()
@@ -278,7 +279,7 @@ def _same(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
 
 
 def _content(container: Any) -> Any:
-    """What can be compared: plain values as they are, others by identity."""
+    """Return comparable content: plain values themselves, others by id."""
 
     def key(value: Any) -> Any:
         return value if isinstance(value, _PLAIN) else id(value)
@@ -303,7 +304,7 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def is_plain_state(value: Any) -> bool:
-    """Whether an attribute holds numbers and no tensors: a counter, not a cache."""
+    """Return whether an attribute holds numbers and no tensors: a counter, not a cache."""
     found: list[Any] = []
     transform(value, lambda part: found.append(part))
     return bool(found) and all(isinstance(part, _PLAIN) for part in found)
@@ -311,15 +312,15 @@ def is_plain_state(value: Any) -> bool:
 
 @contextlib.contextmanager
 def restored_process_state() -> Iterator[None]:
-    """Random states stay as they are, and caches of functions that were filled meanwhile are emptied: they may hold
-    tensors without values."""
+    """A context that restores random states, and clears function caches that were filled inside: they may hold fake
+    tensors."""
     caches = [(cache, cache.cache_info().misses) for cache in _function_caches()]
     known = {id(cache) for cache, _ in caches}
     state = random.getstate()
-    noise = logging.getLogger("torch._subclasses.fake_tensor")  # it tells of each failed attempt
+    noise = logging.getLogger("torch._subclasses.fake_tensor")  # it logs each failed attempt
     level = noise.level
     noise.setLevel(logging.CRITICAL)
-    fused = torch.backends.mha.get_fastpath_enabled()  # evaluation only, and it asks for values
+    fused = torch.backends.mha.get_fastpath_enabled()  # for evaluation only, and it reads values
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""What operators do to tensors while a forward is recorded: whose values they read, and which they write."""
+"""The data flow of a recorded forward: which tensors depend on inputs, and which are written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPE_ONLY = (
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
     *("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"),
 )
-"""Operators that take shape and type of a tensor, and not its values."""
+"""Operators that use the shape and type of a tensor, but not its values."""
 
 CONSTANTS = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type, range, Enum),
@@ -27,15 +27,15 @@ CONSTANTS = (
 
 
 class RepeatedModules:
-    """Repeated layers give tensors of the same shapes for the same inputs: one of them is run, and the others give
-    copies of what it gave. Not where a result is an input, or a view of something."""
+    """Runs repeated layers once: modules that look the same return tensors of the same shapes for the same inputs, so
+    later ones return copies of the first one's results. Does not apply if a result is an input or a view."""
 
     def __init__(self, flow: DataFlow) -> None:
         self._flow = flow
         self._given: dict[Any, Any] = {}
 
     def run(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call`` of ``module``, run if no module like it was called with such arguments."""
+        """Return ``call`` of ``module``, which runs only for the first module and arguments of that kind."""
 
         def once(*args: Any, **kwargs: Any) -> Any:
             key = self._key(module, args, kwargs)
@@ -77,8 +77,8 @@ class RepeatedModules:
 
 
 class DataFlow(OperatorMode):
-    """Knows of every storage whether what lies in it depends on the values of inputs. ``stale`` are tensors that an
-    earlier run left behind, and ``read_stale`` whether one of them was used."""
+    """Tracks for every storage whether its content depends on the values of inputs. ``stale``: tensors that an earlier
+    run left behind; ``read_stale``: whether one of them was used."""
 
     def __init__(self, stale: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -93,13 +93,13 @@ class DataFlow(OperatorMode):
         self._depends.add(storage_of(tensor))
 
     def is_dependent(self, storage: int) -> bool:
-        """Whether what lies in ``storage`` depends on inputs."""
+        """Return whether the content of ``storage`` depends on inputs."""
         return storage in self._depends
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """An operator: what it gives depends on what it was given."""
+        """Mark an operator's results as dependent if an operand is."""
         del types
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
@@ -115,13 +115,13 @@ class DataFlow(OperatorMode):
             if read:
                 self._depends.add(storage)
             elif not views and not schema.is_mutable:
-                # A new one, perhaps in the place of an old one.
+                # A new storage, perhaps with the id of a freed one.
                 self._depends.discard(storage)
         return value
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors in arguments, but for those in slices, which have none that matter."""
+    """Yield the tensors in arguments, except those in slices, which do not matter."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -135,7 +135,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def holds_tensors(function: types.FunctionType) -> bool:
-    """Whether there are tensors in what a function closes over."""
+    """Return whether a function's closure holds tensors."""
     held = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
     return any(True for _ in tensors_in(held))
 
@@ -148,12 +148,12 @@ def _filled(cell: Any) -> bool:
 
 
 def state(tensor: Tensor) -> tuple[int, int]:
-    """Changes when values of ``tensor`` are written, or others take their place."""
+    """Return a value that changes when ``tensor`` is written or its storage replaced."""
     return tensor._version, storage_of(tensor)
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What tensors that share memory have in common."""
+    """Return an id that tensors with shared memory have in common."""
     if tensor.layout is torch.jagged:
         tensor = tensor._values  # type: ignore[assignment]
     if tensor.layout is not torch.strided:

@@ -1,4 +1,4 @@
-"""Inputs of a model as shapes and types, for any number of rows, and of other sizes where inputs may have them."""
+"""A model's inputs as shapes and types, for any number of rows and for other variable sizes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from parallax.errors import DescribeError
 from parallax.model.block import check_padded, in_dtype, leaves, padding_help, transform
 
 Sample = Callable[[int], Any]
-"""Inputs of that many rows: a tensor, a tuple of nests of tensors, or nests by name."""
+"""Returns inputs of that many rows: a tensor, a tuple of nests of tensors, or nests by name."""
 
 
 @dataclass(frozen=True)
 class SampleShapes:
-    """A sample's nest, and for each of its tensors type, shape and the dimension of the rows; None: it has none."""
+    """A sample's nest, and type, shape and row dimension of each tensor; None: it has no rows."""
 
     nest: Any
     shapes: tuple[tuple[torch.dtype, tuple[int, ...], int | None], ...]
 
     def cast(self, dtype: torch.dtype) -> SampleShapes:
-        """The same with what floats in ``dtype``."""
+        """Return the same with floating-point tensors in ``dtype``."""
         return SampleShapes(
             self.nest,
             tuple((in_dtype(kind, dtype), shape, d) for kind, shape, d in self.shapes),
@@ -34,7 +34,7 @@ class SampleShapes:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes other than the number of rows that may vary, largest first."""
+        """The sizes, except the number of rows, that may vary; largest first."""
         found = {
             size
             for _, shape, rows in self.shapes
@@ -44,7 +44,7 @@ class SampleShapes:
         return tuple(sorted(found, reverse=True))
 
     def limits(self, fixed: Collection[int]) -> tuple[tuple[int | None, ...], ...]:
-        """For each tensor the sizes that it must have; None: the number of rows, and sizes that are not ``fixed``."""
+        """Return the required sizes of each tensor; None: the number of rows, or a size that is not ``fixed``."""
         return tuple(
             tuple(
                 size if d != rows and (size < 4 or size in fixed) else None
@@ -54,7 +54,7 @@ class SampleShapes:
         )
 
     def make(self, fake: Any, rows: int, change: Mapping[int, int] | None = None) -> Any:
-        """The nest with ``rows`` rows, made by ``fake(shape, dtype)``; sizes in ``change`` are others."""
+        """Return the nest with ``rows`` rows, made by ``fake(shape, dtype)``; ``change`` maps sizes to other ones."""
         change = change or {}
         order = iter(self.shapes)
 
@@ -76,14 +76,14 @@ class SampleShapes:
 
 
 class SampleValues:
-    """The values of a sample's tensors, for as many rows as a run has; a sample of fewer is gone through again."""
+    """The values of a sample's tensors for any number of rows; a smaller sample is repeated."""
 
     def __init__(self, sample: Sample, shapes: SampleShapes, rows: int) -> None:
         self._sample, self._shapes, self._rows = sample, shapes, rows
 
     def named(self, rows: int, change: Mapping[int, int] | None = None) -> Mapping[str, Tensor]:
-        """The input of each name, cut where sizes in ``change`` are smaller. Other numbers of rows are other rows, so
-        that what only some of them have in common is not taken for what all have."""
+        """Return the inputs by name, cut to smaller sizes in ``change``. Each number of rows starts at another row, so
+        that a coincidence in some rows is not mistaken for a property of all."""
         order = iter(self._given)
 
         def cut(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -109,13 +109,13 @@ class SampleValues:
 
 
 def input_name(path: tuple[Any, ...]) -> str:
-    """What an input is called, by where it lies in positional and named arguments."""
+    """Return the name of an input from its path in positional and named arguments."""
     return ".".join(map(str, path[1:]))
 
 
 def sample_shapes(sample: Sample) -> SampleShapes:
-    """What ``sample`` gives. Which dimension has the rows is learned from two numbers of rows; where it gives one row
-    at most, it is the first."""
+    """Return the shapes of ``sample``. The row dimension follows from comparing one and two rows; if the sample always
+    has one row, it is the first dimension."""
     few, many = sample(1), sample(2)
     check_padded("a sample's inputs", many)
     one, two = _tensors(few), _tensors(many)
@@ -134,7 +134,7 @@ def sample_shapes(sample: Sample) -> SampleShapes:
         if len(moving) > 1 or a.ndim != b.ndim:
             raise DescribeError(
                 f"a sample's tensor has shape {tuple(a.shape)} for one row and {tuple(b.shape)} for two: only one "
-                "dimension may follow the number of rows"
+                "dimension may change with the number of rows"
             )
         shapes.append((b.dtype, tuple(b.shape), moving[0] if moving else None))
     return SampleShapes(many, tuple(shapes))
@@ -147,7 +147,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def call_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How a model is called with a sample's value."""
+    """Return the positional and named arguments of the model for a sample's value."""
     if isinstance(value, Mapping):
         return (), dict(value)
     if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
@@ -156,7 +156,7 @@ def call_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def input_names(model: nn.Module, value: Any) -> tuple[str, ...]:
-    """What the forward calls the parts of a sample's value; empty where they are nests."""
+    """Return the forward's argument names for a sample's value; empty for nests."""
     args, kwargs = call_arguments(value)
     if not all(isinstance(part, Tensor) for part in [*args, *kwargs.values()]):
         return ()
@@ -170,6 +170,6 @@ def input_names(model: nn.Module, value: Any) -> tuple[str, ...]:
             names.append(name)
     if len(names) < len(args):
         raise DescribeError(
-            f"{type(model).__name__} takes {', '.join(names)}, and a sample has {len(args)} inputs"
+            f"{type(model).__name__} takes {', '.join(names)}, but a sample has {len(args)} inputs"
         )
     return tuple(names[: len(args)])

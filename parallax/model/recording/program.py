@@ -1,9 +1,9 @@
-"""The program of a forward: what several runs of it have in common.
+"""The program of a forward: the common part of several traces.
 
-A run is made for several numbers of rows, for several sizes of what else may vary, and for training and evaluation.
-What is the same in all is the program. A size that is not becomes a :class:`Number`, which is made anew from the sizes
-of tensors that are at hand; a value that only evaluation changes (``training=self.training``) becomes a
-:class:`Switch`. Where runs differ otherwise, the module in whose forward they do has to stay whole.
+A forward is traced for several numbers of rows, several values of other variable sizes, and for training and
+evaluation. The common part of all traces is the program. A size that differs becomes a :class:`Number`, computed from
+the sizes of available tensors; a value that only evaluation changes (``training=self.training``) becomes a
+:class:`Switch`. If traces differ otherwise, the module in whose forward they do is not traceable.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Switch(Slot):
 
 @dataclass(eq=False)
 class ForwardStep:
-    """An instruction of the program. ``module``: what it calls, where that is a module."""
+    """An instruction of the program. ``module``: the module that it calls, if any. ``heavy``: whether it does
+    significant work."""
 
     position: int
     target: Any
@@ -72,7 +73,7 @@ class ForwardStep:
 
     @property
     def uses(self) -> list[int]:
-        """The tensors among its arguments."""
+        """The numbers of its operand tensors."""
         return [p.index for p in parts((self.args, self.kwargs)) if isinstance(p, TensorSlot)]
 
     @property
@@ -84,9 +85,9 @@ class ForwardStep:
 
 @dataclass(eq=False)
 class ForwardTensor:
-    """A tensor of the program; ``shapes``: in every run. ``rows`` is the dimension that has the micro-batch's rows; -1:
-    none has, and the values do not depend on them; None: they depend on them otherwise. ``maker``: the position of the
-    step that gives it; -1 for inputs and for what a block holds by itself."""
+    """A tensor of the program. ``shapes``: its shape in every run. ``rows``: the dimension with the micro-batch's rows;
+    -1: none, and the values do not depend on rows; None: the values depend on rows otherwise. ``maker``: position of
+    the step that makes it; -1 for inputs and tensors that the block holds."""
 
     index: int
     traced: TracedTensor
@@ -103,9 +104,9 @@ class ForwardTensor:
 
 @dataclass
 class ForwardProgram:
-    """Steps in order, all tensors, and what is returned, with a slot for each tensor. ``evaluates``: whether it is also
-    what evaluation does. ``packs``: see :class:`ForwardTrace`. ``other_mode``: modules that are in the other mode
-    than training, and than evaluation."""
+    """Steps in order, all tensors, and the return value with slots for tensors. ``evaluates``: whether evaluation runs
+    the same program. ``packs``: see :class:`ForwardTrace`. ``other_mode``: modules in evaluation mode during training,
+    and vice versa."""
 
     steps: list[ForwardStep]
     tensors: list[ForwardTensor]
@@ -123,8 +124,8 @@ def merge_traces(
     rows: Sequence[int],
     evaluation: ForwardTrace | None,
 ) -> ForwardProgram:
-    """The program of ``runs``, each of so many ``rows``, the first one on the same inputs as ``evaluation``. Raises
-    :class:`NotTraceable` where they differ in more than sizes."""
+    """Return the program of ``runs`` with the given numbers of ``rows``; the first has the inputs of ``evaluation``.
+    Raises :class:`NotTraceable` if they differ in more than sizes."""
     base = runs[0]
     others = [_Correspondence(base, run) for run in runs]
     evaluated = _Correspondence(base, evaluation) if evaluation is not None else None
@@ -156,7 +157,7 @@ def merge_traces(
 
 
 class _Correspondence:
-    """Which tensor of another run is which of the first one's."""
+    """Maps tensors of the first run to those of another run."""
 
     def __init__(self, base: ForwardTrace, trace: ForwardTrace) -> None:
         self.base, self.trace = base, trace
@@ -169,7 +170,7 @@ class _Correspondence:
                 self.matches[i] = named[_identity(tensor)]
 
     def instruction(self, position: int) -> Instruction:
-        """The instruction that does what the first run's does there."""
+        """Return the instruction that corresponds to the first run's at ``position``."""
         mine = self.base.instructions[position]
         if position >= len(self.trace.instructions):
             raise NotTraceable(mine.owner, f"it calls {mine.name} for some sizes or modes only")
@@ -182,14 +183,14 @@ class _Correspondence:
         return other
 
     def match_results(self, mine: Instruction, other: Instruction) -> None:
-        """What the two gave corresponds."""
+        """Map the results of the first run's instruction to those of the other's."""
         if [path for path, _ in mine.results] != [path for path, _ in other.results]:
-            raise NotTraceable(mine.owner, f"what {mine.name} gives depends on sizes or the mode")
+            raise NotTraceable(
+                mine.owner, f"the structure of {mine.name}'s result depends on sizes or the mode"
+            )
         for (_, i), (_, j) in zip(mine.results, other.results):
             if self.matches.setdefault(i, j) != j:
-                raise NotTraceable(
-                    mine.owner, f"{mine.name} gives its input in one case and not in another"
-                )
+                raise NotTraceable(mine.owner, f"{mine.name} returns its input in some cases only")
         if {self.matches.get(i) for i in mine.writes} != set(other.writes):
             raise NotTraceable(mine.owner, f"{mine.name} changes its input in some cases only")
 
@@ -212,7 +213,7 @@ def _step(
     found = [other.instruction(position) for other in others]
     late = evaluated.instruction(position) if evaluated is not None else None
     if mine.target is expect_answer and len({repr(one.args[3]) for one in found}) > 1:
-        raise NotTraceable(mine.owner, f"it decides by the values of tensors{mine.args[4]}")
+        raise NotTraceable(mine.owner, f"it branches on the values of tensors{mine.args[4]}")
     args, kwargs = _merge(
         [(one.args, one.kwargs) for one in found],
         mine.owner,
@@ -234,7 +235,7 @@ def _merge(
     late: Any,
     evaluated: _Correspondence | None,
 ) -> Any:
-    """One nest of all runs' arguments."""
+    """Return one nest of the arguments of all runs."""
     columns = list(zip(*(parts(nest) for nest in nests), strict=True))
     lates: Iterator[Any] = iter(parts(late)) if evaluated is not None else iter(())
     merged = []
@@ -273,7 +274,7 @@ def _merge_late(part: Any, mine: Any, late: Any, owner: str, evaluated: _Corresp
     plain = bool, int, float, type(None)
     if isinstance(mine, plain) and isinstance(late, plain) and not isinstance(part, Number):
         return Switch(mine, late)
-    raise NotTraceable(owner, "it does not do the same for training and for evaluation")
+    raise NotTraceable(owner, "it computes something else in evaluation than in training")
 
 
 def _same_value(first: Any, second: Any) -> bool:
@@ -287,7 +288,7 @@ def _same_value(first: Any, second: Any) -> bool:
         return False
     try:
         return bool(first == second)
-    except Exception:  # what has no answer is not the same
+    except Exception:  # incomparable values are not the same
         return False
 
 
@@ -296,7 +297,7 @@ def _cells(function: types.FunctionType) -> list[Any]:
 
 
 def _is_heavy(step: ForwardStep, trace: ForwardTrace) -> bool:
-    """Whether it does the work that a block is made for: a module's, or a product with a parameter."""
+    """Return whether the step calls a module with parameters or buffers, or is a product with a parameter."""
     if step.module is not None:
         return next(step.module.parameters(), None) is not None or (
             next(step.module.buffers(), None) is not None
@@ -307,8 +308,8 @@ def _is_heavy(step: ForwardStep, trace: ForwardTrace) -> bool:
 
 
 def _mark_orders(steps: Sequence[ForwardStep], tensors: Sequence[ForwardTensor]) -> None:
-    """An order of the rows has one number for each row, but none that means anything to some of them alone: it does not
-    pass a cut, and what is put into that order is put back before one."""
+    """Mark permutations of the rows. They have one number per row, but are meaningless for a part of the rows, so they
+    cannot cross a block boundary: reordered rows must be restored to their order before it."""
     orders: set[int] = set()
     for step in steps:
         made = {i for path, i in step.results if step.name == "argsort" or path[-1:] == (1,)}
@@ -324,7 +325,7 @@ def _mark_orders(steps: Sequence[ForwardStep], tensors: Sequence[ForwardTensor])
 
 
 def _along_rows(step: ForwardStep, tensors: Sequence[ForwardTensor]) -> bool:
-    """Whether a step sorts rows."""
+    """Return whether a step sorts along the rows."""
     source = tensors[step.uses[0]]
     given = step.kwargs.get("dim", next((a for a in step.args[1:] if type(a) is int), -1))
     dims = len(source.shapes[0])
@@ -348,7 +349,8 @@ def _tensor(
 def _rows(
     traced: TracedTensor, shapes: tuple[tuple[int, ...], ...], rows: Sequence[int]
 ) -> int | None:
-    """The dimension with the rows: the only one whose size is their number in every run, and no other follows it."""
+    """Return the row dimension: the only one that equals the number of rows in every run, if no other size changes with
+    it."""
     if len({len(shape) for shape in shapes}) > 1:
         return None
     found = [

@@ -1,8 +1,9 @@
-"""From a model and a sample of its inputs to blocks: how deep to look, how often to run, what to do where that fails.
+"""Trace a model's forward on fake tensors and partition it: which modules to trace, how often to run, how to handle
+failures.
 
-The forward runs on tensors without values (:mod:`.fakes`): for three numbers of rows, twice more for each other size
-that inputs have, and once for evaluation. A module in whose forward Python decides by values stays whole, and so does
-one whose runs differ in more than sizes. The model itself cannot stay whole: then it is refused.
+The forward runs on fake tensors (:mod:`.fakes`): for three numbers of rows, twice more for each other input size, and
+once in evaluation. A module whose forward branches on values stays one instruction, and so does one whose runs differ
+in more than sizes. If the model itself is not traceable, it is refused.
 """
 
 from __future__ import annotations
@@ -50,16 +51,17 @@ from parallax.model.recording.value_oracle import ChangedByCaller, NotTraceable,
 logger = logging.getLogger("parallax")
 
 ROWS = (4, 6, 9), (4, 6, 10)
-"""Numbers of rows to run with; the second ones where a model wants even ones."""
+"""Numbers of rows to run with; the second ones if a model needs even numbers."""
 
 PARTS = 16
-"""No piece is more than one part of so many, where it can be divided: four stages are then even within a quarter."""
+"""A module with more than 1/PARTS of the work is divided if it can be: four stages are then balanced within a
+quarter."""
 
 LARGE_PARTS = 4
-"""A module that decides by values stays whole, unless it is more than one part of so many."""
+"""A module that branches on values stays whole, unless it has more than 1/LARGE_PARTS of the work."""
 
 SPLIT = "def blocks(self): return [self.embed, *self.layers, self.head]"
-"""A model says where it is cut: each block is a module, (tensors) -> tensor or tuple of tensors."""
+"""How a model defines its blocks: modules (tensors) -> tensor or tuple of tensors."""
 
 
 def trace_and_partition(
@@ -68,9 +70,9 @@ def trace_and_partition(
     dtype: torch.dtype,
     value_of: Callable[[Tensor], Tensor],
 ) -> Partition:
-    """Record the forward of ``model``, which is on the meta device, and cut it; ``value_of`` makes the initial values
-    of one of its buffers, for decisions that depend on those. Raises :class:`DescribeError` where it cannot be
-    recorded, with the line of the model's code and the ways out."""
+    """Record the forward of ``model``, which is on the meta device, and partition it. ``value_of`` returns the initial
+    value of a buffer, for branches on it. Raises :class:`DescribeError` with the line of the model's code and the
+    remedies if the forward is not traceable."""
     if type(model).forward is nn.Module.forward:
         raise _refused(model, "it has no forward")
     if sample is None and not list(model.children()) and list(model.parameters()):
@@ -96,7 +98,7 @@ def trace_and_partition(
     except UnknownSize:
         return _refusing(model, lambda: record(shapes, vary=False))
     except DescribeError:
-        own = shapes.cast(dtype)  # rows may come in the model's own numbers
+        own = shapes.cast(dtype)  # floating-point rows may have the model's type
         if own == shapes:
             raise
         with contextlib.suppress(DescribeError, UnknownSize):
@@ -114,22 +116,22 @@ def _refusing(model: nn.Module, record: Callable[[], Partition]) -> Partition:
 def _partition(
     model: nn.Module, program: ForwardProgram, runs: _ForwardRuns, given: SampleShapes
 ) -> Partition:
-    """The program in blocks, with what is to be said of them."""
+    """Return the program in blocks, and log its restrictions."""
     for kind in program.dropped:
         logger.info(
-            "%s returns a %s, which does not leave the last stage: outputs have None in its place",
+            "%s returns a %s, which the last stage cannot pass on: outputs have None in its place",
             type(model).__name__,
             kind,
         )
     for where in sorted({str(s.args[-1]) for s in program.steps if s.target in EXPECTATIONS}):
         logger.info(
-            "%s decides by values%s: as for the sample, and a batch that decides otherwise ends the run",
+            "%s branches on values%s: only the sample's branch is recorded, and a batch with another one stops the run",
             type(model).__name__,
             where,
         )
     if program.packs:
         logger.info(
-            "%s saves or computes again in its own way between its modules: there the plan decides (plan.activations)",
+            "%s uses checkpointing or saved-tensor hooks between modules: the plan decides there (plan.activations)",
             type(model).__name__,
         )
     program.other_mode = runs.other_mode
@@ -163,7 +165,7 @@ class _ForwardRuns:
         )
 
     def program(self) -> ForwardProgram:
-        """The program, with as many modules whole as need be."""
+        """Return the program, keeping as many modules whole as necessary."""
         while True:
             traced = traced_modules(self._model, self.shares, frozenset(self._whole))
             try:
@@ -176,7 +178,7 @@ class _ForwardRuns:
             self._whole.add(owner)
 
     def _merge(self, traced: frozenset[str]) -> ForwardProgram:
-        """One program of all runs."""
+        """Return one program of all runs."""
         first = self._first(traced)
         evaluation = self._evaluation(traced)
         runs, rows = self._rows(traced, first)
@@ -188,7 +190,7 @@ class _ForwardRuns:
                 run = self._run(traced, ROWS[0][0], change)
                 merge_traces(self._model, [*runs, run], [*rows, ROWS[0][0]], None)
             except NotTraceable as error:
-                logger.debug("inputs of size %d keep it: %s", size, error)
+                logger.debug("input size %d is fixed: %s", size, error)
                 self.fixed.add(size)
                 continue
             runs, rows = [*runs, run], [*rows, ROWS[0][0]]
@@ -201,7 +203,7 @@ class _ForwardRuns:
             return merge_traces(self._model, runs, rows, None)
 
     def _evaluation(self, traced: frozenset[str]) -> ForwardTrace | None:
-        """The run of evaluation; None: it does what no chain can do."""
+        """Return the evaluation run; None if evaluation is not traceable."""
         try:
             return self._run(traced, ROWS[0][0], training=False) if self._evaluates else None
         except DescribeError as error:
@@ -209,13 +211,13 @@ class _ForwardRuns:
             return None
 
     def _leave_evaluation(self, why: Exception) -> None:
-        logger.warning("%s is recorded for training alone (%s)", type(self._model).__name__, why)
+        logger.warning("%s is recorded for training only (%s)", type(self._model).__name__, why)
         self._evaluates = False
 
     def _rows(
         self, traced: frozenset[str], first: ForwardTrace
     ) -> tuple[list[ForwardTrace], list[int]]:
-        """Runs for several numbers of rows."""
+        """Return runs for several numbers of rows."""
         for rows in ROWS:
             try:
                 runs = [first, *(self._run(traced, count) for count in rows[1:])]
@@ -239,7 +241,7 @@ class _ForwardRuns:
         *,
         training: bool = True,
     ) -> ForwardTrace:
-        """One run, which leaves nothing behind in the model."""
+        """Return one run; the model's attributes are restored after it."""
         before = AttributeChange(self._model)
         try:
             self._model.train(training)
@@ -249,13 +251,14 @@ class _ForwardRuns:
             before.undo()
 
     def _note_modes(self, training: bool) -> None:
-        """Modules that the model's own ``train()`` leaves in the other mode, such as a norm that is frozen."""
+        """Record the modules that the model's own ``train()`` leaves in the other mode, such as a frozen norm."""
         self.other_mode[training] = frozenset(
             path for path, module in self._model.named_modules() if module.training != training
         )
 
     def _first(self, traced: frozenset[str]) -> ForwardTrace:
-        """A run after which it is checked that another one would be the same: the model keeps no state in Python."""
+        """Return the first run, after checking that a second one would be the same: the model keeps no state in
+        Python."""
         before = AttributeChange(self._model)
         try:
             self._model.train(True)
@@ -264,7 +267,7 @@ class _ForwardRuns:
             trace = self._record(recorder, ROWS[0][0])
             for path, name in before.replaced().items():
                 if path in traced:
-                    raise NotTraceable(path, f"it puts another tensor in the place of its {name}")
+                    raise NotTraceable(path, f"it replaces its buffer {name} by another tensor")
             if changed := before.changed():
                 kept = {
                     name: tensor
@@ -278,8 +281,8 @@ class _ForwardRuns:
             before.undo()
 
     def _record_again(self, traced: frozenset[str], kept: Mapping[tuple[str, str], Tensor]) -> None:
-        """Refuse what is kept from one forward to the next: a number that a second run changes again, or a tensor among
-        ``kept`` that it uses."""
+        """Refuse state that is kept between forwards: a number that a second run changes again, or a tensor in ``kept``
+        that it uses."""
         after = AttributeChange(self._model)
         recorder = self._recorder(traced, ROWS[0][0], kept=kept)
         try:
@@ -287,7 +290,7 @@ class _ForwardRuns:
         except ChangedByCaller:
             raise
         except NotTraceable as error:
-            logger.debug("a cache of the first run: %s; the runs that count fill it anew", error)
+            logger.debug("a cache of the first run: %s; later runs refill it", error)
         found = [name for name, (value, _) in after.changed().items() if is_plain_state(value)]
         for path, name in [*found, *(kept if recorder.flow.read_stale else ())]:
             raise _keeps(KeepsState(path, name))
@@ -320,10 +323,10 @@ class _ForwardRuns:
         except WritesParameter as written:
             raise DescribeError(
                 f"{written} is a parameter that the forward itself changes: with micro-batches, replicas or "
-                "recomputation that would happen more often than in one process; change it between steps instead, in "
+                "recomputation it would change more often than in one process; change it between steps instead, in "
                 "a callback of the training loop"
             ) from written
-        except Exception as error:  # whatever the model's own code raises
+        except Exception as error:  # the model's code may raise anything
             raise NotTraceable(recorder.owner, recorder.describe_error(error)) from error
 
     def _inputs(self, rows: int, change: dict[int, int] | None = None) -> tuple[Any, Any]:
@@ -336,9 +339,9 @@ def _say_whole(model: nn.Module, why: str) -> None:
 
 def _keeps(state: KeepsState) -> DescribeError:
     return DescribeError(
-        f"{state} is kept from one forward to the next: with micro-batches, replicas or recomputation it would not be "
-        "what it is in one process; keep it in a buffer that the loss or a callback updates, or give it to the model "
-        "as an input"
+        f"{state} is kept from one forward to the next: with micro-batches, replicas or recomputation its value would "
+        "differ from that in one process; keep it in a buffer that the loss or a callback updates, or pass it to the "
+        "model as an input"
     )
 
 
@@ -350,11 +353,11 @@ def _refused(model: nn.Module, why: str) -> DescribeError:
     )
 
 
-# ---- how deep to look
+# ---- which modules are traced
 
 
 class WorkShares:
-    """The part of the model's work, and of its parameters, that each module has."""
+    """Each module's share of the model's work and parameters."""
 
     def __init__(self, model: nn.Module, flops: Mapping[str, int]) -> None:
         self._numel = {
@@ -366,26 +369,27 @@ class WorkShares:
         self._all_numel = max(1, self._numel[""])
 
     def of(self, path: str) -> float:
-        """The larger one of the two shares of a module."""
+        """Return the larger of a module's two shares."""
         numel = self._numel.get(path, 0) / self._all_numel
         return max(numel, self._flops.get(path, 0) / self._all_flops)
 
     def of_step(self, step: ForwardStep) -> float:
-        """That of what a step calls; a product with a parameter counts as one part."""
+        """Return the share of the module that a step calls; a product with a parameter counts 1/PARTS."""
         if step.module is None:
             return 1 / PARTS if step.heavy else 0.0
         return self.of(step.target.path)
 
 
 def measure_shares(fakes: FakeModel, args: Any, kwargs: Any) -> WorkShares:
-    """Floating-point operations of every module for these inputs; of parameters alone where it does not run."""
+    """Count the floating-point operations of every module for these inputs; use parameters alone if the model does not
+    run."""
     flops: dict[str, int] = {}
     try:
         with fakes.mode, FlopCounterMode(display=False) as counter:
             fakes.model(*args, **kwargs)
     except HangError:
         raise
-    except Exception:  # the recorder says why
+    except Exception:  # the recorder reports the error
         return WorkShares(fakes.model, flops)
     root = type(fakes.model).__name__
     for name, counts in counter.get_flop_counts().items():
@@ -395,8 +399,8 @@ def measure_shares(fakes: FakeModel, args: Any, kwargs: Any) -> WorkShares:
 
 
 def traced_modules(model: nn.Module, shares: WorkShares, whole: frozenset[str]) -> frozenset[str]:
-    """The paths of modules that are no single instruction: the model, and what is large and has parts with parameters;
-    never those in ``whole``."""
+    """Return the paths of modules that are traced: the model, and large modules with parts that have parameters, except
+    those in ``whole``. All others are one instruction each."""
     found: set[str] = set()
 
     def visit(path: str, module: nn.Module) -> None:
@@ -417,8 +421,8 @@ def _divides(module: nn.Module, share: float) -> bool:
 
 
 def disable_kv_cache(model: nn.Module) -> None:
-    """Tell a model of transformers to return no cache of keys and values: this is training. Its modules get copies of
-    their configurations, for those may be the user's own."""
+    """Make a model of transformers return no key-value cache, which training does not need. Its modules get copies of
+    their configurations, which may be the user's own objects."""
     copies: dict[int, Any] = {}
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -433,14 +437,14 @@ def disable_kv_cache(model: nn.Module) -> None:
 
 
 def disable_own_checkpointing(model: nn.Module) -> None:
-    """Tell a model of transformers to compute nothing again by itself: the plan says of each block what is kept."""
+    """Disable gradient checkpointing of a model of transformers: the plan decides per block what is recomputed."""
     modules: Iterator[Any] = model.modules()
     flagged = [m for m in modules if getattr(m, "gradient_checkpointing", False) is True]
     for module in flagged:
         module.gradient_checkpointing = False
     if flagged:
         logger.info(
-            "%s asks for gradient checkpointing: the plan decides for each block what is kept and what is computed "
-            "again; plan.activations=recompute is all of it",
+            "%s enables gradient checkpointing, which is replaced: the plan decides for each block whether to keep or "
+            "recompute; plan.activations=recompute recomputes all",
             type(model).__name__,
         )

@@ -1,9 +1,8 @@
-"""Writes down what a forward does between modules, while it runs on fake tensors.
+"""Record the calls that a forward makes between modules, while it runs on fake tensors.
 
-A module that is to stay whole is one instruction, and what it does traced is its own business. Into all others the
-recorder looks, and writes down every call of torch that gives or changes tensors. Python itself is not recorded: it
-decides on what is there, so containers, ``None``, loops, dataclasses and decisions by sizes work as they always do.
-What Python asks a fake tensor's values for fails, and the module in whose forward it happens has to stay whole.
+A module that is not traced is one instruction. Inside the traced modules every call of torch that returns or changes
+tensors is recorded. Python itself is not: it runs as usual, so containers, ``None``, loops, dataclasses and branches on
+sizes work. If Python needs a fake tensor's value, the module in whose forward that happens is not traceable.
 """
 
 from __future__ import annotations
@@ -71,10 +70,10 @@ from parallax.model.recording.value_oracle import (
 
 
 class ForwardRecorder(TorchFunctionMode):
-    """Records one run of ``fakes.model``; ``traced`` are the paths of modules that are looked into, all others are one
-    instruction each. ``divided``: those in which what the sample's values say is taken for granted, since they are too
-    large to stay whole. ``kept``: tensors that an earlier run left in attributes, by path and name. ``given(name)``:
-    the sample's value of an input."""
+    """Records one run of ``fakes.model``. ``traced``: paths of the traced modules; all others are one instruction each.
+    ``divided``: modules too large to stay whole, in which branches on the sample's values are recorded as assumptions.
+    ``kept``: tensors that an earlier run left in attributes, by path and name. ``given(name)``: the sample's value of
+    an input."""
 
     def __init__(
         self,
@@ -94,7 +93,7 @@ class ForwardRecorder(TorchFunctionMode):
             self._configs |= {id(value) for value in vars(module).values()}
         self._numbers: dict[int, int] = {}
         self._left = kept
-        self._kept: list[Any] = []  # no other tensor may get the identity of one that is known
+        self._kept: list[Any] = []  # keeps tensors alive, so that no id is reused
         self._nested: list[tuple[int, Tensor]] = []
         self._module_stack: list[str] = [""]
         self._quiet = 0
@@ -104,7 +103,7 @@ class ForwardRecorder(TorchFunctionMode):
         self._known = ValueOracle(self._fakes, self.trace, self._numbers, given)
 
     def run(self, args: Any, kwargs: Any) -> ForwardTrace:
-        """The trace of one call of the model. Raises :class:`NotTraceable`, and whatever the model raises."""
+        """Return the trace of one call of the model. Raises :class:`NotTraceable`, and any error of the model."""
         for path, tensor in leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
                 self.flow.mark_dependent(tensor)
@@ -123,12 +122,12 @@ class ForwardRecorder(TorchFunctionMode):
 
     @property
     def owner(self) -> str:
-        """The module in whose forward the run is."""
+        """The path of the module whose forward is running."""
         return self._module_stack[-1]
 
     @staticmethod
     def describe_error(error: BaseException) -> str:
-        """An error in one line, with the line of the user's code that it comes from."""
+        """Return an error as one line, with the line of the user's code that raised it."""
         line = (str(error).strip().splitlines() or [""])[0]
         where = user_line(traceback.extract_tb(error.__traceback__))
         return f"{type(error).__name__}: {line:.160}{where}"
@@ -138,7 +137,6 @@ class ForwardRecorder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """A call of torch in some forward."""
         del types
         kwargs = kwargs or {}
         if self._quiet:
@@ -162,22 +160,24 @@ class ForwardRecorder(TorchFunctionMode):
                 return original(module, *args, **kwargs)
         except OWN_ERRORS:
             raise
-        except Exception as error:  # whatever the user's code raises
+        except Exception as error:  # the user's code may raise anything
             raise NotTraceable(self.owner, self.describe_error(error)) from error
         finally:
             self._module_stack.pop()
 
     def _check_left(self, path: str) -> None:
-        """A part that stays whole finds what its last forward left in it: code around it, which sets its attributes, is
-        in no record."""
+        """Raise :class:`ChangedByCaller` if code around an untraced part set attributes that the part's last forward
+        left: such code is not recorded."""
         for (owner, name), tensor in self._left.items():
             if owner == path or owner.startswith(f"{path}."):
                 held = vars(self._fakes.model.get_submodule(owner))
                 if held.get(name) is not tensor:
-                    raise ChangedByCaller(self.owner, f"it sets {name} of its part {owner}")
+                    raise ChangedByCaller(
+                        self.owner, f"it sets attribute {name} of its part {owner}"
+                    )
 
     def _has_its_own(self, module: nn.Module, path: str) -> bool:
-        """Whether a module has the tensors that belong to it, and is not called with others in their place."""
+        """Return whether a module holds its own tensors, and is not called with others in their place."""
         prefix = f"{path}."
         own = self._fakes.names
         held = [*module.named_parameters(), *module.named_buffers()]
@@ -187,7 +187,7 @@ class ForwardRecorder(TorchFunctionMode):
         return id(tensor) in own and (own[id(tensor)] == name or id(tensor) in self._fakes.shared)
 
     def _whole(self, original: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-        """A module as one call; where it asks for values, it is run on some."""
+        """Return a module as one call; if it needs values, it runs on real ones."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -215,18 +215,17 @@ class ForwardRecorder(TorchFunctionMode):
         return self._call(original, original, args, kwargs)
 
     def _function(self, original: Any, kind: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = original.__get__(None, kind)  # written in Python or in C, by the version of torch
+        bound = original.__get__(None, kind)  # a Python or a C method, depending on torch's version
         if self._quiet:
             return bound(*args, **kwargs)
-        if kind is CheckpointFunction:  # which calls modules
+        if kind is CheckpointFunction:  # its function calls modules
             self.trace.packs = True
             return args[0](*args[2:])
         return self._call(bound, bound, args, kwargs)
 
     @contextlib.contextmanager
     def _patched(self) -> Iterator[None]:
-        """Calls of modules and of functions with a backward of their own, autocast, and hooks on what is saved, come
-        here."""
+        """Intercept calls of modules and of custom autograd functions, autocast, and saved-tensor hooks."""
         call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
         enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
         pack = saved_tensors_hooks.__enter__
@@ -264,13 +263,13 @@ class ForwardRecorder(TorchFunctionMode):
                 setattr(holder, name, now)
             yield
 
-    # ---- what is written down
+    # ---- instructions
 
     def _call(
         self, run: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """Run a call, and write it down where it gives tensors or changes any."""
-        # As they are now: a module may put other tensors into a list that it is given.
+        """Run a call, and record it if it returns or changes tensors."""
+        # A snapshot: a module may replace tensors in a list that it gets.
         named = change((args, kwargs), lambda part: part)
         given = list(tensors_of((args, kwargs)))
         before = list(map(state, given))
@@ -294,7 +293,7 @@ class ForwardRecorder(TorchFunctionMode):
         return value
 
     def _note_longest(self, name: str, made: Instruction) -> None:
-        """Rows that the model packed are padded to the longest of them."""
+        """Pad rows that the model packed to the longest of them."""
         if name == "_pad_packed_sequence" and total_length() is None:
             sizes = made.args[1]
             if isinstance(sizes, TensorSlot):
@@ -303,7 +302,7 @@ class ForwardRecorder(TorchFunctionMode):
     def _run(
         self, run: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: Any
     ) -> tuple[Any, Answer | None]:
-        """What a call gives, and, where that follows from values, what is known of them."""
+        """Return a call's result, and the oracle's answer if the result depends on values."""
         self._quiet += 1
         try:
             return run(*args, **kwargs), None
@@ -321,7 +320,7 @@ class ForwardRecorder(TorchFunctionMode):
                 return value, None if follows else answer
             if isinstance(error, ASKED_FOR_VALUES):
                 raise
-            # Perhaps it was not given what it would be given: then it is run with what is around it.
+            # Its inputs may differ from those in a real run: make the surrounding module one instruction.
             raise NotTraceable(self.owner, self.describe_error(error)) from error
         finally:
             self._quiet -= 1
@@ -329,12 +328,12 @@ class ForwardRecorder(TorchFunctionMode):
     def _expect(
         self, target: Any, args: tuple[Any, ...], kwargs: Any, value: Any, context: Context
     ) -> None:
-        """Write down that other batches have to give the same. What is only put into words decides nothing."""
+        """Record the assumption that other batches give the same value. Strings are only messages and need none."""
         where = user_line(traceback.extract_stack())
         tensors = list(tensors_in(value))
         plain = [part for _, part in leaves(value)]
         if self.owner not in self._divided or any(isinstance(part, float) for part in plain):
-            raise NotTraceable(self.owner, f"it decides by the values of tensors{where}")
+            raise NotTraceable(self.owner, f"it branches on the values of tensors{where}")
         if tensors:
             found: list[tuple[Any, tuple[Any, ...]]] = [
                 (expect_sizes, (tensor, tuple(tensor.shape), where)) for tensor in tensors
@@ -351,7 +350,7 @@ class ForwardRecorder(TorchFunctionMode):
     # ---- arguments and results
 
     def _slots(self, value: Any) -> Any:
-        """Arguments with slots for tensors and modules."""
+        """Return the arguments with slots in place of tensors and modules."""
 
         def replace(part: Any) -> Any:
             if isinstance(part, Tensor):
@@ -374,7 +373,7 @@ class ForwardRecorder(TorchFunctionMode):
         return change(value, replace)
 
     def _argument(self, tensor: Tensor) -> int:
-        """The number of a tensor that is used."""
+        """Return the number of a tensor that is used."""
         if id(tensor) in self._numbers:
             return self._numbers[id(tensor)]
         name = self._fakes.names.get(id(tensor))
@@ -384,14 +383,14 @@ class ForwardRecorder(TorchFunctionMode):
         if is_fake(tensor):
             self.flow.note_use(tensor)
             raise NotTraceable(
-                self.owner, "it uses a tensor whose origin is not known: register it as a buffer"
+                self.owner, "it uses a tensor of unknown origin: register it as a buffer"
             )
         if tensor.requires_grad:
-            raise NotTraceable(self.owner, "it uses parameters that are none of the model's")
+            raise NotTraceable(self.owner, "it uses parameters that do not belong to the model")
         return self._know(tensor, Origin.OUTSIDE, "", tensor)
 
     def _number(self, tensor: Tensor) -> int:
-        """The number of a tensor that a call gave: a new one unless it is known already."""
+        """Return the number of a tensor that a call returned, a new one unless the tensor is known."""
         if id(tensor) in self._numbers:
             return self._numbers[id(tensor)]
         if id(tensor) in self._fakes.names:
@@ -418,7 +417,7 @@ class ForwardRecorder(TorchFunctionMode):
         return number
 
     def _returned(self, value: Any) -> Any:
-        """What the model returned: tensors, and the plain values among them."""
+        """Return the model's return value with slots in place of tensors; plain values stay."""
         dropped: list[str] = []
 
         def replace(part: Any) -> Any:

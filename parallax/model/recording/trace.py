@@ -1,7 +1,10 @@
-"""What a model's forward did between its modules: the instructions of one run, as the recorder wrote them down.
+"""The trace of one forward: its instructions, as the recorder wrote them.
 
-A trace speaks of tensors by number. A tensor is an input, one that the model holds, one that came from outside, or
-what an instruction gave. Sizes and other plain values stand in a trace as they were in that run.
+A trace refers to tensors by number. A tensor is an input, one of the model's, one from outside, or the result of an
+instruction. Sizes and other plain values have their values of that run.
+
+``torch.cat(list(features))`` over all rows would give a different number of instructions for each number of rows. So
+splitting a tensor and joining all its parts is fused into one instruction (:func:`fuse_lists`).
 """
 
 from __future__ import annotations
@@ -18,11 +21,11 @@ from torch import Tensor
 from parallax.model.block import Slot, TensorSlot, transform
 
 Path = tuple[Any, ...]
-"""Where a tensor lies in a nest: the keys that lead there, outermost first."""
+"""The keys that lead to a tensor in a nest, outermost first."""
 
 
 class Origin(Enum):
-    """Where a tensor of a trace comes from."""
+    """The origin of a tensor of a trace."""
 
     INPUT = "input"
     MODEL = "model"
@@ -32,7 +35,7 @@ class Origin(Enum):
 
 @dataclass(frozen=True)
 class AutocastRegion:
-    """A ``torch.autocast`` of the model's own around an instruction; ``device`` None: the device of the run."""
+    """A ``torch.autocast`` of the model around an instruction; ``device`` None: the device of the run."""
 
     device: str | None
     dtype: torch.dtype | None
@@ -41,7 +44,7 @@ class AutocastRegion:
 
 @dataclass(frozen=True)
 class Context:
-    """What is in force around an instruction: whether gradients are recorded, and autocast, outermost first."""
+    """The context of an instruction: whether gradients are enabled, and autocast regions, outermost first."""
 
     gradients: bool = True
     autocast: tuple[AutocastRegion, ...] = ()
@@ -49,9 +52,8 @@ class Context:
 
 @dataclass
 class TracedTensor:
-    """A tensor of a run: shape (of a nested one: none), type, bytes, the storage that it is a view of, and whether its
-    values depend on those of inputs. ``name``: what the model calls it, or where the input lies;
-    ``value``: a tensor from outside."""
+    """A tensor of a run: shape (empty for a nested tensor), type, id of its storage, and whether its values depend on
+    inputs. ``name``: in the model, or of the input; ``value``: of a tensor from outside."""
 
     origin: Origin
     shape: tuple[int, ...]
@@ -68,20 +70,21 @@ class TracedTensor:
 
 @dataclass(frozen=True)
 class ModulePath(Slot):
-    """Stands for a module of the model."""
+    """A placeholder for a module of the model."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class SizeOf(TensorSlot):
-    """Stands for the size in ``dimension`` of tensor ``index``, where it is that and no other that is as large."""
+    """A placeholder for the size in ``dimension`` of tensor ``index``, for a size that is known to come from that
+    tensor."""
 
     dimension: int
 
 
 def size_of(size: torch.SymInt, nested: Iterable[tuple[int, Tensor]]) -> SizeOf | None:
-    """The first of some numbered nested tensors whose rows are that long."""
+    """Return the first dimension of some numbered nested tensors with that symbolic size."""
     for number, tensor in nested:
         for dimension, own in enumerate(tensor.shape):
             if isinstance(own, torch.SymInt) and bool(own == size):
@@ -91,9 +94,8 @@ def size_of(size: torch.SymInt, nested: Iterable[tuple[int, Tensor]]) -> SizeOf 
 
 @dataclass(eq=False)
 class Instruction:
-    """A call, with a slot for every tensor and module in its arguments. ``results``: where the tensors that it gave
-    lie, and their numbers; ``writes``: the tensors that it changes in place; ``owner``: the module whose forward it
-    stands in."""
+    """A call with slots for tensors and modules. ``results``: paths and numbers of the result tensors; ``writes``:
+    tensors changed in place; ``owner``: the module whose forward makes the call."""
 
     target: Callable[..., Any] | ModulePath
     args: tuple[Any, ...]
@@ -112,8 +114,8 @@ class Instruction:
 
 @dataclass
 class ForwardTrace:
-    """One run. ``returned`` is what the model returned, with a slot for every tensor; ``dropped`` names what else was
-    in it and cannot leave a stage. ``packs``: between modules it says itself what is saved for the backward, as
+    """One run. ``returned``: the model's return value with slots for tensors; ``dropped``: types of its other objects,
+    which cannot be sent from a stage. ``packs``: between modules the forward controls saved tensors itself, as
     torch.utils.checkpoint does."""
 
     tensors: list[TracedTensor] = field(default_factory=list)
@@ -124,18 +126,18 @@ class ForwardTrace:
 
 
 HOOKS = "register_hook", "register_post_accumulate_grad_hook", "retain_grad"
-"""Calls that give no tensor and change what backward does, where there is one."""
+"""Calls that return no tensor, but affect the backward."""
 
 _DRAWS = ("rand", "bernoulli", "dropout", "multinomial", "normal", "exponential", "uniform")
 
 
 def draws(name: str) -> bool:
-    """Whether a function of torch that is called ``name`` draws random numbers."""
+    """Return whether the torch function ``name`` draws random numbers."""
     return any(word in name for word in _DRAWS)
 
 
 def change(value: Any, replace: Callable[[Any], Any]) -> Any:
-    """:func:`transform` that looks into slices and sizes, too."""
+    """Apply :func:`transform`, descending into slices and sizes too."""
 
     def deeper(part: Any) -> Any:
         if isinstance(part, torch.Size):
@@ -148,7 +150,7 @@ def change(value: Any, replace: Callable[[Any], Any]) -> Any:
 
 
 def parts(value: Any) -> list[Any]:
-    """The parts that :func:`change` would replace."""
+    """Return the leaves of :func:`change`."""
     found: list[Any] = []
 
     def note(part: Any) -> Any:
@@ -160,7 +162,7 @@ def parts(value: Any) -> list[Any]:
 
 
 def shape_of(value: Any) -> Any:
-    """The nest alone, to be compared: every part is None."""
+    """Return the structure of a nest, with None for every leaf, for comparison."""
     if isinstance(value, Mapping):
         return type(value).__name__, {key: shape_of(part) for key, part in value.items()}
     if isinstance(value, slice):
@@ -174,21 +176,21 @@ _APART = "unbind", "split", "chunk", "tensor_split", "split_with_sizes"
 
 
 class ListSlot(Enum):
-    """Stands in arguments for the list of all parts."""
+    """A placeholder for the list of all parts."""
 
     PARTS = "parts"
 
 
 def split_and_join(
-    take_apart: Callable[..., Any],
+    split: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     join: Callable[..., Any],
     join_args: tuple[Any, ...],
     join_kwargs: Mapping[str, Any],
 ) -> Any:
-    """``join`` with the parts of a tensor in the place of :class:`ListSlot`."""
-    found = list(take_apart(*args, **kwargs))
+    """Call ``join`` with the parts of a tensor in place of :class:`ListSlot`."""
+    found = list(split(*args, **kwargs))
 
     def put(part: Any) -> Any:
         return found if part is ListSlot.PARTS else part
@@ -197,8 +199,8 @@ def split_and_join(
 
 
 def fuse_lists(trace: ForwardTrace) -> None:
-    """Make one instruction of what takes a tensor apart and what joins all of its parts, wherever nothing else uses
-    them."""
+    """Fuse each instruction that splits a tensor with the instructions that join all its parts, if nothing else uses
+    the parts."""
     uses = Counter(
         part.index
         for nest in [
@@ -224,7 +226,7 @@ def fuse_lists(trace: ForwardTrace) -> None:
 
 
 def _lists(instruction: Instruction, numbers: list[int]) -> int:
-    """How often the list of ``numbers`` is an argument."""
+    """Return how often the list of ``numbers`` is an argument."""
     return sum(
         _is_list(value, numbers) for value in (*instruction.args, *instruction.kwargs.values())
     )

@@ -1,12 +1,12 @@
-"""Values that a forward asks for while it is recorded: what is recorded so far is carried out on real tensors.
+"""Answer queries for tensor values while a forward is recorded, by running the recorded instructions on real tensors.
 
-What follows from sizes, constants and buffers (whether a mask is causal) is simply known. What follows from whole
-numbers of the inputs is what it is for the sample. Of activations and parameters nothing is known: they are filled in
-several ways, and only an answer that is the same for all of them counts, such as that none is NaN. An answer of the
-last two kinds is taken for granted, and has to be checked with every batch (:mod:`.expected`).
+A value that depends on sizes, constants and buffers (whether a mask is causal) is certain. A value that depends on
+integer inputs is the sample's. Activations and parameters are unknown: they are filled in several ways, and only an
+answer that is equal for all fillings is accepted, such as that none is NaN. The last two kinds are assumptions, checked
+with every batch (:mod:`.expected`).
 
-Random numbers between 0 and 1 are filled with the least and the most that they may be: a layer that is dropped with
-probability 0 is never dropped.
+Uniform random numbers are filled with their least and greatest value: a layer that is dropped with probability 0 is
+never dropped.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _UNIFORM = "rand", "rand_like"
 
 @dataclass(frozen=True)
 class _Filling:
-    """What stands for numbers in [0, 1) that are drawn, and for activations and parameters."""
+    """A filling for uniform random numbers in [0, 1), and one for activations and parameters."""
 
     drawn: float
     fill: Callable[[Tensor], Tensor]
@@ -57,7 +57,7 @@ _FILLINGS = (
 
 
 class NotTraceable(Exception):
-    """The forward of module ``owner`` does what a record cannot hold."""
+    """The forward of module ``owner`` does something that a trace cannot represent."""
 
     def __init__(self, owner: str, why: str) -> None:
         super().__init__(why)
@@ -65,7 +65,7 @@ class NotTraceable(Exception):
 
 
 class ChangedByCaller(NotTraceable):
-    """The forward of ``owner`` sets an attribute of a part, which that part's next forward uses."""
+    """The forward of ``owner`` sets an attribute of a part that the part's next forward uses."""
 
 
 class WritesParameter(Exception):
@@ -76,18 +76,18 @@ OWN_ERRORS = NotTraceable, WritesParameter, KeepsState, HangError
 
 
 def user_line(frames: Iterable[traceback.FrameSummary]) -> str:
-    """The innermost line of the user's own code among ``frames``; empty where there is none."""
+    """Return the innermost line of the user's own code among ``frames``; empty if there is none."""
     own = [f for f in frames if "/torch/" not in f.filename and "/parallax/" not in f.filename]
     return f", at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def follows_from_lengths(target: Any) -> bool:
-    """Whether a call packs rows or pads them again: its results are as long as the lengths say."""
+    """Return whether a call packs or pads rows, so that the sizes of its results follow from lengths."""
     return getattr(target, "__name__", "") in ("_pack_padded_sequence", "_pad_packed_sequence")
 
 
 def total_length() -> int | None:
-    """What the innermost call of pad_packed_sequence was told; None: nothing."""
+    """Return the ``total_length`` argument of the innermost pad_packed_sequence call, or None."""
     for frame, _ in traceback.walk_stack(None):
         if frame.f_code is pad_packed_sequence.__code__:
             return frame.f_locals["total_length"]
@@ -96,7 +96,8 @@ def total_length() -> int | None:
 
 @contextlib.contextmanager
 def no_python_randomness(owner: Callable[[], str]) -> Iterator[None]:
-    """Python's random numbers decide nothing: what is drawn in one run would be kept for ever."""
+    """A context that raises :class:`NotTraceable` if random numbers of Python or numpy are drawn: the trace would
+    repeat them forever."""
     before = _draw_counts()
     yield
     if before != _draw_counts():
@@ -106,13 +107,13 @@ def no_python_randomness(owner: Callable[[], str]) -> Iterator[None]:
 
 
 def _draw_counts() -> tuple[int, int]:
-    """How far Python's and numpy's random numbers are drawn."""
-    legacy = numpy.random.get_state(legacy=False)  # noqa: NPY002  # what models without a generator draw from
+    """Return the positions of Python's and numpy's generators."""
+    legacy = numpy.random.get_state(legacy=False)  # noqa: NPY002  # the global generator
     return random.getstate()[1][-1], int(legacy["state"]["pos"])
 
 
 def without_values(fakes: FakeModel, flow: DataFlow, answer: Any, given: Any) -> Any:
-    """An answer with tensors without values, which depend on what those that were ``given`` depend on."""
+    """Return an answer with fake tensors, which depend on the inputs that the tensors in ``given`` depend on."""
     sources = list(tensors_of(given))
     follows = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources)
 
@@ -130,15 +131,15 @@ def without_values(fakes: FakeModel, flow: DataFlow, answer: Any, given: Any) ->
 
 @dataclass(frozen=True)
 class Answer:
-    """What a question gives. ``assumed``: another batch might give another answer."""
+    """The answer to a query. ``assumed``: another batch might give another one."""
 
     value: Any
     assumed: bool
 
 
 class ValueOracle:
-    """Answers what a run asks of its fake tensors; ``numbers`` are theirs in ``trace``, and ``given(name)`` is the
-    sample's value of the input of that name. It raises ``KeyError`` where the sample has none."""
+    """Answers queries of a run for values of its fake tensors. ``numbers``: their numbers in ``trace``;
+    ``given(name)``: the sample's value of an input, which raises ``KeyError`` if the sample has none."""
 
     def __init__(
         self,
@@ -151,16 +152,16 @@ class ValueOracle:
         self._held: dict[int, Tensor] = {}
 
     def hold(self, number: int, tensor: Tensor) -> None:
-        """Tensor ``number`` of the trace is one of the model's own."""
+        """Register tensor ``number`` of the trace as one of the model's own."""
         self._held[number] = tensor
 
     def answer(self, ask: Callable[..., Any], args: Any, kwargs: Any, owner: str) -> Answer:
-        """What ``ask`` gives with the values that its tensors have. Raises :class:`NotTraceable` for ``owner`` where
-        those are not known, or not the same whatever is drawn."""
+        """Return the result of ``ask`` on real values. Raises :class:`NotTraceable` for ``owner`` if values are
+        unknown, or if the result depends on the filling."""
         tensors = list(tensors_in((args, kwargs)))
         if any(tensor.is_nested for tensor in tensors):
             where = user_line(traceback.extract_stack())
-            raise NotTraceable(owner, f"it asks how long a nested tensor's rows are{where}")
+            raise NotTraceable(owner, f"it reads the row lengths of a nested tensor{where}")
         asked = [self._numbers[id(tensor)] for tensor in tensors]
         replay = _TraceReplay(self, asked)
         try:
@@ -169,11 +170,13 @@ class ValueOracle:
             found = []
         if not found or len({repr(transform(value, _metadata)) for value in found}) > 1:
             what = "random numbers" if found and replay.drawn else "the values of tensors"
-            raise NotTraceable(owner, f"it decides by {what}{user_line(traceback.extract_stack())}")
+            raise NotTraceable(
+                owner, f"it branches on {what}{user_line(traceback.extract_stack())}"
+            )
         return Answer(found[0], replay.assumed)
 
     def value(self, tensor: Tensor) -> Tensor | None:
-        """The value of one tensor; None: it is not known."""
+        """Return the value of one tensor; None if it is unknown."""
         number = self._numbers.get(id(tensor))
         if number is None:
             return None
@@ -187,17 +190,17 @@ class ValueOracle:
         return None
 
     def number(self, tensor: Tensor) -> int:
-        """That of ``tensor`` in the trace."""
+        """Return the number of ``tensor`` in the trace."""
         return self._numbers[id(tensor)]
 
     @property
     def trace(self) -> ForwardTrace:
-        """What is recorded so far."""
+        """The instructions recorded so far."""
         return self._trace
 
     def is_unknown(self, number: int) -> bool:
-        """Whether a tensor that no instruction makes is a parameter, or an input of numbers that are measured rather
-        than chosen."""
+        """Return whether a tensor that no instruction makes is a parameter, or a floating-point input that is no
+        mask."""
         traced = self._trace.tensors[number]
         if traced.origin is Origin.INPUT:
             with without_modes():
@@ -205,7 +208,7 @@ class ValueOracle:
         return isinstance(self._held.get(number), nn.Parameter)
 
     def source(self, number: int) -> Tensor:
-        """The value of a tensor that no instruction makes."""
+        """Return the value of a tensor that no instruction makes."""
         traced = self._trace.tensors[number]
         if traced.origin is Origin.INPUT:
             return self._given(traced.name).clone()
@@ -220,10 +223,10 @@ class ValueOracle:
 
 
 class _TraceReplay:
-    """The part of a trace that some tensors depend on, carried out with fillings for what is unknown.
+    """The part of a trace that some tensors depend on, run with fillings for unknown values.
 
-    ``unknown`` are floating tensors that follow from parameters or activations: they are filled and not computed.
-    ``assumed`` says whether the inputs, or a filling, were used; ``drawn`` whether random numbers were.
+    ``unknown``: floating-point tensors that depend on parameters or activations; they are filled, not computed.
+    ``assumed``: whether inputs or a filling were used; ``drawn``: whether random numbers were.
     """
 
     def __init__(self, known: ValueOracle, asked: list[int]) -> None:
@@ -239,7 +242,7 @@ class _TraceReplay:
         self._steps = self._needed(asked)
 
     def ask(self, filling: _Filling, ask: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What ``ask`` gives. Raises ``KeyError`` where a value is not to be had."""
+        """Return the result of ``ask``. Raises ``KeyError`` if a value is unavailable."""
         values: dict[int, Tensor] = {}
         with without_modes():
             for instruction in self._steps:
@@ -264,7 +267,7 @@ class _TraceReplay:
                     self.unknown.add(n)
 
     def _needed(self, asked: list[int]) -> list[Instruction]:
-        """The instructions that make the tensors ``asked``, or write into them, in order."""
+        """Return the instructions that make the tensors ``asked`` or write into them, in order."""
         wanted = {self._tensors[n].storage for n in asked if n not in self.unknown}
         found = []
         for each in reversed(self._known.trace.instructions):
@@ -277,7 +280,7 @@ class _TraceReplay:
     def _carry_out(
         self, instruction: Instruction, values: dict[int, Tensor], filling: _Filling
     ) -> None:
-        """Run an instruction on real tensors, if all that it uses are there."""
+        """Run an instruction on real tensors, if all its operands are available."""
 
         def real(part: Any) -> Any:
             if not isinstance(part, TensorSlot):
@@ -292,7 +295,7 @@ class _TraceReplay:
             self.drawn = True
             if not uniform:
                 return
-        # Some operators do not take what is filled in; what they would give is not known then.
+        # Some operators reject the filling; their results are then unknown.
         with contextlib.suppress(KeyError, IndexError, ValueError, RuntimeError):
             args, kwargs = change(instruction.args, real), change(instruction.kwargs, real)
             found = instruction.target(*args, **kwargs)
@@ -320,12 +323,13 @@ def _uses(instruction: Instruction) -> list[int]:
 
 
 def _metadata(part: Any) -> Any:
-    """What is compared of a tensor, whose values may differ: its shape."""
+    """Return a tensor's shape and type for a comparison that ignores values; any other value itself."""
     return (tuple(part.shape), part.dtype) if isinstance(part, Tensor) else part
 
 
 def _is_mask(tensor: Tensor | None) -> bool:
-    """Whether a tensor of floats has zeros and ones, and nothing else; of one alone it may be filled by accident."""
+    """Return whether a floating-point tensor consists of both zeros and ones; all zeros or all ones may be a
+    coincidence."""
     if tensor is None:
         return False
     ones = tensor == 1

@@ -1,1 +1,1 @@
-"""Whether a chain computes what the model's own forward does, and whether a batch may be cut into micro-batches."""
+"""Check that a chain computes the model's own forward, and that its batch may be split into micro-batches."""

@@ -1,12 +1,11 @@
-"""The chain against the model's own forward, on the same rows.
+"""Compare the chain with the model's own forward, on the same rows.
 
-Both are run several times, one number of rows after the other, without being put back between: what a forward leaves
-behind in buffers is seen by the next. In training, outputs, loss, gradients and buffers are compared; in evaluation
-outputs and loss.
+Both run several times, with one number of rows after the other, without a reset between, so that changes of buffers are
+compared too. In training, outputs, loss, gradients and buffers are compared; in evaluation, outputs and loss.
 
-Where something differs, both run again and what the blocks hand on is looked for among all that the model's own forward
-makes: the first block that hands on what it never makes, or nothing new, is the one to locate. Of gradients it is the
-last block with a wrong one, for a backward goes from the last block to the first.
+If something differs, both run again to locate the block: the first one with an output that the model's own forward
+never computes, or that only repeats its inputs. For gradients it is the last block with a wrong one, because the
+backward runs from the last block to the first.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ REMEDIES = (
 
 
 class CannotRun(Exception):
-    """The model's own forward, or its loss, cannot be run on the rows that it was given."""
+    """The model's own forward or its loss failed on the given rows."""
 
 
 @dataclass(frozen=True)
 class _Setting:
-    """One run of both."""
+    """The mode and number of rows of one comparison."""
 
     rows: int
     training: bool
@@ -57,7 +56,7 @@ class _Setting:
 
 @dataclass(frozen=True)
 class _Ran:
-    """What a run gave."""
+    """The results of one run."""
 
     outputs: dict[str, Tensor]
     loss: dict[str, Tensor]
@@ -66,7 +65,7 @@ class _Ran:
 
 
 class _Differs(Exception):
-    """``kind``: outputs, loss, gradient or buffer; ``name``: which one; ``how`` it differs."""
+    """A difference. ``kind``: outputs, loss, gradient, buffer or block; ``name``: of the tensor; ``how`` it differs."""
 
     def __init__(self, where: _Setting, kind: str, name: str, how: str) -> None:
         super().__init__(f"{kind} {name}: {how}")
@@ -74,15 +73,15 @@ class _Differs(Exception):
 
 
 def has_own_forward(chain: Chain) -> bool:
-    """Whether there is anything to compare with."""
+    """Return whether the model has a forward to compare with."""
     return type(chain.model).forward is not nn.Module.forward
 
 
 def compare_with_own_forward(
     chain: Chain, loss: Loss, batch: SampleRows, counts: Sequence[int]
 ) -> str:
-    """Compare for each number of rows in ``counts``. What could not be compared, in words, or nothing. Raises
-    :class:`DescribeError` where the chain computes something else, and :class:`CannotRun`."""
+    """Compare for each number of rows in ``counts``. Return a text about what could not be compared, or "". Raises
+    :class:`DescribeError` if the chain computes something else, and :class:`CannotRun`."""
     passes = [_Setting(rows, training) for training in (True, False) for rows in counts]
     comparison = _Comparison(chain, loss, batch)
     try:
@@ -91,7 +90,7 @@ def compare_with_own_forward(
         if not difference.where.training or comparison.repeats(passes):
             raise DescribeError(comparison.locate(passes, difference)) from None
         comparison.run([each for each in passes if not each.training])
-        return "its forward draws other random numbers each time, so training could not be compared, evaluation could"
+        return "its forward draws other random numbers each time, so only evaluation was compared, not training"
     return ""
 
 
@@ -107,7 +106,7 @@ class _Comparison:
             self._compare(own, blocks, each)
 
     def repeats(self, passes: Sequence[_Setting]) -> bool:
-        """Whether the model's own forward gives the same twice."""
+        """Return whether the model's own forward is deterministic."""
         blocks = BlocksInOrder(self._chain)
         first, second = OwnForward(self._chain, blocks), OwnForward(self._chain, blocks)
         try:
@@ -118,7 +117,7 @@ class _Comparison:
         return True
 
     def locate(self, passes: Sequence[_Setting], difference: _Differs) -> str:
-        """The refusal of a chain that differs."""
+        """Return the error message for a chain that differs, with the block."""
         model, where = type(self._chain.model).__name__, difference.where
         index = self._block_of(passes, difference)
         block, count = (
@@ -164,7 +163,8 @@ class _Comparison:
         return max(wrong, default=names[difference.name][0])
 
     def _first_unknown(self, passes: Sequence[_Setting], where: _Setting) -> int:
-        """The first block that hands on what the model's own forward does not make, or nothing new at all."""
+        """Return the first block with an output that the model's own forward does not compute, or without any new
+        output."""
         blocks = BlocksInOrder(self._chain)
         own = OwnForward(self._chain, blocks)
         for each in passes:
@@ -192,15 +192,15 @@ class _Comparison:
             expected = self._ran(own, each)
         except HangError:
             raise
-        except Exception as error:  # whatever the model's own code raises
+        except Exception as error:  # the model's code may raise anything
             if not each.training:
-                return  # without gradients some models cannot be evaluated
+                return  # some models cannot run without gradients
             raise CannotRun(f"{type(error).__name__}: {_first_line(error)}") from error
         try:
             found = self._ran(other, each)
         except BlockFails as failure:
             if not each.training and isinstance(failure.error, DescribeError):
-                return  # a chain that says itself that it was recorded for training alone
+                return  # the chain was recorded for training only, and reports that itself
             how = f"{type(failure.error).__name__}: {_first_line(failure.error)}"
             raise _Differs(each, "block", str(failure.index + 1), how) from failure
         for kind in ("outputs", "loss", "gradients", "buffers"):
@@ -228,7 +228,8 @@ class _Comparison:
         return _Ran(outputs, {"": loss.detach()}, given, buffers)
 
     def _loss_of(self, results: Any, targets: Any) -> Tensor:
-        """Of a model's results, or, where blocks that the user named return no such nest, of its tensors."""
+        """Return the loss of a model's return value. If user-defined blocks return no such nest, it is computed from
+        the tensors."""
         if self._chain.template is None:
             results = self._chain.results(flatten(results)[0])
         return call_loss(self._loss, results, targets)
@@ -236,19 +237,19 @@ class _Comparison:
 
 @dataclass
 class _Digests:
-    """Tensors that were seen, known by sums that do not depend on the order of dimensions."""
+    """A set of tensors, identified by sums that do not depend on the order of dimensions."""
 
     part: float
     seen: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
 
     def add(self, found: Any) -> None:
-        """All tensors in a nest."""
+        """Add all tensors of a nest."""
         for tensor in map(plain_rows, flatten(found)[0]):
             if not tensor.is_meta:
                 self.seen.setdefault(tensor.numel(), []).append(_digest(tensor))
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether one like this was seen."""
+        """Return whether a tensor with the same digest was added."""
         total, size = _digest(tensor)
         return any(
             abs(total - a) <= self.part * size and abs(size - b) <= self.part * size

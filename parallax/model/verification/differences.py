@@ -1,8 +1,9 @@
-"""When two tensors that were computed in two ways are the same.
+"""Compare two computations of the same tensors.
 
-Both ways call the same kernels on the same numbers, so mostly they are equal to the last bit; sums in another order may
-change the last ones. A tolerance is a part of the largest number in a tensor. Gradients that are zero but for rounding
-(of a bias before a norm) are noise of the size of others, so a small part of the largest of all is allowed in each.
+Both call the same kernels on the same numbers, so most results are bit-identical; a different summation order changes
+the last bits. The tolerance is relative to the largest number in a tensor. Gradients that are zero up to rounding (of a
+bias before a norm) carry noise of the size of others, so each tensor may also differ by a small part of the largest
+number of all tensors.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import torch
 from torch import Tensor
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-_FLOOR = 1e-2  # of the tolerance: what the largest number of all tensors excuses in each of them
+_FLOOR = 1e-2  # of the tolerance, relative to the largest number of all tensors
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """The part of a tensor's largest number by which two ways of computing in ``dtype`` may differ."""
+    """Return the tolerated difference of results in ``dtype``, relative to a tensor's largest number."""
     return _TOLERANCES[dtype]
 
 
 def first_difference(
     expected: Mapping[str, Tensor], found: Mapping[str, Tensor], part: float
 ) -> tuple[str, str] | None:
-    """The first name whose tensors are not the same, and how they differ; None where all are."""
+    """Return the first name whose tensors differ, and how; None if all agree."""
     largest = max((_largest(tensor) for tensor in expected.values()), default=0.0)
     for name, tensor in expected.items():
         if name not in found:
@@ -45,7 +46,7 @@ def _difference(expected: Tensor, found: Tensor, part: float, floor: float) -> s
     finite = a.isfinite() & b.isfinite()
     same = (a == b) | (a.isnan() & b.isnan())
     if not bool((finite | same).all()):
-        return "one is not finite where the other is"
+        return "one is non-finite where the other is finite"
     apart = torch.where(finite, (a - b).abs(), 0.0)
     most = float(apart.max()) if apart.numel() else 0.0
     largest = float(torch.where(finite, a.abs(), 0.0).max()) if a.numel() else 0.0

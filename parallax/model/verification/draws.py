@@ -1,8 +1,8 @@
-"""Random numbers while a model is compared with its chain.
+"""Control random numbers while a model is compared with its chain.
 
-Masks and noise would differ because calls come in another order, or because rows are cut. So either every call of a
-function draws from the same random state, whatever came before it, and a dropout that one of the two lacks is seen; or,
-where rows are cut, nothing is dropped, and BatchNorms, whose rows are the user's choice, use their running statistics.
+Calls in another order would draw other masks and noise. So either every call of a function draws from the same random
+state, which also reveals a dropout that one side lacks; or, when rows are split, dropout is off, and BatchNorms, whose
+rows are the user's choice, use their running statistics.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _DROPOUTS = (
 )
 _RECURRENT = "lstm", "gru", "rnn_tanh", "rnn_relu"
 _ATTENTION = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
-"""Functions with a ``dropout_p``, and its place."""
+"""Functions with a ``dropout_p``, and its argument index."""
 
 
 class SameDraws(TorchFunctionMode):
-    """Every call of a function of torch draws from the same random state; ``watch`` is shown what it gives."""
+    """Every call of a torch function draws from the same random state; ``watch`` gets its result."""
 
     def __init__(self, watch: Callable[[Any], None] = lambda found: None) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class SameDraws(TorchFunctionMode):
 
 
 class WithoutDraws(TorchFunctionMode):
-    """Nothing is dropped, and BatchNorms use running statistics. What else draws is seen by :meth:`drew`."""
+    """Disables dropout, and makes BatchNorms use running statistics. :meth:`drew` detects other random operations."""
 
     def __enter__(self) -> WithoutDraws:
         torch.default_generator.manual_seed(_SEED)
@@ -57,7 +57,7 @@ class WithoutDraws(TorchFunctionMode):
         return self
 
     def drew(self) -> bool:
-        """Whether anything drew random numbers since the mode was entered."""
+        """Return whether random numbers were drawn since the mode was entered."""
         return not torch.default_generator.get_state().equal(self._before)
 
     def __torch_function__(
@@ -102,7 +102,7 @@ def _with_running_statistics(
 
 @contextlib.contextmanager
 def own_random_state() -> Iterator[None]:
-    """Leave the caller's random states, torch's and Python's, as they are."""
+    """A context that restores the random states of torch and Python."""
     python = random.getstate()
     with torch.random.fork_rng(devices=[]):
         try:
@@ -112,6 +112,6 @@ def own_random_state() -> Iterator[None]:
 
 
 def begin_draws() -> None:
-    """Put the generators of torch and Python at their beginning."""
+    """Seed the generators of torch and Python."""
     torch.default_generator.manual_seed(_SEED)
     random.seed(_SEED)

@@ -1,11 +1,10 @@
-"""Whether a batch may be cut into micro-batches: its loss and gradients against those made from its parts.
+"""Check whether a batch may be split into micro-batches: compare its loss and gradients with those from its parts.
 
-A step's loss is the mean over all rows, or over all counted targets where the loss offers ``count`` or is a
-cross-entropy (:mod:`parallax.model.counting`); parts are weighed by what they have of them. That gives another number
-where rows meet: in a contrastive loss, in statistics over the batch, in a mean of one's own over some targets. Where
-the outputs of all parts are gathered for one loss, only rows that meet in the model make a difference. Dropouts are
-switched off meanwhile and BatchNorms, whose rows are the user's choice, use their running statistics; what a forward
-writes into buffers is undone between parts.
+A step's loss is the mean over all rows, or over all counted targets if the loss offers ``count`` or is a cross-entropy
+(:mod:`parallax.model.counting`); parts are weighted accordingly. The result differs if rows interact: in a contrastive
+loss, in batch statistics, in a user-defined mean over some targets. If the outputs of all parts are gathered for one
+loss over the whole batch, only interactions inside the model matter. During the check dropout is off and BatchNorms,
+whose rows are the user's choice, use their running statistics; buffers are restored between parts.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from parallax.model.verification.runs import BlocksInOrder, Loss, SampleRows, gr
 logger = logging.getLogger("parallax")
 
 _BOUNDS = (0, 2, 5), (0, 2, 4), (0, 1, 2)
-"""Where the sample is cut; the next where the model cannot run on such parts."""
+"""Bounds of the parts of the sample; the next ones if the model cannot run on these."""
 _ROWS_OF_LOSS = 16
 _LARGEST_OUTPUTS = 2**26  # elements
-_LOOSER = 10.0  # than for equal rows: other shapes run other kernels
+_LOOSER = 10.0  # than for equal rows, because other shapes select other kernels
 
 
 @dataclass(frozen=True)
@@ -48,16 +47,16 @@ class _Summed:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check found besides errors. ``coupled``: how a batch that is cut into micro-batches differs from one that
-    is not; ``gathered``: how it does where their outputs are gathered for one loss. Empty: it does not, or that is not
-    known."""
+    """The result of the checks, apart from errors. ``coupled``: how a batch split into micro-batches differs from a
+    whole one; ``gathered``: how it differs if their outputs are gathered for one loss. Empty: no difference, or
+    unknown."""
 
     coupled: str = ""
     gathered: str = ""
 
 
 def find_coupling(blocks: BlocksInOrder, loss: Loss, batch: SampleRows) -> Verdict:
-    """Whether rows of ``batch`` meet, in the loss or before it."""
+    """Return whether rows of ``batch`` interact, in the loss or before it."""
     for bounds in _BOUNDS:
         if bounds[-1] > len(batch):
             continue
@@ -65,8 +64,8 @@ def find_coupling(blocks: BlocksInOrder, loss: Loss, batch: SampleRows) -> Verdi
             return _Parts(blocks, loss, batch, bounds).find()
         except HangError:
             raise
-        except Exception as error:  # whatever a model's own code raises on so few rows
-            logger.debug("rows were not cut at %s: %s", bounds, error)
+        except Exception as error:  # the model's code may raise anything on so few rows
+            logger.debug("rows were not split at %s: %s", bounds, error)
     return Verdict()
 
 
@@ -79,7 +78,6 @@ class _Parts:
         self._count, self._counting = getattr(loss, "count", None), Counting(loss)
 
     def find(self) -> Verdict:
-        """See :func:`find_coupling`."""
         whole = self._bounds[0], self._bounds[-1]
         for training in (True, False):
             at_once = self._run(whole, training)
@@ -95,7 +93,7 @@ class _Parts:
             gathered = self._run(self._bounds, training, gather=True)
         except HangError:
             raise
-        except Exception as error:  # what cannot be gathered, and what the loss raises on what was
+        except Exception as error:  # raised by gathering, or by the loss of gathered outputs
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             return f"outputs of {self._sizes(self._bounds)} cannot be gathered for it ({reason})"
         return self._compare(whole, gathered)
@@ -112,7 +110,7 @@ class _Parts:
         return ""
 
     def _of_targets(self, results: Any) -> str:
-        """Of the loss alone, with the targets of more rows than the model was run on."""
+        """Compare the loss alone, with more targets than the rows that the model ran on."""
         rows, few = min(len(self._batch), _ROWS_OF_LOSS), self._bounds[-1]
         tensors = list(tensors_in(results))
         fits = sum(t.numel() for t in tensors) * rows <= _LARGEST_OUTPUTS * few
@@ -123,7 +121,7 @@ class _Parts:
             whole, parts = self._loss_alone(results, (0, rows)), self._loss_alone(results, bounds)
         except HangError:
             raise
-        except Exception as error:  # outputs of some rows beside targets of others need not fit
+        except Exception as error:  # outputs of some rows and targets of others may not match
             logger.debug("the loss was not compared on %d rows: %s", rows, error)
             return ""
         if whole is None or parts is None:
@@ -133,7 +131,7 @@ class _Parts:
         return ""
 
     def _loss_alone(self, results: Any, cut: Sequence[int]) -> Tensor | None:
-        """The loss from the parts of ``cut``, each row with the outputs of one that the model was run on; None where it
+        """Return the loss summed over the parts of ``cut``, with the outputs of the model's rows repeated; None if it
         draws random numbers."""
         rows, few = cut[-1], self._bounds[-1]
         total = torch.zeros((), dtype=torch.float64)
@@ -144,7 +142,8 @@ class _Parts:
         return None if draws.drew() else total
 
     def _run(self, bounds: Sequence[int], training: bool, *, gather: bool = False) -> _Summed:
-        """A step over the parts between ``bounds``, with a loss for each, or one of all their outputs."""
+        """Run a step over the parts between ``bounds``, with a loss per part, or with one loss of all gathered
+        outputs."""
         blocks, rows = self._blocks, self._bounds[-1]
         before = [buffer.detach().clone() for buffer in blocks.every_buffer()]
         blocks.train(training)
@@ -167,7 +166,7 @@ class _Parts:
         return _Summed(total, gradients(blocks), detached, draws.drew())
 
     def _weighed(self, results: Any, low: int, high: int, rows: int) -> Tensor:
-        """A part's share of the step's loss."""
+        """Return a part's share of the step's loss."""
         targets = self._batch.targets(low, high)
         value = self._counting.value(results, targets, lambda: self._batch.inputs(low, high))
         if self._count is not None:
@@ -192,14 +191,14 @@ class _Parts:
 
 
 def _back(share: Tensor) -> Tensor:
-    """Go backward from a part of the loss; its value."""
+    """Run the backward of a part's loss; return its value."""
     if share.requires_grad:
         share.backward()
     return share.detach().double().reshape(())
 
 
 def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """What the model returned for so many rows each, one after the other; what has no rows once."""
+    """Return the concatenated outputs of parts with ``sizes`` rows; a tensor without rows must be equal in all."""
     parts, (_, template) = [flatten(each)[0] for each in outputs], flatten(outputs[0])
     return rebuild(template, [_join(tensors, sizes) for tensors in zip(*parts, strict=True)])
 
@@ -208,7 +207,9 @@ def _join(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     if all(tensor.shape[:1] == (size,) for tensor, size in zip(tensors, sizes)):
         return torch.cat(list(tensors))
     if not all(torch.equal(tensors[0], tensor) for tensor in tensors):
-        raise ValueError(f"one of shape {tuple(tensors[0].shape)} has no rows and is not the same")
+        raise ValueError(
+            f"one of shape {tuple(tensors[0].shape)} has no rows and differs between parts"
+        )
     return tensors[0]
 
 

@@ -1,4 +1,4 @@
-"""The two that are compared, on the CPU and with the same values: the model as it is, and its blocks in order."""
+"""The two sides of the comparison, on the CPU with equal values: the model's own forward, and its blocks in order."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ AfterBlock = Callable[[int, tuple[Tensor, ...]], None]
 
 
 class SampleRows(Protocol):
-    """Rows to compare with: those of a real batch."""
+    """Rows of a real batch to compare with."""
 
     def __len__(self) -> int: ...
 
     def inputs(self, start: int, stop: int) -> Any:
-        """Model inputs of rows [start, stop)."""
+        """Return the model inputs of rows [start, stop)."""
 
     def targets(self, start: int, stop: int) -> Any:
-        """Loss targets of rows [start, stop)."""
+        """Return the loss targets of rows [start, stop)."""
 
 
 class BlockFails(Exception):
@@ -43,23 +43,23 @@ class BlockFails(Exception):
 
 
 class ComparedModel(Protocol):
-    """A model that can be run."""
+    """One side of the comparison."""
 
     def train(self, mode: bool) -> None:
-        """Training or evaluation."""
+        """Set training or evaluation mode."""
 
     def forward(self, inputs: Any) -> Any:
-        """What the model returns."""
+        """Return the model's value for ``inputs``."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """By their names in the model."""
+        """Return the parameters by their names in the model."""
 
     def buffers(self) -> dict[str, Tensor]:
-        """Those that are saved, by their names in the model."""
+        """Return the persistent buffers by their names in the model."""
 
 
 class BlocksInOrder:
-    """The chain, each block given what the one before it returned. Parameters that begin as zeros are others here."""
+    """The chain's blocks, run in order. Parameters that start as zeros get small random values here."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
@@ -75,44 +75,44 @@ class BlocksInOrder:
             block.train(mode)
 
     def forward(self, inputs: Any) -> Any:
-        """Return what the last block returns, as the model returns it. Raises :class:`BlockFails`."""
+        """Return the last block's outputs as the model returns them. Raises :class:`BlockFails`."""
         tensors = self.chain.arguments(_copies(inputs))
         for index, block in enumerate(self.blocks):
             try:
                 tensors = as_tuple(block(*tensors))
             except HangError:
                 raise
-            except Exception as error:  # whatever the model's own code raises
+            except Exception as error:  # the model's code may raise anything
                 raise BlockFails(index, error) from error
             self.after(index, tensors)
         return self.chain.results(tensors)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """By their names in the model."""
+        """Return the parameters by their names in the model."""
         return {name: t for name, t in self._held().items() if isinstance(t, nn.Parameter)}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Those that are saved, by their names in the model."""
+        """Return the persistent buffers by their names in the model."""
         return {name: t for name, t in self._held().items() if not isinstance(t, nn.Parameter)}
 
     def _held(self) -> dict[str, Tensor]:
-        """All that is saved; a forward may put another buffer in the place of one."""
+        """Return all parameters and persistent buffers; looked up each time, as a forward may replace buffers."""
         states = [block.state_dict(keep_vars=True) for block in self.blocks]
         return {name: states[i][inner] for name, (i, inner) in self._names.items()}
 
     def every_buffer(self) -> list[Tensor]:
-        """All buffers of all blocks."""
+        """Return all buffers, also non-persistent ones."""
         return [buffer for block in self.blocks for buffer in block.buffers()]
 
 
 class OwnForward:
-    """The model with the parameters and buffers of ``blocks``, called as its author calls it."""
+    """The model's own forward, with the parameters and buffers of ``blocks``."""
 
     def __init__(self, chain: Chain, blocks: BlocksInOrder) -> None:
         parts = chain.deferred.values().parts(chain.model, chain.dtype, {})
         self.model = copy.deepcopy(chain.model, parts)
         _keep_to_this_process(self.model)
-        with torch.no_grad():  # weights of a file, too
+        with torch.no_grad():  # copies weights from files too
             held = {**blocks.parameters(), **blocks.buffers()}
             for name, tensor in {**self.parameters(), **self.buffers()}.items():
                 tensor.copy_(held[name])
@@ -125,17 +125,17 @@ class OwnForward:
         return self.model(*args, **kwargs)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """By their names in the model."""
+        """Return the parameters by their names in the model."""
         return dict(self.model.named_parameters())
 
     def buffers(self) -> dict[str, Tensor]:
-        """Those that are saved, by their names in the model."""
+        """Return the persistent buffers by their names in the model."""
         saved = self.model.state_dict(keep_vars=True)
         return {name: t for name, t in self.model.named_buffers() if name in saved}
 
 
 def gradients(model: ComparedModel) -> dict[str, Tensor]:
-    """Of every parameter, and zeros where it has none; they are taken away from the parameters."""
+    """Return the gradient of every parameter, zeros if it has none, and reset ``.grad``."""
     found = {}
     for name, parameter in model.parameters().items():
         found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -144,12 +144,13 @@ def gradients(model: ComparedModel) -> dict[str, Tensor]:
 
 
 def _copies(inputs: Any) -> Any:
-    """A forward may change what it is given."""
+    """Copy the inputs, because a forward may change them."""
     return transform(inputs, lambda part: part.clone() if isinstance(part, Tensor) else part)
 
 
 def _fill_zeros(block: nn.Module) -> None:
-    """Behind a weight of zeros, as heads and gates often begin, nothing of what comes before it can be seen."""
+    """Replace zero parameters by small random numbers: a zero weight, as in many heads and gates, would hide
+    differences before it."""
     random = torch.Generator().manual_seed(_SEED)
     with torch.no_grad():
         for parameter in block.parameters():
@@ -158,7 +159,7 @@ def _fill_zeros(block: nn.Module) -> None:
 
 
 def _keep_to_this_process(module: nn.Module) -> None:
-    """The forward of SyncBatchNorm would wait for other ranks."""
+    """Use BatchNorm's forward for SyncBatchNorm, which would wait for other ranks."""
     for part in module.modules():
         if isinstance(part, nn.SyncBatchNorm):
             vars(part)["forward"] = nn.BatchNorm2d.forward.__get__(part)

@@ -1,4 +1,4 @@
-"""What is checked of a model before its first step, once for each model, loss and set of libraries on a machine."""
+"""Verify a model before its first step, once per model, loss and library versions on a machine."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ logger = logging.getLogger("parallax")
 
 AUTO = "auto"
 ROWS = (2, 3), (4, 6), (1,)
-"""Numbers of rows to compare with; the next where the model cannot run on so few."""
-_COPIES = 4  # parameters and gradients, of the model and of its chain
+"""Numbers of rows to compare with; the next ones if the model cannot run on so few."""
+_COPIES = 4  # parameters and gradients of the model and of its chain
 _MOST_OF_HOST = 0.5
 
 
@@ -46,9 +46,9 @@ def verify(
 ) -> Verdict:
     """Compare ``chain`` with its model's own forward on the first rows of ``batch``, and that batch with its parts.
 
-    ``when``: ``auto`` checks what was not checked on this machine before, where it fits the host; True always; False
-    never. ``key`` is what the model and its rows depend on besides their code. Raises
-    :class:`~parallax.errors.DescribeError` where the chain computes something else.
+    ``when``: ``auto`` verifies models without a cached verdict, if they fit the host; True always; False never.
+    ``key``: everything that model and rows depend on besides their code. Raises :class:`~parallax.errors.DescribeError`
+    if the chain computes something else.
     """
     if when is False:
         return Verdict()
@@ -71,9 +71,9 @@ def verify(
 
 
 def _check_forward(chain: Chain, loss: Loss, batch: SampleRows) -> str:
-    """Why it was not compared in full; empty: it was, and it is right."""
+    """Return why the comparison was incomplete; empty: it was complete, and the chain is correct."""
     if not has_own_forward(chain):
-        return ""  # its blocks are all that there is
+        return ""  # the model is defined by its blocks
     why = ""
     for counts in ROWS:
         fitting = [count for count in counts if count <= len(batch)]
@@ -92,18 +92,18 @@ def _too_large(chain: Chain) -> str:
     if needed <= available:
         return ""
     return (
-        f"both with their gradients take {format_bytes(needed)}, and half of the host's free memory is "
-        f"{format_bytes(available)}; model.verify=true checks it all the same"
+        f"model, chain and gradients need {format_bytes(needed)}, and half of the host's free memory is "
+        f"{format_bytes(available)}; set model.verify=true to check it anyway"
     )
 
 
-_CACHE_VERSION = 3  # of what is checked: what another one found is checked again
+_CACHE_VERSION = 3  # of the checks; verdicts of another version are not reused
 _LIBRARIES = ("torch", "transformers", "timm", "peft")
 
 
 def _verdict_path(chain: Chain, loss: Loss, key: str) -> Path:
-    """Where a verdict on ``chain`` is kept. The fingerprint has the code that was recorded; files have the rest of the
-    user's."""
+    """Return the cache file of a verdict on ``chain``. The fingerprint covers the recorded code; the hashes of source
+    files cover the rest of the user's code."""
     what = [
         _CACHE_VERSION,
         *map(_version, ("parallax-train", *_LIBRARIES)),
@@ -118,7 +118,7 @@ def _verdict_path(chain: Chain, loss: Loss, key: str) -> Path:
 
 
 def _load_verdict(path: Path) -> Verdict | None:
-    """What :func:`_store_verdict` wrote; None where there is nothing, or damage."""
+    """Return the verdict that :func:`_store_verdict` wrote; None if it is missing or damaged."""
     try:
         found = Verdict(**read_json(path, SMALL_BYTES))
     except (OSError, ValueError, TypeError):
@@ -127,14 +127,12 @@ def _load_verdict(path: Path) -> Verdict | None:
 
 
 def _store_verdict(path: Path, found: Verdict) -> None:
-    """Write what was found where it is found again."""
     with replacing(path) as temporary:
         temporary.write(json.dumps(asdict(found)).encode())
 
 
 def _codes(chain: Chain, loss: Loss) -> Iterator[str]:
-    """Hashes of the files in which the model's classes and the loss are written, but those of libraries, which have a
-    version."""
+    """Yield hashes of the source files of the model's classes and the loss; libraries are covered by their versions."""
     kinds: list[Any] = [base for m in chain.model.modules() for base in type(m).__mro__]
     names = {getattr(kind, "__module__", None) or "" for kind in [*kinds, loss, type(loss)]}
     for name in names:

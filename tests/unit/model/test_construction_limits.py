@@ -292,7 +292,7 @@ def one_memory_for_all() -> nn.Module:
         (lambda: nn.Sequential(nn.Linear(4, 4), Held(), nn.Linear(4, 4)), "1.forward holds a"),
         (lambda: nn.Sequential(nn.Linear(4, 4), Written()), "writes into what numpy"),
         (lambda: nn.Sequential(nn.Linear(4, 4), Sparse()), "makes a tensor of type torch.float32"),
-        (one_memory_for_all, "uses again the memory"),
+        (one_memory_for_all, "reuses the memory"),
     ],
 )
 def test_what_cannot_be_recorded_is_built_whole(
@@ -302,7 +302,7 @@ def test_what_cannot_be_recorded_is_built_whole(
     chain = describe(factory, seed=3)
     assert torch.equal(torch.random.get_rng_state(), state)
     (record,) = caplog.records
-    assert record.getMessage().endswith("every process builds all of it on the host")
+    assert record.getMessage().endswith("every process builds the whole model on the host")
     assert reason in record.getMessage()
     assert all(t.is_meta for t in tensors(chain.model).values())
     wanted = plain(factory, 3)

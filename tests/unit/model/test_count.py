@@ -211,7 +211,7 @@ class Curious(nn.Module):
 def test_a_block_that_asks_for_values_is_named() -> None:
     chain = describe(lambda: nn.Sequential(nn.Linear(8, 8), Curious()))
     with pytest.raises(
-        DescribeError, match=r"block Curious cannot be counted .* asks for no values"
+        DescribeError, match=r"block Curious cannot be counted .* read no tensor values"
     ):
         count(
             chain,

@@ -151,17 +151,17 @@ def test_members_of_a_list_stay_in_their_order() -> None:
         (
             lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")),
             (),
-            r"1.weight and 1 more of Sequential was never written by its constructor; initialise it there",
+            r"1.weight and 1 more of Sequential was never written by its constructor; initialize it there",
         ),
         (
             lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))),
             (),
-            r"0 is scripted \(torch.jit.script\), and its tensors cannot be had one by one: let",
+            r"0 is scripted \(torch.jit.script\), so its tensors are not accessible one by one: let",
         ),
         (
             lambda: nn.Sequential(nn.LazyLinear(2)),
             (),
-            r"0.weight of Sequential has no shape yet \(LazyLinear\): give the size of its inputs, or let",
+            r"0.weight of Sequential has no shape yet \(LazyLinear\): specify the size of its inputs, or let",
         ),
     ],
 )

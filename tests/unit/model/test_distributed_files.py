@@ -123,9 +123,9 @@ def test_no_payload_is_executed(tmp_path: Path, place: str) -> None:
     for name, payload in payloads(mark).items():
         folder = written(tmp_path / name)
         rewrite(folder, lambda index: PLACES[place](index, payload))  # noqa: B023
-        with pytest.raises(CheckpointError, match="is damaged, or was made to do harm") as told:
+        with pytest.raises(CheckpointError, match="is damaged or malicious") as told:
             DistributedFiles(folder)
-        assert "no part of an index and is not executed" in str(told.value), name
+        assert "which an index does not contain; it is not executed" in str(told.value), name
         assert str(told.value).isprintable()
         assert not mark.exists(), name
 
@@ -175,20 +175,20 @@ def _record(name: str, **changes: Any) -> Callable[[Any], None]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_places(relative_path="../secret"), "files lie beside their index"),
-        (_places(relative_path="/etc/passwd"), "files lie beside their index"),
-        (_places(relative_path=".."), "files lie beside their index"),
-        (_places(offset=-1), "where whole numbers are due"),
-        (_places(length="x"), "where whole numbers are due"),
+        (_places(relative_path="../secret"), "files must be beside their index"),
+        (_places(relative_path="/etc/passwd"), "files must be beside their index"),
+        (_places(relative_path=".."), "files must be beside their index"),
+        (_places(offset=-1), "is no tuple of non-negative integers"),
+        (_places(length="x"), "is no tuple of non-negative integers"),
         (_places(transform_descriptors=["zstd"]), "compressed"),
-        (_record("model.layer.weight", size=torch.Size([7, 4])), "are not all of it"),
-        (_record("model.layer.weight", size=(10**15,)), "are not all of it"),
-        (_record("model.layer.weight", size="x"), "where whole numbers are due"),
-        (_record("model.layer.weight", chunks=[]), "are not all of it"),
+        (_record("model.layer.weight", size=torch.Size([7, 4])), "do not cover it exactly once"),
+        (_record("model.layer.weight", size=(10**15,)), "do not cover it exactly once"),
+        (_record("model.layer.weight", size="x"), "is no tuple of non-negative integers"),
+        (_record("model.layer.weight", chunks=[]), "do not cover it exactly once"),
         (_record("model.layer.weight", chunks=7), "not iterable"),
         (_record("model.layer.weight", properties=None), "model.layer.weight"),
         (lambda index: index.storage_data.clear(), "model."),
-        (lambda index: setattr(index, "state_dict_metadata", [1]), "names of tensors are due"),
+        (lambda index: setattr(index, "state_dict_metadata", [1]), "expected names of tensors"),
         (lambda index: [1], "state_dict_metadata"),
     ],
 )
@@ -221,5 +221,5 @@ def test_values_that_are_cut_short_or_another_tensors(tmp_path: Path) -> None:
             [files.read(name) for name in files.held]
     torch.save(torch.zeros(2), file)
     files = DistributedFiles(rewrite(folder, whole_files(file.stat().st_size)))
-    with pytest.raises(CheckpointError, match="holds something else where"):
+    with pytest.raises(CheckpointError, match="does not hold"):
         files.read("model.layer.weight")

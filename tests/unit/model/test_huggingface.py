@@ -197,7 +197,7 @@ def test_a_stage_reads_its_own_shards_only(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda t: t.pop("lm_head.weight"), "it lacks lm_head.weight"),
-        (lambda t: t.update(more=torch.ones(1)), "it has more, which the model has not"),
+        (lambda t: t.update(more=torch.ones(1)), "it has more, which the model does not have"),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(3)}),
             r"model.norm.weight is \[3\] and must be \[16\]",
@@ -219,9 +219,9 @@ def test_weights_of_another_model_are_refused_by_name(
     ("text", "message"),
     [
         (None, "there is no model.safetensors; give a safetensors file, or a folder"),
-        ('{"weight_map": {"a": "../../etc/x"}}', "shards lie beside their index"),
+        ('{"weight_map": {"a": "../../etc/x"}}', "shards must be beside their index"),
         ('{"weight_map": {"a": "gone.safetensors"}}', "there is no gone.safetensors"),
-        ("{}", "it is no index of shards"),
+        ("{}", "it is no valid index of shards"),
     ],
 )
 def test_broken_folders_are_refused(text: str | None, message: str, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_tier_that_cannot_take_a_block_is_said_and_the_block_is_measured(
     found = profile_of(chain_of(Both), offloader=Counting(tmp_path), progress=said.append)
     assert found.blocks[0].forward_seconds.at(4) > 0
     assert found.blocks[0].offload_seconds.at(4) == 0
-    assert any("what offloading takes was not measured: cannot write" in text for text in said)
+    assert any("the cost of offloading was not measured: cannot write" in text for text in said)
 
 
 def test_where_nothing_may_be_offloaded_nothing_is_tried() -> None:

@@ -123,14 +123,14 @@ def test_a_task_and_a_type_name_a_class(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"architecture": "AutoModelForCausalLM"}, "it is a task; say for which model"),
+        ({"architecture": "AutoModelForCausalLM"}, "it is a task; name the model"),
         (
             {"architecture": "AutoModelForCausalLM", "config": {"model_type": "lama"}},
             r"model_type=lama: transformers .* has no such type \(did you mean 'llama'\?\)",
         ),
         (
             {"architecture": "AutoModelForImageClassification", "config": {"model_type": "llama"}},
-            "there is none for model_type=llama; accepted are .*AutoModelForCausalLM",
+            "model_type=llama does not support it; accepted are .*AutoModelForCausalLM",
         ),
         (
             {"architecture": "LlamaForCausalLM", "config": {"model_type": "bert"}},
@@ -138,7 +138,7 @@ def test_a_task_and_a_type_name_a_class(
         ),
         (
             {"architecture": "LlamaForCausalLM", "config": {"dtype": "bfloat16"}},
-            "model.config.dtype: the number format is precision's",
+            "model.config.dtype: set the number format with precision",
         ),
         (
             {
@@ -157,7 +157,7 @@ def test_a_task_and_a_type_name_a_class(
         ),
         (
             {"architecture": "XLNetLMHeadModel", "attention": "sdpa"},
-            "model.attention=sdpa: XLNetLMHeadModel has none such; use model.attention=auto",
+            "model.attention=sdpa: XLNetLMHeadModel lacks it; use model.attention=auto",
         ),
     ],
 )
@@ -248,7 +248,7 @@ def test_a_head_that_the_model_has_not_is_left_unread_and_named(tmp_path: Path) 
     lacking, unread = check_weights(chain)
     assert "pooler.dense.weight" in lacking
     assert "cls.predictions" in unread
-    assert "unread" in unread
+    assert "ignored" in unread
     expected = {name.removeprefix("bert."): value for name, value in full.state_dict().items()}
     found = values(chain)
     check_equal({n: v for n, v in found.items() if not n.startswith("pooler")}, expected)
@@ -344,7 +344,10 @@ def test_gradient_checkpointing_is_left_to_the_plan(caplog: pytest.LogCaptureFix
 
     with caplog.at_level(logging.INFO, "parallax"):
         chain = describe(flagged, sample=tokens)
-    assert "LlamaForCausalLM asks for gradient checkpointing: the plan decides" in caplog.text
+    assert (
+        "LlamaForCausalLM enables gradient checkpointing, which is replaced: the plan decides"
+        in caplog.text
+    )
     assert not chain.model.is_gradient_checkpointing
     assert chain.fingerprint() == describe(config.build, sample=tokens).fingerprint()
     entry = Entry(flagged, lambda outputs, targets: outputs.logits.sum(), rows)

@@ -302,7 +302,7 @@ class Wrapped(nn.Module):
 def test_what_cannot_be_recorded_says_why_and_what_to_write() -> None:
     with pytest.raises(
         DescribeError,
-        match=r"Deciding is no chain.*decides by the values of tensors, at .*test_recorded.py:\d+\)(?s:.*)def blocks",
+        match=r"Deciding is no chain.*branches on the values of tensors, at .*test_recorded.py:\d+\)(?s:.*)def blocks",
     ):
         describe(Deciding, sample=lambda n: torch.randn(n, 4))
     with pytest.raises(DescribeError, match="describe\\(\\) was given no sample"):
@@ -338,10 +338,10 @@ def test_inputs_by_name_and_optional_inputs() -> None:
         is None
     )
     with pytest.raises(
-        DescribeError, match="inputs are query, items, and the model takes query, item"
+        DescribeError, match="inputs are query, items, but the model takes query, item"
     ):
         chain.arguments({"query": inputs["query"], "items": inputs["item"]})
-    with pytest.raises(DescribeError, match="inputs are item, and the model takes query, item"):
+    with pytest.raises(DescribeError, match="inputs are item, but the model takes query, item"):
         chain.arguments({"item": inputs["item"]})
     more = describe(
         ZOO["towers"].build, sample=lambda n: {**ZOO["towers"].sample(n), "weight": torch.ones(n)}
@@ -453,7 +453,7 @@ def test_inputs_of_sizes_that_were_not_recorded_are_refused() -> None:
     assert len(chain.blocks) == 2
     assert chain.arguments(torch.zeros(5, 6, 4))
     with pytest.raises(
-        DescribeError, match=r"has shape \(5, 8, 4\), and .* recorded for \(any, 6, 4\)"
+        DescribeError, match=r"has shape \(5, 8, 4\), but .* recorded for \(any, 6, 4\)"
     ):
         chain.arguments(torch.zeros(5, 8, 4))
 
@@ -478,7 +478,7 @@ class DropsLayers(nn.Module):
     ("probability", "source", "refused"),
     [
         (0.0, "torch", ""),
-        (0.5, "torch", "decides by random numbers"),
+        (0.5, "torch", "branches on random numbers"),
         (0.0, "python", "draws random numbers of Python or numpy"),
     ],
 )

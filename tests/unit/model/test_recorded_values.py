@@ -177,7 +177,7 @@ def test_as_many_as_there_are_may_vary() -> None:
 def test_what_is_taken_for_granted_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="parallax"):
         describe(EndsAlike, sample=ids)
-    said = [text for text in caplog.messages if "decides by values" in text]
+    said = [text for text in caplog.messages if "branches on values" in text]
     assert said
     assert all("test_recorded_values.py:" in text for text in said)
 
@@ -199,12 +199,12 @@ class ByItsMean(Tokens):
 
 @pytest.mark.parametrize("model", [Undecided, ByActivations, ByItsMean])
 def test_a_decision_that_varies_is_refused(model: type[nn.Module]) -> None:
-    with pytest.raises(DescribeError, match="decides by the values of tensors, at"):
+    with pytest.raises(DescribeError, match="branches on the values of tensors, at"):
         describe(model, sample=ids)
 
 
 def test_a_sample_without_values_decides_nothing() -> None:
-    with pytest.raises(DescribeError, match="decides by the values of tensors"):
+    with pytest.raises(DescribeError, match="branches on the values of tensors"):
         describe(EndsAlike, sample=lambda n: torch.empty(n, 6, dtype=torch.int64, device="meta"))
 
 
@@ -273,7 +273,7 @@ def test_weights_changed_in_evaluation_leave_training_alone(
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="parallax"):
         chain, run, plain = chained(RescaledForEvaluation, ids)
-    assert "recorded for training alone" in caplog.text
+    assert "recorded for training only" in caplog.text
     torch.testing.assert_close(run(ids(3)), plain(ids(3)), rtol=0, atol=0)
     block = materialise(chain, 0, 1, torch.device("cpu"))[0].eval()
     with pytest.raises(DescribeError, match="only training was recorded"):

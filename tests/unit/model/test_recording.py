@@ -70,7 +70,7 @@ class Turned(Layers):
 
 
 class Loops(Layers):
-    """Python decides by sizes."""
+    """Python branches on sizes."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows, length, _ = x.shape
@@ -199,7 +199,7 @@ def test_what_computes_itself_again_between_modules_is_said(
     entry = Entry(model, F.mse_loss, rows_of((WIDTH,)))
     with caplog.at_level("INFO", logger="parallax"):
         chain, blocks, plain = both(entry)
-    assert ("there the plan decides (plan.activations)" in caplog.text) == said
+    assert ("the plan decides there (plan.activations)" in caplog.text) == said
     for module in (*blocks, plain):
         module.train()
     check_same(entry, chain, blocks, plain, 3)
@@ -247,7 +247,7 @@ def test_nests_come_in_and_outputs_keep_their_type(caplog: pytest.LogCaptureFixt
     assert isinstance(found, Output)
     assert (found.cache, found.layers) == (None, 3)
     with pytest.raises(
-        DescribeError, match=r"inputs are 0.x, and the model was described with 0.x, 0.more.0"
+        DescribeError, match=r"inputs are 0.x, but the model was described with 0.x, 0.more.0"
     ):
         chain.arguments(({"x": torch.ones(2, WIDTH)},))
 
@@ -291,7 +291,7 @@ class Choosing(Layers):
         (Counting, "calls is kept from one forward to the next"),
         (Remembering, "state is kept from one forward to the next"),
         (Following, "layers.2.weight is a parameter that the forward itself changes"),
-        (Choosing, r"it decides by the values of tensors, at .*test_recording.py:\d+"),
+        (Choosing, r"it branches on the values of tensors, at .*test_recording.py:\d+"),
     ],
 )
 def test_what_a_record_cannot_hold_is_refused(model: type[nn.Module], message: str) -> None:

@@ -106,7 +106,7 @@ def test_weights_of_a_file_need_the_name(tmp_path: Path) -> None:
         TimmConfig(pretrained=path).build()
     chain = chain_of("resnet10t", pretrained=path)
     materialise(chain, 0, 1, CPU)
-    with pytest.raises(CheckpointError, match="are not of this model"):
+    with pytest.raises(CheckpointError, match="do not fit this model"):
         chain_of("mobilenetv3_small_050", pretrained=path)
 
 
@@ -116,7 +116,9 @@ def test_a_head_for_other_classes_begins_anew(
     state = saved(tmp_path, architecture="resnet10t", num_classes=5)
     caplog.set_level("INFO", "parallax")
     chain = chain_of("resnet10t", pretrained=str(tmp_path), kwargs={"num_classes": 9})
-    assert "fc.weight, fc.bias are for other classes, and begin anew" in caplog.text
+    assert (
+        "fc.weight, fc.bias are for other classes: the constructor initializes them" in caplog.text
+    )
     blocks = materialise(chain, 0, len(chain.blocks), CPU)
     made = {
         chain.names[index][inner]: tensor
@@ -143,7 +145,7 @@ def test_a_head_for_other_classes_begins_anew(
         ),
         (
             TimmConfig(architecture="mixer_s32_224", kwargs={"num_blocks": 2}),
-            r"model\.kwargs\.num_blocks: mixer_s32_224 of timm sets it itself; leave it out",
+            r"model\.kwargs\.num_blocks: mixer_s32_224 of timm sets it itself; remove it",
         ),
         (TimmConfig(pretrained="/no/such"), r"model\.architecture=auto"),
     ],
@@ -156,13 +158,13 @@ def test_what_is_wrong_ends_in_a_line(made: TimmConfig, line: str) -> None:
 
 
 def test_what_timm_would_download_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.kwargs\.pretrained: weights are read"):
+    with pytest.raises(ConfigError, match=r"model\.kwargs\.pretrained: each stage reads"):
         TimmConfig(architecture="resnet10t", kwargs={"pretrained": True})
 
 
 def test_a_folder_that_is_damaged_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="is not what timm writes"):
+    with pytest.raises(ConfigError, match="is not in timm's format"):
         TimmConfig(pretrained=str(tmp_path)).build()
 
 

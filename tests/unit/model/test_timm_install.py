@@ -1,4 +1,4 @@
-"""timm without torchvision, or with one of another build than torch: one line that says what to install."""
+"""timm without torchvision, or with one of does not match torch: one line that says what to install."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.distributed.pool import ROOT
         ("ImportError('No module named torchvision')", r"pip install 'parallax-train\[timm\]'"),
         (
             "RuntimeError('operator torchvision::nms does not exist')",
-            r"another build than torch .*--no-deps torchvision --index-url https://\S+$",
+            r"does not match torch .*--no-deps torchvision --index-url https://\S+$",
         ),
     ],
 )

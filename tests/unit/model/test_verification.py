@@ -315,7 +315,7 @@ def test_what_does_not_fit_the_host_is_not_checked_and_says_so(
     with caplog.at_level(logging.WARNING, logger="parallax"):
         assert verify(chain, F.cross_entropy, batch()) == Verdict()
     (record,) = caplog.records
-    assert "was not checked against the model: both with their gradients take" in record.message
+    assert "was not checked against the model: model, chain and gradients need" in record.message
     assert "model.verify=true" in record.message
 
 

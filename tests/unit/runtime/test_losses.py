@@ -56,11 +56,14 @@ def test_a_loss_beside_other_results(more: Callable[[Tensor], Any], tmp_path: Pa
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "float": (lambda loss: loss.item(), r"is a float: .*leave \.item\(\) and float\(\) out"),
+    "float": (lambda loss: loss.item(), r"is a float: .*remove \.item\(\) and float\(\)"),
     "None": (lambda loss: None, "is a NoneType: accepted is a tensor of one number"),
     "text": (lambda loss: {"total": loss}, "is a dict: .* as loss in a dictionary"),
     "empty": (lambda loss: (), "is a tuple"),
-    "rows": (lambda loss: loss.expand(3), r"has shape \(3,\): return its mean\(\)"),
+    "rows": (
+        lambda loss: loss.expand(3),
+        r"has shape \(3,\) and must be one number: return its mean\(\)",
+    ),
 }
 
 

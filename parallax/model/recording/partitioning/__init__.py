@@ -1,1 +1,1 @@
-"""A program in blocks: where it is cut, and each block as a module whose sizes follow from what it is given."""
+"""Partition a program into blocks, and generate a module for each block."""

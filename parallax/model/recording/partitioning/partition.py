@@ -1,14 +1,14 @@
-"""A model's own forward, recorded and cut into blocks.
+"""Partition a recorded forward into blocks.
 
-Each block has a step with parameters, or several small ones, and steps without that stand beside them::
+Each block has a step with parameters, or several small ones, and adjacent steps without parameters::
 
-    embed ─ add ┊ layer ─ add ┊ layer ┊ norm ─ head          ┊ a cut: what is alive there passes
+    embed ─ add ┊ layer ─ add ┊ layer ┊ norm ─ head          ┊ a boundary: live tensors cross it
 
-What passes a cut is what steps behind it still use; a tensor that is used much later passes every block between,
-unchanged. What is made of whole-numbered inputs alone (masks, positions) is made again instead, where that is less.
-Between two steps with parameters the cut lies where the fewest bytes pass. There is none where a tensor depends on the
-rows and has no dimension of them, where a tensor is changed in place behind it, between two uses of a module with
-buffers, which must see all of its updates, or between tensors and a derivative of one by the other.
+The tensors that later steps still use cross a boundary; a tensor that is used much later passes unchanged through every
+block between. Tensors computed from integer inputs only (masks, positions) are recomputed instead, if that sends fewer
+bytes. Between two steps with parameters the boundary is where the fewest bytes cross. No boundary is possible where a
+tensor depends on the rows but has no row dimension, where a tensor is changed in place later, between two uses of a
+module with buffers, which must see all of its updates, or between tensors and a derivative of one by the other.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ logger = logging.getLogger("parallax")
 
 
 _DERIVATIVES = "grad", "backward"
-"""Calls that walk the graph between the tensors that they are given, which must lie in one block."""
+"""Calls that traverse the graph between their tensor arguments, which must be in one block."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some steps as a module, with the tensors that it takes and gives."""
+    """Steps as a module, with the tensors that enter and leave it."""
 
     name: str
     module: RecordedSegment
@@ -51,8 +51,8 @@ class _Piece:
 
 
 class ProgramPartitioner:
-    """Finds where to cut ``program``, and builds what lies between. ``share(step)`` is the part of the model's work
-    that a step does; a block has at least ``least`` of it, where there is that much."""
+    """Finds the block boundaries of ``program`` and builds the blocks. ``share(step)``: the step's share of the model's
+    work; a block has at least ``least``, if possible."""
 
     def __init__(
         self,
@@ -82,10 +82,10 @@ class ProgramPartitioner:
         self._named: dict[str, int] = {}
 
     def partition(self) -> Partition:
-        """The blocks. Raises :class:`UnknownSize` where even one block of all steps cannot make a size."""
+        """Return the blocks. Raises :class:`UnknownSize` if even a single block of all steps cannot compute a size."""
         if not any(step.heavy for step in self._steps):
             raise DescribeError(
-                f"{type(self._model).__name__} is no chain of blocks: its forward uses no parameters"
+                f"{type(self._model).__name__} has nothing to train: its forward uses no parameters"
             )
         bounds = [0, *self._bounds(), len(self._steps)]
         found: list[_Piece] = []
@@ -94,10 +94,10 @@ class ProgramPartitioner:
             try:
                 found.append(self._piece(low, high))
             except UnknownSize as unknown:
-                self.reason = f"{unknown} cannot be made from what passes a cut"
+                self.reason = f"{unknown} cannot be computed from the tensors that cross a boundary"
                 if len(bounds) == 2:
                     raise
-                bounds.remove(low or high)  # one piece less
+                bounds.remove(low or high)  # merge two pieces
                 del found[-1:]
         blocks = [self._block(piece) for piece in found]
         return Partition(tuple(blocks), template=self._template())
@@ -111,10 +111,10 @@ class ProgramPartitioner:
             returned, lambda p: TensorSlot(next(order)) if isinstance(p, TensorSlot) else p
         )
 
-    # ---- where
+    # ---- boundaries
 
     def _bounds(self) -> list[int]:
-        """The positions of the steps that begin a block, but the first."""
+        """Return the positions of the first steps of all blocks but the first."""
         heavy = [step for step in self._steps if step.heavy]
         remaining = sum(map(self._share, heavy))
         found, gathered = [], 0.0
@@ -132,7 +132,7 @@ class ProgramPartitioner:
         return found
 
     def _cost(self, position: int) -> int | None:
-        """Bytes that pass a cut before ``position``; None: it cannot be cut there."""
+        """Return the bytes that cross a boundary before ``position``; None: no boundary is possible there."""
         if any(low < position <= high for low, high in self._forbidden):
             return None
         alive = self._alive(position)
@@ -140,14 +140,14 @@ class ProgramPartitioner:
             if tensor.rows is None:
                 maker = self._steps[tensor.maker].name if tensor.maker >= 0 else tensor.traced.name
                 self.reason = (
-                    f"{maker} gives something that depends on the rows and has no dimension of them, and all that "
-                    "follows needs it"
+                    f"{maker} returns a tensor that depends on the rows but has no row dimension, and all later steps "
+                    "need it"
                 )
                 return None
         return sum(tensor.traced.nbytes for tensor in alive) if alive else None
 
     def _alive(self, position: int) -> list[ForwardTensor]:
-        """What steps from ``position`` on use of what is there before."""
+        """Return the earlier tensors that steps from ``position`` on use."""
         return [
             tensor
             for tensor in self._tensors
@@ -158,7 +158,7 @@ class ProgramPartitioner:
         ]
 
     def _use(self, index: int, position: int) -> None:
-        """A tensor is used at ``position``; if it is made again there, what it is made of is used."""
+        """Record a use at ``position``; if the tensor is recomputed there, its sources are used."""
         if self._last_use[index] >= position:
             return
         self._last_use[index] = position
@@ -167,7 +167,7 @@ class ProgramPartitioner:
                 self._use(source, position)
 
     def _find_remade(self) -> set[int]:
-        """Tensors that every block makes for itself: of whole-numbered inputs no larger than they are, or of none."""
+        """Return tensors that every block recomputes: computed from integer inputs that are no larger, or from none."""
         found: set[int] = set()
         sources: dict[int, frozenset[int]] = {}
         for tensor in self._tensors:
@@ -185,7 +185,7 @@ class ProgramPartitioner:
             needed = sum(self._tensors[i].traced.nbytes for i in sources[tensor.index])
             if needed <= tensor.traced.nbytes or not needed:
                 found.add(tensor.index)
-        # What one of them is made of is made again with it.
+        # Their sources are recomputed with them.
         return found
 
     def _is_light(self, step: ForwardStep) -> bool:
@@ -196,7 +196,8 @@ class ProgramPartitioner:
         return {self._tensors[i].traced.storage for step in self._steps for i in step.writes}
 
     def _intervals(self) -> list[tuple[int, int]]:
-        """Steps that must be in one block: all uses of a module with buffers, a tensor and what changes it."""
+        """Return ranges of steps that must be in one block: all uses of a module with buffers; a tensor and its
+        in-place changes."""
         found: list[tuple[int, int]] = []
         first: dict[Any, int] = {}
         changed_by_modules = {
@@ -221,10 +222,10 @@ class ProgramPartitioner:
                 found += [(max(self._tensors[i].maker, 0), step.position) for i in step.uses]
         return [(low, high) for low, high in found if low < high]
 
-    # ---- what
+    # ---- blocks
 
     def _piece(self, low: int, high: int) -> _Piece:
-        """The steps from ``low`` to below ``high``."""
+        """Return the steps in [low, high) as a module."""
         entering = [t.index for t in self._alive(low)] if low else self._program.inputs
         last = high == len(self._steps)
         leaving = self._results if last else [t.index for t in self._alive(high)]
@@ -237,7 +238,7 @@ class ProgramPartitioner:
         return _Piece(name, module, steps, entering, leaving, last)
 
     def _is_wanted(self, step: ForwardStep) -> bool:
-        """Not what is only made again further behind."""
+        """Return whether the step's results are not all recomputed later."""
         gives = [i for _, i in step.results]
         return not gives or not all(i in self._remade for i in gives)
 
@@ -254,7 +255,7 @@ class ProgramPartitioner:
         return Block(name, whole or module, unbatched)
 
     def _plain(self, piece: _Piece) -> nn.Module | None:
-        """The model's own module where the block does nothing but call it."""
+        """Return the model's own module if the block only calls it."""
         if len(piece.steps) != 1 or not self._program.evaluates:
             return None
         step = piece.steps[0]
@@ -270,7 +271,7 @@ class ProgramPartitioner:
         return step.module if straight and all(r in (0, -1) for r in rows) else None
 
     def _adopt(self, module: nn.Module) -> bool:
-        """Give the last block what no step uses, as the model has it; whether there is any."""
+        """Add the tensors that no step uses to the last block; return whether there are any."""
         found = False
         for path, part in self._model.named_modules():
             own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]

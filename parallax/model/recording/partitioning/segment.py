@@ -1,4 +1,9 @@
-"""The program of one block as a module: the steps as Python, and the modules and tensors of the model that they use."""
+"""Generate the module of one block: its steps as Python code, and the model's modules and tensors that they use.
+
+Sizes that differ between runs are expressions of the sizes of available tensors. The runs give a size for several
+numbers of rows and lengths; an expression is valid if it gives that size in every run: a tensor's size, times or plus a
+constant, the product of two, a quotient or a remainder.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +34,8 @@ _LITERALS = bool, int, str, bytes, type(None), type(Ellipsis)
 
 
 class RecordedSegment(nn.Module):
-    """Some steps of a model's forward as a module. It holds the modules and tensors that they use, which are the
-    model's own, under names that are the same for segments that do the same."""
+    """Steps of a model's forward as a module. It holds the model's own modules and tensors, under names that are equal
+    for segments that do the same."""
 
     def __init__(
         self,
@@ -53,14 +58,14 @@ class RecordedSegment(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if not self.training and not self._evaluates:
             raise DescribeError(
-                "this model does other things in evaluation than in training, and only training was recorded: "
+                "this model computes something else in evaluation than in training, and only training was recorded: "
                 "evaluate the exported weights with the plain model"
             )
         results: tuple[Tensor, ...] = self._run(self, *tensors)
         return results
 
     def train(self, mode: bool = True) -> RecordedSegment:
-        """Training or evaluation, for what the model's own ``train()`` puts into it."""
+        """Set the mode, with the exceptions of the model's own ``train()``."""
         super().train(mode)
         for path in self._other_mode.get(mode, ()):
             self.get_submodule(path).training = not mode
@@ -71,11 +76,11 @@ class RecordedSegment(nn.Module):
 
 
 class UnknownSize(Exception):
-    """A size cannot be made from the sizes of the tensors that a block has."""
+    """A size cannot be computed from the sizes of the tensors that a block has."""
 
 
 class SegmentWriter:
-    """Writes the program of one block that is given ``entering`` tensors."""
+    """Generates the code of one block with the inputs ``entering``."""
 
     def __init__(
         self, model: nn.Module, program: ForwardProgram, entering: Iterable[int], *, unfold: bool
@@ -105,7 +110,7 @@ class SegmentWriter:
             self._measure(index)
 
     def add(self, step: ForwardStep) -> None:
-        """One of the block's steps, and before it those that make again what it needs."""
+        """Add one of the block's steps, preceded by recomputed steps that it needs."""
         if step.position in self._made:
             return
         self._made.add(step.position)
@@ -120,7 +125,7 @@ class SegmentWriter:
         self._give(step, call)
 
     def build(self, leaving: list[int], *, fold: bool) -> RecordedSegment:
-        """The module that returns ``leaving``."""
+        """Return the module that returns ``leaving``."""
         for index in leaving:
             self._need(index)
         results = [(self._turn(i) if fold else None) or self._use(i) for i in leaving]
@@ -139,7 +144,7 @@ class SegmentWriter:
         )
 
     def _inside(self, paths: Iterable[str]) -> Iterator[str]:
-        """Modules of the model by what the segment calls them, where it holds them."""
+        """Yield the segment's names of the model's modules ``paths`` that it holds."""
         for path in sorted(paths):
             for name, owner in self._modules.items():
                 if path == owner or path.startswith(f"{owner}."):
@@ -148,7 +153,7 @@ class SegmentWriter:
     # ---- parts of a line
 
     def _give(self, step: ForwardStep, call: str) -> None:
-        """Names for what a call gave."""
+        """Assign a call's results to names."""
         fresh = [(path, i) for path, i in step.results if i not in self._names]
         whole = [i for path, i in fresh if path == ()]
         if whole:
@@ -165,7 +170,7 @@ class SegmentWriter:
             self._measure(index)
 
     def _need(self, index: int) -> None:
-        """Make again what a block before this one made, if it was not given."""
+        """Recompute a tensor of an earlier block that is not an input."""
         tensor = self._program.tensors[index]
         if index not in self._names and not tensor.held:
             self.add(self._program.steps[tensor.maker])
@@ -174,7 +179,7 @@ class SegmentWriter:
         return self._names.setdefault(index, name or f"v{len(self._names)}")
 
     def _measure(self, index: int) -> None:
-        """The sizes of a tensor, as others may be made from them."""
+        """Register the sizes of a tensor for size expressions."""
         for d, sizes in enumerate(zip(*self._program.tensors[index].shapes)):
             self._sizes.setdefault(sizes, f"{self._names[index]}.shape[{d}]")
 
@@ -249,7 +254,7 @@ class SegmentWriter:
         return text
 
     def _nest(self, part: Any) -> str:
-        """A nest of a class of its own, with tensors."""
+        """Return code for an instance of a user class that holds tensors."""
         found: list[str] = []
 
         def number(inner: Any) -> Any:
@@ -265,7 +270,7 @@ class SegmentWriter:
         return f"{self._names[self._entering[0]]}.device"
 
     def _constant(self, value: Any, name: str = "constant") -> str:
-        """A name for a value that is no Python text."""
+        """Return a global name for a value without a Python literal."""
         key = next((k for k, v in self._globals.items() if v is value), None)
         if key is None:
             plain = re.sub(r"\W|^__|__$", "_", name).lstrip("_") or "call"
@@ -277,7 +282,7 @@ class SegmentWriter:
         return key
 
     def _turn(self, index: int) -> str | None:
-        """Rows come first on the way between blocks; where they were further behind, they return there."""
+        """Return code that moves the rows to dimension 0 for the boundary, or back; None if they are there."""
         rows = self._program.tensors[index].rows
         if rows in (0, -1, None):
             return None
@@ -298,7 +303,7 @@ def _access(path: Path) -> str:
 
 
 def _indented(lines: list[tuple[Context, str]]) -> list[str]:
-    """Lines with the context managers around each run of equal contexts."""
+    """Return the lines, each run of equal contexts inside its context managers."""
     found: list[str] = []
     open_context = Context()
     for context, text in lines:
@@ -331,7 +336,8 @@ _DIVISORS = range(2, 65)
 
 
 def expression(values: tuple[Any, ...], known: Mapping[Sizes, str]) -> str | None:
-    """Python that computes ``values`` from ``known`` sizes and what each is called; None where there is none."""
+    """Return Python code that computes ``values`` from ``known`` sizes, given with their names; None if there is
+    none."""
     known = {size: name for size, name in known.items() if len(set(size)) > 1}
     products = {
         tuple(a * b for a, b in zip(first, second)): f"{known[first]} * {known[second]}"
@@ -345,7 +351,7 @@ def expression(values: tuple[Any, ...], known: Mapping[Sizes, str]) -> str | Non
 
 
 def _forms(values: tuple[Any, ...], size: Sizes, name: str) -> Iterator[str]:
-    """``values`` as a function of one size, the plainest first."""
+    """Yield ``values`` as functions of one size, the simplest first."""
     if values == size and all(type(value) is int for value in values):
         yield name
         return
@@ -370,7 +376,7 @@ def _forms(values: tuple[Any, ...], size: Sizes, name: str) -> Iterator[str]:
 
 
 def _line(values: tuple[int, ...], size: Sizes, name: str) -> Iterator[str]:
-    """a x + b, which three runs at least agree on."""
+    """Yield a·x + b, if at least three runs agree on it."""
     points = sorted(set(zip(size, values)))
     if len(points) < 3 or len({x for x, _ in points}) < len(points):
         return
