@@ -33,7 +33,7 @@ from parallax.common.signals import (
     under_torchrun,
 )
 from parallax.errors import HangError, ParallaxError, printable
-from parallax.runtime.failure.life import Life, waits_for_a_person, where
+from parallax.runtime.failure.life import Life, where
 from parallax.runtime.failure.report import remedy
 from parallax.train.loop import TrainerConfig
 
@@ -159,8 +159,6 @@ class _Onlooker:
             alive, gap, looked = life.shows(), now - looked, now
             if self._work.phase is not phase or gap > _PAUSE_SECONDS:
                 begun, idle, phase = now, 0.0, self._work.phase
-            if waits_for_a_person():  # who may take any time
-                alive, begun = True, begun + gap
             idle = 0.0 if alive else idle + gap
             if not self._complaint:
                 self._judge(phase[0], idle, now - begun)

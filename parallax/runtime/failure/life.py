@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import sys
 import sysconfig
 import threading
@@ -28,10 +27,6 @@ _WAITING = (
     "parallax.runtime.channels.shared_channel",
     "parallax.runtime.channels.group_channel",
     "parallax.runtime.channels.staging",
-)
-_DEBUGGERS = {"bdb", "pdb", "pydevd", "_pydevd_bundle"}
-_READ, _SELECTS = {"x86_64": (0, {23, 270}), "aarch64": (63, {72})}.get(
-    platform.machine(), (-1, set[int]())
 )
 
 
@@ -109,29 +104,6 @@ def waits_for_others() -> bool:
     """Whether the main thread is in a call in which ranks wait for each other."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_WAITING)
-
-
-def waits_for_a_person() -> bool:
-    """Whether the main thread is in a debugger, or reads from a terminal, by ``input()`` or any other way."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _DEBUGGERS:
-            return True
-        frame = frame.f_back
-    return _reads_terminal()
-
-
-def _reads_terminal() -> bool:
-    """From the number of the system call and its first argument: of a read the descriptor, of a select, which readline
-    uses, the highest descriptor + 1. "running", and -1 outside of a call, are neither."""
-    try:
-        number, first, *_ = Path(f"/proc/self/task/{os.getpid()}/syscall").read_text().split()
-    except (OSError, ValueError):
-        return False
-    call = int(number)
-    return (call == _READ and os.isatty(int(first, 16))) or (
-        call in _SELECTS and os.isatty(int(first, 16) - 1)
-    )
 
 
 def where(thread: threading.Thread | None = None) -> str:

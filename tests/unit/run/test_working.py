@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import io
-import os
-import pty
 import signal
-import subprocess
 import sys
 import threading
-import time
 from types import FrameType
 
 import pytest
@@ -86,39 +82,3 @@ def test_requests_are_passed_on(number: signal.Signals) -> None:
     finally:
         signal.signal(number, before)
     assert seen == [number, number]
-
-
-ASKING = """
-from rich.console import Console
-from parallax.run import working as subject
-
-subject._LOOK_SECONDS = 0.2
-with open("/dev/null", "w") as nowhere, subject.working(Console(file=nowhere), "planning") as work:
-    work.seconds, work.phase_seconds = 0.4, 0.6
-    work("asking")
-    typed = input("name? ")
-    work("debugging")
-    breakpoint()
-    print("went on with", typed)
-"""
-
-
-@pytest.mark.slow
-def test_a_person_who_is_asked_may_take_any_time() -> None:
-    terminal, end = pty.openpty()
-    process = subprocess.Popen([sys.executable, "-c", ASKING], stdin=end, stdout=end, stderr=end)
-    os.close(end)
-    try:
-        said = ""
-        for prompt, answer in (("name? ", b"wide\n"), ("(Pdb) ", b"continue\n")):
-            while prompt not in said:
-                said += os.read(terminal, 4096).decode()
-            time.sleep(1.0)  # beyond both limits
-            os.write(terminal, answer)
-        while "\nwent on with wide" not in said:
-            said += os.read(terminal, 4096).decode()
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(terminal)
