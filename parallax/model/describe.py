@@ -237,7 +237,7 @@ def _value(deferred: DeferredModel, dtype: torch.dtype, tensor: Tensor) -> Tenso
     """Return the value that the constructor gave one tensor of the skeleton."""
     alone = nn.Module()
     alone.register_buffer("value", tensor)
-    made: Tensor = deferred.values().parts(alone, dtype, {})[id(tensor)]
+    made: Tensor = deferred.values().deepcopy_memo(alone, dtype, {})[id(tensor)]
     return made
 
 

@@ -50,7 +50,7 @@ def materialise_each(
             if weights and (found := weights.find(name, aliases))
         }
         filled = {id(state[inner]) for inner in saved}
-        parts = values.parts(module, chain.dtype, shared, filled)
+        parts = values.deepcopy_memo(module, chain.dtype, shared, filled)
         shared |= {key: parts[key] for key in tied & parts.keys()}
         block = copy.deepcopy(module, parts)
         if weights:

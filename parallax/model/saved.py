@@ -141,7 +141,7 @@ def _of_leaf(tensor: Tensor) -> bool:
     return isinstance(base, Parameter) or (trained and base.is_leaf and base.requires_grad)
 
 
-class Saved:
+class SavedBytes:
     """The bytes that autograd saves for backward, by storage."""
 
     def __init__(
@@ -153,7 +153,7 @@ class Saved:
         self._loss: dict[int, int] = {}
         self._alive: list[UntypedStorage] = []  # keeps storages alive, so that no address is reused
 
-    def by_block(self) -> saved_tensors_hooks:
+    def block_hooks(self) -> saved_tensors_hooks:
         """Return hooks that attribute saved tensors to the block."""
 
         def pack(tensor: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class Saved:
 
         return saved_tensors_hooks(pack, lambda tensor: tensor)
 
-    def by_loss(self) -> saved_tensors_hooks:
+    def loss_hooks(self) -> saved_tensors_hooks:
         """Return hooks that attribute saved tensors to the loss."""
 
         def pack(tensor: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class Saved:
 
         return saved_tensors_hooks(pack, lambda tensor: tensor)
 
-    def sums(
+    def byte_totals(
         self, entering: Sequence[Tensor], results: Sequence[Tensor]
     ) -> tuple[int, int, int, int]:
         """Return the bytes that may be offloaded, the bytes that stay resident, the bytes that the loss saves (it runs

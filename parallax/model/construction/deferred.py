@@ -44,7 +44,7 @@ ModelFactory = Callable[[], nn.Module]
 class Values(Protocol):
     """Makes real tensors for those of a skeleton."""
 
-    def parts(
+    def deepcopy_memo(
         self,
         module: nn.Module,
         dtype: torch.dtype,
@@ -73,7 +73,7 @@ class DeferredModel:
         if not self.attributes:
             return self.model
         held = {id(t): t for t in [*self.model.parameters(), *self.model.buffers()]}
-        parts = self.values().parts(self.model, torch.get_default_dtype(), held)
+        parts = self.values().deepcopy_memo(self.model, torch.get_default_dtype(), held)
         model: nn.Module = copy.deepcopy(self.model, parts)
         return model
 
@@ -196,7 +196,7 @@ class _Replayed:
     def __init__(self, log: OperationLog, seed: int) -> None:
         self._log, self._replay = log, Replay(log, seed)
 
-    def parts(
+    def deepcopy_memo(
         self,
         module: nn.Module,
         dtype: torch.dtype,
@@ -257,7 +257,7 @@ class _Built:
         self._cast: torch.dtype | None = None
         self._given: set[int] = set()
 
-    def parts(
+    def deepcopy_memo(
         self,
         module: nn.Module,
         dtype: torch.dtype,

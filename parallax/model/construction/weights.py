@@ -19,7 +19,7 @@ from torch import Tensor
 from parallax.common.documents import MANIFEST_BYTES, read_json
 from parallax.errors import CheckpointError, printable
 from parallax.model.files.tensors import Recipe, TensorFiles, held_in
-from parallax.model.files.values import as_dtype, check_kind, is_of_eight_bits, read_as
+from parallax.model.files.values import as_dtype, check_kind, is_of_eight_bits, read_dtype
 
 _PICKLED = (b"PK\x03\x04", b"\x80")  # first bytes of torch.save files: zip, or pickle in old ones
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -99,7 +99,7 @@ class CheckpointWeights:
     def __init__(self, path: Path, layout: FileLayout, files: TensorFiles | None = None) -> None:
         self._path, self._layout = path, layout
         self._files = files or SafetensorFiles(path)
-        self._held = {n: t.to(read_as(t.dtype)) for n, t in self._files.held.items()}
+        self._held = {n: t.to(read_dtype(t.dtype)) for n, t in self._files.held.items()}
         self._recipes = layout.recipes(self._held)
 
     def check(
@@ -118,7 +118,7 @@ class CheckpointWeights:
         """
         known = {*wanted, *ignored, *(other for names in aliases.values() for other in names)}
         missing = [name for name in wanted if self.find(name, aliases) is None]
-        new = self._new(missing, made) if len(missing) < len(wanted) else set()
+        new = self._new_tensors(missing, made) if len(missing) < len(wanted) else set()
         lacking = [name for name in missing if name not in new]
         extra = self._extra(known)
         wrong = []
@@ -127,9 +127,9 @@ class CheckpointWeights:
             if found is not None and (held := self._shape(found)) != list(tensor.shape):
                 wrong.append(f"{found} is {held} and must be {list(tensor.shape)}")
         problems = [
-            *_said("it lacks {}", lacking),
-            *_said("it has {}, which the model does not have", [] if made else extra),
-            *_said("{}", wrong),
+            *_problem_lines("it lacks {}", lacking),
+            *_problem_lines("it has {}, which the model does not have", [] if made else extra),
+            *_problem_lines("{}", wrong),
         ]
         if problems:
             raise CheckpointError(
@@ -139,8 +139,8 @@ class CheckpointWeights:
         self._check_numbers(wanted, aliases, extra)
         unmade = [name for name in missing if not self._layout.may_lack(name)]
         return [
-            *_said("they lack {}, which the model's constructor initializes", unmade),
-            *_said("they hold {}, which the model does not have: ignored", extra),
+            *_problem_lines("they lack {}, which the model's constructor initializes", unmade),
+            *_problem_lines("they hold {}, which the model does not have: ignored", extra),
         ]
 
     def _check_numbers(
@@ -187,7 +187,7 @@ class CheckpointWeights:
         with torch.no_grad():
             tensor.copy_(as_dtype(f"weights {self._path}: {name}", self.read(name), tensor.dtype))
 
-    def _new(self, missing: Iterable[str], made: Collection[str]) -> set[str]:
+    def _new_tensors(self, missing: Iterable[str], made: Collection[str]) -> set[str]:
         """Return the missing tensors that may be new: the files hold none of the same name with another layer
         number."""
         there = {_NUMBER.sub("*", name) for name in self._recipes}
@@ -215,7 +215,7 @@ class CheckpointWeights:
 
     def _read(self, name: str) -> Tensor:
         tensor = self._files.read(name)
-        return tensor.to(read_as(tensor.dtype))
+        return tensor.to(read_dtype(tensor.dtype))
 
     def _shape(self, name: str) -> list[int]:
         return list(self.without_values(name).shape)
@@ -284,7 +284,7 @@ def _is_pickled(path: Path) -> bool:
         return False
 
 
-def _said(text: str, names: Sequence[str]) -> list[str]:
+def _problem_lines(text: str, names: Sequence[str]) -> list[str]:
     """Return ``text`` with ``names``, or nothing if there are none."""
     return [text.format(_list(names))] if names else []
 

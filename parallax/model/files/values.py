@@ -35,7 +35,7 @@ def is_of_eight_bits(dtype: torch.dtype) -> bool:
     return dtype in _OF_EIGHT_BITS
 
 
-def read_as(dtype: torch.dtype) -> torch.dtype:
+def read_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which tensors of ``dtype`` are read: float32 for float8, for which torch has few operators;
     other types unchanged."""
     return torch.float32 if is_of_eight_bits(dtype) else dtype
@@ -60,8 +60,10 @@ def as_dtype(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     if _kind(dtype) == "whole":
         fits = torch.equal(found.to(value.dtype), value)
     else:
-        largest = torch.tensor(_ends(value), dtype=torch.float64)
-        fits = not bool((largest.isfinite() & ~largest.to(read_as(_part(dtype))).isfinite()).any())
+        largest = torch.tensor(_extremes(value), dtype=torch.float64)
+        fits = not bool(
+            (largest.isfinite() & ~largest.to(read_dtype(_real_dtype(dtype))).isfinite()).any()
+        )
     if not fits:
         more = ": use precision=fp64" if dtype is torch.float32 else ""
         raise CheckpointError(
@@ -72,7 +74,7 @@ def as_dtype(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
 
 def nonfinite_kind(tensor: Tensor) -> str:
     """Return "nan" or "inf" for a floating-point or complex tensor with non-finite numbers, else ""."""
-    ends = _ends(tensor)
+    ends = _extremes(tensor)
     if all(map(math.isfinite, ends)):
         return ""
     return "nan" if math.isnan(ends[0]) else "inf"
@@ -80,7 +82,7 @@ def nonfinite_kind(tensor: Tensor) -> str:
 
 def nonfinite_text(tensor: Tensor) -> str:
     """Return how many of its numbers are NaN or infinite, for the end of a message."""
-    count = int((~torch.isfinite(tensor.detach().to(read_as(tensor.dtype)))).sum())
+    count = int((~torch.isfinite(tensor.detach().to(read_dtype(tensor.dtype)))).sum())
     return f"holds {count} number(s) that are NaN or infinite, of {tensor.numel()}"
 
 
@@ -94,7 +96,7 @@ def check_finite(name: str, tensor: Tensor, *, frozen: bool = False) -> None:
         )
 
 
-def _ends(tensor: Tensor) -> list[float]:
+def _extremes(tensor: Tensor) -> list[float]:
     """Return the least and the largest number, NaN if any is, without copying the tensor and in a twentieth of
     isfinite's time; nothing for integers."""
     values = tensor.detach()
@@ -102,10 +104,10 @@ def _ends(tensor: Tensor) -> list[float]:
         return []
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
-    return [float(each) for each in torch.aminmax(values.to(read_as(values.dtype)))]
+    return [float(each) for each in torch.aminmax(values.to(read_dtype(values.dtype)))]
 
 
-def _part(dtype: torch.dtype) -> torch.dtype:
+def _real_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type of real and imaginary part of a complex type; other types unchanged."""
     return torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
 

@@ -120,7 +120,7 @@ NO_LOSS = BatchLoss(rows=0, outputs=0, work=0, seconds=0.0)
 """Each micro-batch has its own loss."""
 
 
-def repeated(rows: int, few: Outputs, more: Outputs) -> tuple[Tensor, ...]:
+def repeat_rows(rows: int, few: Outputs, more: Outputs) -> tuple[Tensor, ...]:
     """Return outputs of ``rows`` rows, made by repeating those of ``more``. A tensor whose length is the same for
     ``few`` and ``more`` rows has no rows and is not repeated."""
 

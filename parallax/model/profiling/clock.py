@@ -147,7 +147,7 @@ class NoiseMeter:
         self._wall = self._waited = 0.0
 
     @contextmanager
-    def part(self) -> Iterator[None]:
+    def timed_part(self) -> Iterator[None]:
         self._references.append(self._reference())
         wall, waited = self._read_wall(), self._clock.waited_seconds()
         yield

@@ -29,9 +29,9 @@ from parallax.model.construction.attributes import plain_tensors
 from parallax.model.describe import Chain, as_tuple
 from parallax.model.losses import call_loss
 from parallax.model.precision import PrecisionConfig
-from parallax.model.profiling.blocks import BlockSizes, block_by_block, repeated, tie_costs
+from parallax.model.profiling.blocks import BlockSizes, block_by_block, repeat_rows, tie_costs
 from parallax.model.profiling.meter import PassWork, WorkMeter
-from parallax.model.saved import Saved, address
+from parallax.model.saved import SavedBytes, address
 from parallax.plan.analytic.recipe import recipe
 from parallax.plan.profile import Affine
 from parallax.plan.work import BlockWork, ModelWork, Work
@@ -189,7 +189,9 @@ class _Counter:
             for tensor in inputs
         )
         meter = WorkMeter()
-        meter.know([*block.parameters(), *block.buffers(), *leaves, *tensors_in(targets)])
+        meter.register_storages(
+            [*block.parameters(), *block.buffers(), *leaves, *tensors_in(targets)]
+        )
 
         enter = partial(_entering, leaves, torch.zeros((), requires_grad=True), meter)
         outputs = self._forward(block, enter(), None)
@@ -210,7 +212,7 @@ class _Counter:
             rows=rows,
             forward=forward,
             input_gradient=inner,
-            weight_gradient=total.less(inner),
+            weight_gradient=total.minus(inner),
             moved=moved,
             stays=stays,
             by_loss=by_loss,
@@ -227,8 +229,8 @@ class _Counter:
         self._progress(f"counting the loss of {rows} row(s)")
         with self._mode:
             aims, meter = transform(targets, _fake), WorkMeter()
-            leaves = repeated(rows, (low.rows, low.outputs), (high.rows, high.outputs))
-            meter.know([*leaves, *tensors_in(aims)])
+            leaves = repeat_rows(rows, (low.rows, low.outputs), (high.rows, high.outputs))
+            meter.register_storages([*leaves, *tensors_in(aims)])
             entering = _entering(leaves, torch.zeros((), requires_grad=True), meter)
             with meter.watch() as seen:
                 (value,) = self._add_loss(entering, aims)
@@ -288,7 +290,7 @@ class _Counter:
         for parameter in block.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-        meter.know(
+        meter.register_storages(
             [parameter.grad for parameter in block.parameters() if parameter.grad is not None]
         )
         with meter.watch() as seen:
@@ -303,20 +305,20 @@ class _Counter:
         """Return the bytes saved for backward that may be offloaded, that stay resident, that the loss saves, and that
         the forward adds in total, as the profiler does."""
         held = [*block.parameters(), *block.buffers()]
-        saved = Saved(held, self._minimum, plain=FakeTensor)
-        with saved.by_block():
+        saved = SavedBytes(held, self._minimum, plain=FakeTensor)
+        with saved.block_hooks():
             results = self._forward(block, entering, None)
         if targets is not None:
-            with saved.by_loss():
+            with saved.loss_hooks():
                 results = self._add_loss(results, targets)
-        return saved.sums(entering, results)
+        return saved.byte_totals(entering, results)
 
 
 def _entering(leaves: Sequence[Tensor], anchor: Tensor, meter: WorkMeter) -> tuple[Tensor, ...]:
     """Return inputs that are not leaves but have a node with two parents, as in a stage. A block may change them in
     place."""
     made = tuple(leaf + anchor.to(leaf.dtype) if leaf.requires_grad else leaf for leaf in leaves)
-    meter.know(made)
+    meter.register_storages(made)
     return made
 
 

@@ -34,7 +34,7 @@ from parallax.model.profiling.blocks import (
     BatchLoss,
     BlockSizes,
     block_by_block,
-    repeated,
+    repeat_rows,
     tie_costs,
 )
 from parallax.model.profiling.cache import (
@@ -47,7 +47,7 @@ from parallax.model.profiling.cache import (
 from parallax.model.profiling.clock import Clock, NoiseMeter
 from parallax.model.profiling.offloads import Offloader, slowdown_seconds
 from parallax.model.profiling.timed import BlockPasses, Tensors, optimizer_seconds
-from parallax.model.saved import Saved
+from parallax.model.saved import SavedBytes
 from parallax.plan.analytic.recipe import recipe
 from parallax.plan.profile import Affine, BlockCost, ModelProfile
 
@@ -364,7 +364,7 @@ class _Bench:
         """Measure the loss of ``rows`` rows at once, on repeated outputs of the measured rows."""
         self._progress(f"measuring the loss of {rows} row(s)")
         aims = with_own_storage(to_device(targets, self._device))
-        leaves = repeated(rows, (low.rows, low.outputs), (high.rows, high.outputs))
+        leaves = repeat_rows(rows, (low.rows, low.outputs), (high.rows, high.outputs))
         anchor = torch.zeros((), device=self._device, requires_grad=True)
         held = list[Tensors]()  # as the executor holds the gathered outputs
 
@@ -444,13 +444,13 @@ class _Bench:
     ) -> tuple[int, int, int, int]:
         """Return the bytes saved for backward that may be offloaded, that stay resident, that the loss saves, and that
         the forward adds in total."""
-        saved = Saved([*block.parameters(), *block.buffers()], self._minimum)
-        with saved.by_block():
+        saved = SavedBytes([*block.parameters(), *block.buffers()], self._minimum)
+        with saved.block_hooks():
             results = self.forward(block, entering, None)
         if targets is not None:
-            with saved.by_loss():
+            with saved.loss_hooks():
                 results = self.add_loss(results, targets)
-        return saved.sums(entering, results)
+        return saved.byte_totals(entering, results)
 
     def _skipped_seconds(self, passes: BlockPasses) -> float:
         """Return the seconds of a forward, with its loss, after the block saves its last tensor: torch recomputes no
@@ -464,7 +464,7 @@ class _Bench:
     def _time(self, *passes: Callable[[Any], Any]) -> list[float]:
         """Return the typical seconds of each pass, which gets the result of the one before: the median of processor
         time, or the lower quartile of wall time, to which disturbances only add. The first run is a warm-up."""
-        with self.noise.part():
+        with self.noise.timed_part():
             return self._typical_seconds(passes)
 
     def _typical_seconds(self, passes: Sequence[Callable[[Any], Any]]) -> list[float]:

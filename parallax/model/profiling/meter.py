@@ -27,7 +27,7 @@ class PassWork:
     attention_flops: float = 0.0
     operands: float = 0.0
 
-    def less(self, other: PassWork) -> PassWork:
+    def minus(self, other: PassWork) -> PassWork:
         """Return the difference, at least 0."""
         return PassWork(*(max(0.0, mine - theirs) for mine, theirs in zip(self.parts, other.parts)))
 
@@ -83,7 +83,7 @@ class WorkMeter(OperatorMode):
         with self:
             yield lambda: (self._found, self._peak - self._base)
 
-    def know(self, tensors: Sequence[Tensor]) -> None:
+    def register_storages(self, tensors: Sequence[Tensor]) -> None:
         """Register storages that exist already."""
         for tensor in tensors:
             self._remember(tensor.untyped_storage())

@@ -135,7 +135,7 @@ def _partition(
             type(model).__name__,
         )
     program.other_mode = runs.other_mode
-    partitioner = ProgramPartitioner(model, program, runs.shares.of_step, 1 / (8 * PARTS))
+    partitioner = ProgramPartitioner(model, program, runs.shares.share_of_step, 1 / (8 * PARTS))
     found = partitioner.partition()
     if len(found.blocks) == 1:
         _say_whole(model, partitioner.reason or "one part holds all parameters")
@@ -161,7 +161,7 @@ class _ForwardRuns:
         self._divided = frozenset(
             path
             for path, _ in self._model.named_modules()
-            if self.shares.of(path) > 1 / LARGE_PARTS
+            if self.shares.share_of(path) > 1 / LARGE_PARTS
         )
 
     def program(self) -> ForwardProgram:
@@ -368,16 +368,16 @@ class WorkShares:
         self._all_flops = max(1, flops.get("", 0))
         self._all_numel = max(1, self._numel[""])
 
-    def of(self, path: str) -> float:
+    def share_of(self, path: str) -> float:
         """Return the larger of a module's two shares."""
         numel = self._numel.get(path, 0) / self._all_numel
         return max(numel, self._flops.get(path, 0) / self._all_flops)
 
-    def of_step(self, step: ForwardStep) -> float:
+    def share_of_step(self, step: ForwardStep) -> float:
         """Return the share of the module that a step calls; a product with a parameter counts 1/PARTS."""
         if step.module is None:
             return 1 / PARTS if step.heavy else 0.0
-        return self.of(step.target.path)
+        return self.share_of(step.target.path)
 
 
 def measure_shares(fakes: FakeModel, args: Any, kwargs: Any) -> WorkShares:
@@ -405,7 +405,7 @@ def traced_modules(model: nn.Module, shares: WorkShares, whole: frozenset[str]) 
 
     def visit(path: str, module: nn.Module) -> None:
         has_forward = type(module).forward is not nn.Module.forward
-        if path and has_forward and (path in whole or not _divides(module, shares.of(path))):
+        if path and has_forward and (path in whole or not _divides(module, shares.share_of(path))):
             return
         found.add(path)
         for name, child in module.named_children():

@@ -100,7 +100,7 @@ class ForwardRecorder(TorchFunctionMode):
         self._autocast: list[AutocastRegion] = []
         self.flow = DataFlow(kept.values())
         self._alike = RepeatedModules(self.flow)
-        self._known = ValueOracle(self._fakes, self.trace, self._numbers, given)
+        self._oracle = ValueOracle(self._fakes, self.trace, self._numbers, given)
 
     def run(self, args: Any, kwargs: Any) -> ForwardTrace:
         """Return the trace of one call of the model. Raises :class:`NotTraceable`, and any error of the model."""
@@ -193,7 +193,7 @@ class ForwardRecorder(TorchFunctionMode):
             try:
                 return original(module, *args, **kwargs)
             except (RuntimeError, NotImplementedError):
-                found = run_on_real_values(self._fakes, module, args, kwargs, self._known.value)
+                found = run_on_real_values(self._fakes, module, args, kwargs, self._oracle.value)
                 for tensor in tensors_in(found):
                     self.flow.mark_dependent(tensor)
                 return found
@@ -315,7 +315,7 @@ class ForwardRecorder(TorchFunctionMode):
                 follows = follows_from_lengths(target)
                 if not isinstance(error, ASKED_FOR_VALUES) and not follows:
                     raise
-                answer = self._known.answer(run, args, kwargs, self.owner)
+                answer = self._oracle.answer(run, args, kwargs, self.owner)
                 value = without_values(self._fakes, self.flow, answer.value, (args, kwargs))
                 return value, None if follows else answer
             if isinstance(error, ASKED_FOR_VALUES):
@@ -378,7 +378,7 @@ class ForwardRecorder(TorchFunctionMode):
             return self._numbers[id(tensor)]
         name = self._fakes.names.get(id(tensor))
         if name is not None:
-            self._known.hold(len(self.trace.tensors), tensor)
+            self._oracle.register_tensor(len(self.trace.tensors), tensor)
             return self._know(tensor, Origin.MODEL, name)
         if is_fake(tensor):
             self.flow.note_use(tensor)

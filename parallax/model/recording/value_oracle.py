@@ -151,7 +151,7 @@ class ValueOracle:
         self._fakes, self._trace, self._numbers, self._given = fakes, trace, numbers, given
         self._held: dict[int, Tensor] = {}
 
-    def hold(self, number: int, tensor: Tensor) -> None:
+    def register_tensor(self, number: int, tensor: Tensor) -> None:
         """Register tensor ``number`` of the trace as one of the model's own."""
         self._held[number] = tensor
 

@@ -137,8 +137,8 @@ class _Parts:
         total = torch.zeros((), dtype=torch.float64)
         with torch.no_grad(), WithoutDraws() as draws:
             for low, high in itertools.pairwise(cut):
-                given = _picked(results, torch.arange(low, high) % few)
-                total += self._weighed(given, low, high, rows).double().reshape(())
+                given = _select_rows(results, torch.arange(low, high) % few)
+                total += self._weighted_loss(given, low, high, rows).double().reshape(())
         return None if draws.drew() else total
 
     def _run(self, bounds: Sequence[int], training: bool, *, gather: bool = False) -> _Summed:
@@ -155,17 +155,19 @@ class _Parts:
                 if gather:
                     outputs.append(results)
                 else:
-                    total += _back(self._weighed(results, low, high, rows))
+                    total += _backward(self._weighted_loss(results, low, high, rows))
                 with torch.no_grad():
                     for buffer, value in zip(blocks.every_buffer(), before):
                         buffer.copy_(value)
             if gather:
-                results = _joined(outputs, [b - a for a, b in itertools.pairwise(bounds)])
-                total += _back(self._weighed(results, 0, rows, rows))
+                results = _concatenate_outputs(
+                    outputs, [b - a for a, b in itertools.pairwise(bounds)]
+                )
+                total += _backward(self._weighted_loss(results, 0, rows, rows))
         detached = transform(results, lambda p: p.detach() if isinstance(p, Tensor) else p)
         return _Summed(total, gradients(blocks), detached, draws.drew())
 
-    def _weighed(self, results: Any, low: int, high: int, rows: int) -> Tensor:
+    def _weighted_loss(self, results: Any, low: int, high: int, rows: int) -> Tensor:
         """Return a part's share of the step's loss."""
         targets = self._batch.targets(low, high)
         value = self._counting.value(results, targets, lambda: self._batch.inputs(low, high))
@@ -190,20 +192,20 @@ class _Parts:
         return f"micro-batches of {first} and {second} rows"
 
 
-def _back(share: Tensor) -> Tensor:
+def _backward(share: Tensor) -> Tensor:
     """Run the backward of a part's loss; return its value."""
     if share.requires_grad:
         share.backward()
     return share.detach().double().reshape(())
 
 
-def _joined(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _concatenate_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Return the concatenated outputs of parts with ``sizes`` rows; a tensor without rows must be equal in all."""
     parts, (_, template) = [flatten(each)[0] for each in outputs], flatten(outputs[0])
-    return rebuild(template, [_join(tensors, sizes) for tensors in zip(*parts, strict=True)])
+    return rebuild(template, [_concatenate(tensors, sizes) for tensors in zip(*parts, strict=True)])
 
 
-def _join(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+def _concatenate(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     if all(tensor.shape[:1] == (size,) for tensor, size in zip(tensors, sizes)):
         return torch.cat(list(tensors))
     if not all(torch.equal(tensors[0], tensor) for tensor in tensors):
@@ -217,5 +219,5 @@ def _losses(whole: Tensor, parts: Tensor, sizes: str) -> str:
     return f"the loss is {float(whole):.6g} of all rows at once and {float(parts):.6g} from {sizes}"
 
 
-def _picked(results: Any, rows: Tensor) -> Any:
+def _select_rows(results: Any, rows: Tensor) -> Any:
     return transform(results, lambda part: part[rows] if isinstance(part, Tensor) else part)

@@ -109,7 +109,7 @@ class OwnForward:
     """The model's own forward, with the parameters and buffers of ``blocks``."""
 
     def __init__(self, chain: Chain, blocks: BlocksInOrder) -> None:
-        parts = chain.deferred.values().parts(chain.model, chain.dtype, {})
+        parts = chain.deferred.values().deepcopy_memo(chain.model, chain.dtype, {})
         self.model = copy.deepcopy(chain.model, parts)
         _keep_to_this_process(self.model)
         with torch.no_grad():  # copies weights from files too

@@ -258,7 +258,7 @@ def base_values(base: nn.Module, made: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def test_what_peft_has_no_place_for_is_told(tmp_path: Path) -> None:
+def test_tensors_that_peft_files_cannot_hold_are_returned(tmp_path: Path) -> None:
     chain = chain_of(LORA)
     more = {**values(chain), "running_mean": torch.zeros(3)}
     assert "running_mean" in save_adapter(chain.model, more, tmp_path)

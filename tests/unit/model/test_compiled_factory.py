@@ -50,7 +50,9 @@ def in_place() -> nn.Module:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("factory", [parts, whole, both, in_place])
-def test_a_compiled_model_is_cut_as_the_one_inside(factory: Callable[[], nn.Module]) -> None:
+def test_a_compiled_model_is_partitioned_like_the_wrapped_one(
+    factory: Callable[[], nn.Module],
+) -> None:
     plain, compiled = (
         describe(each, sample=lambda rows: torch.ones(rows, 4)) for each in (Net, factory)
     )

@@ -22,7 +22,7 @@ OUTSIDE = torch.randn(10, 4, generator=torch.Generator().manual_seed(0))
 
 def real(deferred: DeferredModel, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The whole with values."""
-    parts = deferred.values().parts(deferred.model, dtype, {})
+    parts = deferred.values().deepcopy_memo(deferred.model, dtype, {})
     model: nn.Module = copy.deepcopy(deferred.model, parts)
     return model
 
@@ -261,7 +261,7 @@ def test_a_stage_and_the_whole_have_the_same_values() -> None:
     values = deferred.values()
     for path in ["layers.2", "head", "layers.0.linear2", "embedding", "layers.1"]:
         module = deferred.model.get_submodule(path)
-        part: nn.Module = copy.deepcopy(module, values.parts(module, torch.float32, {}))
+        part: nn.Module = copy.deepcopy(module, values.deepcopy_memo(module, torch.float32, {}))
         for name, tensor in tensors(part).items():
             assert torch.equal(tensor, whole[f"{path}.{name}"]), (path, name)
     assert not torch.equal(
@@ -302,7 +302,7 @@ def test_what_is_copied_stays_equal() -> None:
     found: dict[str, Tensor] = {}
     for name in ("third", "target", "online", "fourth"):  # each in a replay of its own
         module = deferred.model.get_submodule(name)
-        parts = deferred.values().parts(module, torch.float32, {})
+        parts = deferred.values().deepcopy_memo(module, torch.float32, {})
         found[name] = copy.deepcopy(module, parts).get_parameter("weight").detach()
     assert torch.equal(found["online"], found["target"])
     assert torch.equal(found["online"], found["third"])
@@ -382,7 +382,7 @@ def test_a_seed_of_the_constructors_own_decides(factory: Callable[[], nn.Module]
     deferred = deferred_init(factory, 5)
     values = deferred.values()
     for name, module in [*deferred.model.named_children()][::-1]:
-        parts = values.parts(module, torch.float32, {})
+        parts = values.deepcopy_memo(module, torch.float32, {})
         for inner, tensor in tensors(copy.deepcopy(module, parts)).items():
             assert torch.equal(tensor, wanted[f"{name}.{inner}"]), (name, inner)
 

@@ -238,7 +238,7 @@ def test_memory_is_that_of_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(replay, "_Memory", Watched)
     deferred = deferred_init(factory, 1)
-    parts = deferred.values().parts(deferred.model, torch.float32, {})
+    parts = deferred.values().deepcopy_memo(deferred.model, torch.float32, {})
     one = 64 * 64 * 4
     assert sum(t.untyped_storage().nbytes() for t in parts.values()) == 20 * one // 2
     assert peak <= 20 * one + 6 * one
@@ -295,7 +295,7 @@ def one_memory_for_all() -> nn.Module:
         (one_memory_for_all, "reuses the memory"),
     ],
 )
-def test_what_cannot_be_recorded_is_built_whole(
+def test_an_unrecordable_constructor_builds_the_whole_model(
     factory: Callable[[], nn.Module], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = torch.random.get_rng_state()
@@ -318,7 +318,7 @@ def test_what_cannot_be_recorded_is_built_whole(
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
 
 
-def test_ties_of_what_is_built_whole() -> None:
+def test_ties_survive_when_the_whole_model_is_built() -> None:
     def factory() -> nn.Module:
         model = nn.Sequential(nn.Linear(4, 4), Written(), nn.Linear(4, 4))
         model[2].weight = model[0].weight

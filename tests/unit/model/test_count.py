@@ -162,7 +162,7 @@ class SharedAndFrozen(nn.Module):
         return list(self.layers)
 
 
-def test_what_is_not_trained_is_told_apart() -> None:
+def test_frozen_parameters_are_counted_separately() -> None:
     chain = describe(SharedAndFrozen)
     work = count(
         chain,

@@ -318,7 +318,7 @@ def test_types_of_numbers() -> None:
         assert torch.equal(a.double(), b)  # the same numbers
 
 
-def test_fingerprint_tells_models_apart() -> None:
+def test_fingerprints_of_different_models_differ() -> None:
     base = describe(GPT.build).fingerprint()
     assert base == describe(GPT.build, seed=9).fingerprint()
     for change in (

@@ -201,7 +201,7 @@ def test_what_an_index_says_is_checked(
     assert str(told.value).isprintable()
 
 
-def test_what_is_no_such_folder_is_said(tmp_path: Path) -> None:
+def test_another_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"there is no \.metadata"):
         DistributedFiles(tmp_path)
     for junk in (b"", b"\x80", b"nonsense", b"\x80\x04" + b"(" * 9999):
@@ -210,7 +210,7 @@ def test_what_is_no_such_folder_is_said(tmp_path: Path) -> None:
             DistributedFiles(tmp_path)
 
 
-def test_values_that_are_cut_short_or_another_tensors(tmp_path: Path) -> None:
+def test_truncated_or_swapped_values_are_refused(tmp_path: Path) -> None:
     folder = written(tmp_path)
     (file,) = folder.glob("*.distcp")
     data = file.read_bytes()

@@ -478,7 +478,7 @@ class Relay(nn.Module):
         return self.stages[1](*self.stages[0](x, mask))
 
 
-def test_everything_that_crosses_a_cut_is_priced() -> None:
+def test_all_boundary_tensors_are_priced() -> None:
     """What was made, what is handed on, and a mask without a gradient."""
 
     def masked(rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -493,7 +493,7 @@ def test_everything_that_crosses_a_cut_is_priced() -> None:
     assert second.output.at(3) == 3 * row
 
 
-def test_halves_by_hand() -> None:
+def test_split_backward_costs_match_hand_computed_ones() -> None:
     """Between the halves a linear layer holds its input and the gradient of its output; the norm's gradients come with
     the first half, and what it and GELU saved is free then."""
     found = profile_of(chain_of(linear(), Both, nn.GELU, linear())).blocks

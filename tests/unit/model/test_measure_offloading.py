@@ -60,7 +60,7 @@ def test_offloading_is_tried_for_each_kind_of_block_that_may_offload(tmp_path: P
     assert list(tmp_path.glob("parallax-trial-*")) == []
 
 
-def test_a_tier_that_cannot_take_a_block_is_said_and_the_block_is_measured(
+def test_a_tier_too_small_for_a_block_is_logged_and_the_block_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> int:

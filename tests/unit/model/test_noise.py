@@ -60,7 +60,7 @@ def test_waits_for_a_core_within_parts_are_summed_up(share: float) -> None:
     meter = NoiseMeter(CPU, clock, wall=lambda: clock.wall)  # type: ignore[arg-type]
     assert meter.disturbance == 1.0
     for _ in range(3):
-        with meter.part():
+        with meter.timed_part():
             clock.wall += 0.2
         clock.wall += 5.0  # between parts
     assert meter.disturbance == pytest.approx(share)
@@ -110,8 +110,8 @@ def test_the_noise_is_in_the_file_and_files_without_it_are_quiet(busy: list[floa
 
 def test_what_is_timed_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = []
-    plain = NoiseMeter.part
-    monkeypatch.setattr(NoiseMeter, "part", lambda self: parts.append(1) or plain(self))
+    plain = NoiseMeter.timed_part
+    monkeypatch.setattr(NoiseMeter, "timed_part", lambda self: parts.append(1) or plain(self))
     profile_of(chain_of(linear()))
     assert len(parts) >= 4  # whole and in halves, at each number of rows
 

@@ -273,7 +273,9 @@ def test_a_head_that_the_model_has_not_is_left_unread_and_named(tmp_path: Path) 
     ],
     ids=["one layer", "a shape", "all"],
 )
-def test_what_is_no_head_is_not_made_anew(change: Any, message: str, tmp_path: Path) -> None:
+def test_only_a_head_is_initialized_by_the_constructor(
+    change: Any, message: str, tmp_path: Path
+) -> None:
     saved(tmp_path, transformers.BertForSequenceClassification(transformers.BertConfig(**TEXT)))
     tensors = load_file(tmp_path / "model.safetensors")
     change(tensors)

@@ -195,7 +195,7 @@ def test_what_is_made_of_sizes_alone_is_made_by_every_block_that_uses_it() -> No
     assert "embed.weight" in chain.ties, "the head's product uses the embedding's weight"
 
 
-def test_what_mixes_rows_is_not_cut() -> None:
+def test_no_boundary_where_rows_mix() -> None:
     class Mixing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -497,7 +497,7 @@ def test_what_is_drawn_is_no_part_of_a_record(
         assert len(make().blocks) == 4
 
 
-def test_a_part_that_train_leaves_in_evaluation_stays_there() -> None:
+def test_a_part_that_train_keeps_in_evaluation_mode_stays_there() -> None:
     class Frozen(nn.Module):
         def __init__(self) -> None:
             super().__init__()

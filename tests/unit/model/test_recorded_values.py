@@ -133,7 +133,7 @@ def in_order(chain: Chain, blocks: list[nn.Module], inputs: tuple[Tensor, ...]) 
     ],
 )
 @pytest.mark.parametrize("rows", [1, 3, 7])
-def test_a_forward_that_asks_for_values_is_cut(
+def test_a_forward_that_reads_values_is_partitioned(
     model: type[nn.Module], sample: Sample, rows: int
 ) -> None:
     chain, run, plain = chained(model, sample)
@@ -174,7 +174,7 @@ def test_as_many_as_there_are_may_vary() -> None:
     torch.testing.assert_close(run(given), plain(given), rtol=0, atol=0)
 
 
-def test_what_is_taken_for_granted_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_assumptions_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="parallax"):
         describe(EndsAlike, sample=ids)
     said = [text for text in caplog.messages if "branches on values" in text]
@@ -303,7 +303,7 @@ class UsesPadded(Tokens):
         return out
 
 
-def test_a_part_that_stays_whole_is_run_on_the_values_of_the_sample() -> None:
+def test_an_untraced_part_runs_on_sample_values() -> None:
     def sample(rows: int) -> tuple[Tensor, Tensor]:
         return ids(rows), torch.ones(rows, 6, dtype=torch.int64)
 

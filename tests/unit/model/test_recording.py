@@ -193,7 +193,7 @@ class AgainReentrant(AgainBetween):
 @pytest.mark.parametrize(
     ("model", "said"), [(AgainInside, False), (AgainBetween, True), (AgainReentrant, True)]
 )
-def test_what_computes_itself_again_between_modules_is_said(
+def test_own_recomputation_between_modules_is_logged(
     model: type[nn.Module], said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     entry = Entry(model, F.mse_loss, rows_of((WIDTH,)))

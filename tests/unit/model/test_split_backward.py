@@ -125,7 +125,9 @@ def same(found: Tensor | None, expected: Tensor | None, tolerance: float = 1e-5)
     ],
 )
 @pytest.mark.parametrize("frozen", [False, True])
-def test_halves_make_a_whole(factory: Any, shape: tuple[int, ...], frozen: bool) -> None:
+def test_split_backward_equals_plain_backward(
+    factory: Any, shape: tuple[int, ...], frozen: bool
+) -> None:
     torch.manual_seed(1)
     model = factory()
     if isinstance(model, nn.LSTM):
@@ -192,7 +194,7 @@ def test_recomputed_blocks_split_as_well() -> None:
         same(one.grad, other.grad)
 
 
-def test_who_waits_is_told_when_a_gradient_is_final() -> None:
+def test_ready_is_called_when_a_gradient_is_complete() -> None:
     torch.manual_seed(1)
     model, halves, told = OfAllKinds(), WeightGradStore(), []
     with halves.splitting():
@@ -214,7 +216,7 @@ def test_who_waits_is_told_when_a_gradient_is_final() -> None:
     assert told[0] == "matrix" or told.index("matrix") < told.index("first.weight")
 
 
-def test_nothing_is_held_after_the_second_half() -> None:
+def test_nothing_is_held_after_the_weight_gradient_pass() -> None:
     model, halves = OfAllKinds(), WeightGradStore()
     with halves.splitting():
         outputs = model(torch.randn(2, 3, 8))
@@ -247,7 +249,7 @@ class Positions(nn.Module):
         return self.linear(x) + self.table.unsqueeze(0)
 
 
-def test_what_is_owed_is_not_added_to_by_the_next_micro_batch() -> None:
+def test_stored_gradients_do_not_change_in_the_next_micro_batch() -> None:
     torch.manual_seed(1)
     model, rows = Positions(), [torch.randn(1, 3, 4) for _ in range(3)]
     twin, owed = copy.deepcopy(model), []

@@ -110,7 +110,7 @@ def test_weights_of_a_file_need_the_name(tmp_path: Path) -> None:
         chain_of("mobilenetv3_small_050", pretrained=path)
 
 
-def test_a_head_for_other_classes_begins_anew(
+def test_a_head_for_other_classes_is_initialized_by_the_constructor(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = saved(tmp_path, architecture="resnet10t", num_classes=5)

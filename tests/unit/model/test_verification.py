@@ -242,7 +242,7 @@ def test_blocks_that_are_not_the_forward_are_refused() -> None:
         verify(chain_of(Scaled), F.cross_entropy, batch())
 
 
-def test_a_gradient_that_is_cut_off_is_refused() -> None:
+def test_a_detached_gradient_is_refused() -> None:
     class Detached(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -67,16 +67,16 @@ class ProgramPartitioner:
         self.reason = ""
         self._results = [p.index for p in parts(program.returned) if isinstance(p, TensorSlot)]
         self._written = self._written_storages()
-        self._born: dict[int, int] = {}
+        self._first_steps: dict[int, int] = {}
         for tensor in self._tensors:
-            self._born.setdefault(tensor.traced.storage, max(tensor.maker, 0))
-        self._remade = self._find_remade()
+            self._first_steps.setdefault(tensor.traced.storage, max(tensor.maker, 0))
+        self._recomputed = self._find_recomputed()
         self._last_use = [-1] * len(self._tensors)
         for step in self._steps:
             for index in step.uses:
-                self._use(index, step.position)
+                self._record_use(index, step.position)
         for index in self._results:
-            self._use(index, len(self._steps))
+            self._record_use(index, len(self._steps))
         self._forbidden = self._intervals()
         self._held: set[int] = set()
         self._named: dict[str, int] = {}
@@ -135,7 +135,7 @@ class ProgramPartitioner:
         """Return the bytes that cross a boundary before ``position``; None: no boundary is possible there."""
         if any(low < position <= high for low, high in self._forbidden):
             return None
-        alive = self._alive(position)
+        alive = self._live_tensors(position)
         for tensor in alive:
             if tensor.rows is None:
                 maker = self._steps[tensor.maker].name if tensor.maker >= 0 else tensor.traced.name
@@ -146,7 +146,7 @@ class ProgramPartitioner:
                 return None
         return sum(tensor.traced.nbytes for tensor in alive) if alive else None
 
-    def _alive(self, position: int) -> list[ForwardTensor]:
+    def _live_tensors(self, position: int) -> list[ForwardTensor]:
         """Return the earlier tensors that steps from ``position`` on use."""
         return [
             tensor
@@ -154,19 +154,19 @@ class ProgramPartitioner:
             if tensor.maker < position
             and self._last_use[tensor.index] >= position
             and not tensor.held
-            and tensor.index not in self._remade
+            and tensor.index not in self._recomputed
         ]
 
-    def _use(self, index: int, position: int) -> None:
+    def _record_use(self, index: int, position: int) -> None:
         """Record a use at ``position``; if the tensor is recomputed there, its sources are used."""
         if self._last_use[index] >= position:
             return
         self._last_use[index] = position
-        if index in self._remade:
+        if index in self._recomputed:
             for source in self._steps[self._tensors[index].maker].uses:
-                self._use(source, position)
+                self._record_use(source, position)
 
-    def _find_remade(self) -> set[int]:
+    def _find_recomputed(self) -> set[int]:
         """Return tensors that every block recomputes: computed from integer inputs that are no larger, or from none."""
         found: set[int] = set()
         sources: dict[int, frozenset[int]] = {}
@@ -217,7 +217,9 @@ class ProgramPartitioner:
             for key in keys:
                 found.append((first.setdefault(key, step.position), step.position))
             for index in step.writes:
-                found.append((self._born[self._tensors[index].traced.storage], step.position))
+                found.append(
+                    (self._first_steps[self._tensors[index].traced.storage], step.position)
+                )
             if step.name in _DERIVATIVES:
                 found += [(max(self._tensors[i].maker, 0), step.position) for i in step.uses]
         return [(low, high) for low, high in found if low < high]
@@ -226,26 +228,26 @@ class ProgramPartitioner:
 
     def _piece(self, low: int, high: int) -> _Piece:
         """Return the steps in [low, high) as a module."""
-        entering = [t.index for t in self._alive(low)] if low else self._program.inputs
+        entering = [t.index for t in self._live_tensors(low)] if low else self._program.inputs
         last = high == len(self._steps)
-        leaving = self._results if last else [t.index for t in self._alive(high)]
+        leaving = self._results if last else [t.index for t in self._live_tensors(high)]
         writer = SegmentWriter(self._model, self._program, entering, unfold=low > 0)
-        steps = [step for step in self._steps[low:high] if self._is_wanted(step)]
+        steps = [step for step in self._steps[low:high] if self._is_needed(step)]
         for step in steps:
             writer.add(step)
         module = writer.build(leaving, fold=not last)
         name = next(iter(writer.paths), f"steps {low} to {high - 1}")
         return _Piece(name, module, steps, entering, leaving, last)
 
-    def _is_wanted(self, step: ForwardStep) -> bool:
+    def _is_needed(self, step: ForwardStep) -> bool:
         """Return whether the step's results are not all recomputed later."""
         gives = [i for _, i in step.results]
-        return not gives or not all(i in self._remade for i in gives)
+        return not gives or not all(i in self._recomputed for i in gives)
 
     def _block(self, piece: _Piece) -> Block:
         module = piece.module
         self._held |= {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
-        whole = None if piece.last and self._adopt(module) else self._plain(piece)
+        whole = None if piece.last and self._adopt_unused(module) else self._own_module(piece)
         self._named[piece.name] = count = self._named.get(piece.name, 0) + 1
         rows = [self._tensors[index].rows for index in piece.leaving]
         unbatched = (
@@ -254,7 +256,7 @@ class ProgramPartitioner:
         name = piece.name if count == 1 else f"{piece.name} ({count})"
         return Block(name, whole or module, unbatched)
 
-    def _plain(self, piece: _Piece) -> nn.Module | None:
+    def _own_module(self, piece: _Piece) -> nn.Module | None:
         """Return the model's own module if the block only calls it."""
         if len(piece.steps) != 1 or not self._program.evaluates:
             return None
@@ -270,7 +272,7 @@ class ProgramPartitioner:
         straight = straight and not any(self._program.other_mode.values())
         return step.module if straight and all(r in (0, -1) for r in rows) else None
 
-    def _adopt(self, module: nn.Module) -> bool:
+    def _adopt_unused(self, module: nn.Module) -> bool:
         """Add the tensors that no step uses to the last block; return whether there are any."""
         found = False
         for path, part in self._model.named_modules():

@@ -102,12 +102,12 @@ class SegmentWriter:
         self._made: set[int] = set()
         self.paths: list[str] = []
         for position, index in enumerate(self._entering):
-            self._name(index, f"x{position}")
+            self._name_tensor(index, f"x{position}")
         for index in self._entering if unfold else ():
-            if (turned := self._turn(index)) is not None:
-                self._line(Context(), f"{self._names[index]} = {turned}")
+            if (turned := self._transposed(index)) is not None:
+                self._add_line(Context(), f"{self._names[index]} = {turned}")
         for index in self._entering:
-            self._measure(index)
+            self._register_sizes(index)
 
     def add(self, step: ForwardStep) -> None:
         """Add one of the block's steps, preceded by recomputed steps that it needs."""
@@ -115,21 +115,21 @@ class SegmentWriter:
             return
         self._made.add(step.position)
         for index in step.uses:
-            self._need(index)
+            self._ensure(index)
         args = [self._text(part) for part in step.args]
         args += [
             f"{key}={self._text(part)}" if key.isidentifier() and not keyword.iskeyword(key) else ""
             for key, part in step.kwargs.items()
         ]
         call = f"{self._target(step)}({', '.join(args)})"
-        self._give(step, call)
+        self._assign_results(step, call)
 
     def build(self, leaving: list[int], *, fold: bool) -> RecordedSegment:
         """Return the module that returns ``leaving``."""
         for index in leaving:
-            self._need(index)
-        results = [(self._turn(i) if fold else None) or self._use(i) for i in leaving]
-        self._line(Context(), f"return ({''.join(f'{text}, ' for text in results)})")
+            self._ensure(index)
+        results = [(self._transposed(i) if fold else None) or self._tensor_text(i) for i in leaving]
+        self._add_line(Context(), f"return ({''.join(f'{text}, ' for text in results)})")
         names = ", ".join(["self", *(f"x{i}" for i in range(len(self._entering)))])
         code = f"def forward({names}):\n" + "\n".join(_indented(self._lines))
         exec(compile(code, "<recorded forward>", "exec"), self._globals)  # written above
@@ -138,12 +138,13 @@ class SegmentWriter:
             self._globals["forward"],
             self._members,
             other_mode={
-                mode: tuple(self._inside(paths)) for mode, paths in self._program.other_mode.items()
+                mode: tuple(self._held_names(paths))
+                for mode, paths in self._program.other_mode.items()
             },
             evaluates=self._program.evaluates,
         )
 
-    def _inside(self, paths: Iterable[str]) -> Iterator[str]:
+    def _held_names(self, paths: Iterable[str]) -> Iterator[str]:
         """Yield the segment's names of the model's modules ``paths`` that it holds."""
         for path in sorted(paths):
             for name, owner in self._modules.items():
@@ -152,38 +153,44 @@ class SegmentWriter:
 
     # ---- parts of a line
 
-    def _give(self, step: ForwardStep, call: str) -> None:
+    def _assign_results(self, step: ForwardStep, call: str) -> None:
         """Assign a call's results to names."""
         fresh = [(path, i) for path, i in step.results if i not in self._names]
         whole = [i for path, i in fresh if path == ()]
         if whole:
-            self._line(step.context, f"{self._name(whole[0])} = {call}")
-            self._measure(whole[0])
+            self._add_line(step.context, f"{self._name_tensor(whole[0])} = {call}")
+            self._register_sizes(whole[0])
             return
         if not fresh:
-            guard = f"if {self._use(step.uses[0])}.requires_grad: " if step.name in HOOKS else ""
-            self._line(step.context, guard + call)
+            guard = (
+                f"if {self._tensor_text(step.uses[0])}.requires_grad: "
+                if step.name in HOOKS
+                else ""
+            )
+            self._add_line(step.context, guard + call)
             return
-        self._line(step.context, f"r{step.position} = {call}")
+        self._add_line(step.context, f"r{step.position} = {call}")
         for path, index in fresh:
-            self._line(step.context, f"{self._name(index)} = r{step.position}{_access(path)}")
-            self._measure(index)
+            self._add_line(
+                step.context, f"{self._name_tensor(index)} = r{step.position}{_access(path)}"
+            )
+            self._register_sizes(index)
 
-    def _need(self, index: int) -> None:
+    def _ensure(self, index: int) -> None:
         """Recompute a tensor of an earlier block that is not an input."""
         tensor = self._program.tensors[index]
         if index not in self._names and not tensor.held:
             self.add(self._program.steps[tensor.maker])
 
-    def _name(self, index: int, name: str = "") -> str:
+    def _name_tensor(self, index: int, name: str = "") -> str:
         return self._names.setdefault(index, name or f"v{len(self._names)}")
 
-    def _measure(self, index: int) -> None:
+    def _register_sizes(self, index: int) -> None:
         """Register the sizes of a tensor for size expressions."""
         for d, sizes in enumerate(zip(*self._program.tensors[index].shapes)):
             self._sizes.setdefault(sizes, f"{self._names[index]}.shape[{d}]")
 
-    def _use(self, index: int) -> str:
+    def _tensor_text(self, index: int) -> str:
         tensor = self._program.tensors[index]
         return self._hold_tensor(tensor) if tensor.held else self._names[index]
 
@@ -195,9 +202,9 @@ class SegmentWriter:
         owner, _, leaf = path.rpartition(".")
         held = getattr(self._model.get_submodule(owner), leaf)
         keeps = leaf in self._model.get_submodule(owner).state_dict(keep_vars=True)
-        return f"self.{self._hold('own', held, path, persistent=keeps)}"
+        return f"self.{self._hold_member('own', held, path, persistent=keeps)}"
 
-    def _hold(self, kind: str, member: Any, path: str, *, persistent: bool = True) -> str:
+    def _hold_member(self, kind: str, member: Any, path: str, *, persistent: bool = True) -> str:
         if id(member) not in self._member_names:
             self._member_names[id(member)] = name = f"{kind}{len(self._member_names)}"
             self._members[name] = (member, persistent)
@@ -208,7 +215,7 @@ class SegmentWriter:
         return self._member_names[id(member)]
 
     def _module(self, path: str) -> str:
-        return f"self.{self._hold('part', self._model.get_submodule(path), path)}"
+        return f"self.{self._hold_member('part', self._model.get_submodule(path), path)}"
 
     def _target(self, step: ForwardStep) -> str:
         if isinstance(step.target, ModulePath):
@@ -240,9 +247,9 @@ class SegmentWriter:
 
     def _slot(self, part: Slot) -> str:
         if isinstance(part, SizeOf):
-            return f"{self._use(part.index)}.shape[{part.dimension}]"
+            return f"{self._tensor_text(part.index)}.shape[{part.dimension}]"
         if isinstance(part, TensorSlot):
-            return self._use(part.index)
+            return self._tensor_text(part.index)
         if isinstance(part, ModulePath):
             return self._module(part.path)
         if isinstance(part, Switch):
@@ -281,14 +288,14 @@ class SegmentWriter:
             self._globals[key] = value
         return key
 
-    def _turn(self, index: int) -> str | None:
+    def _transposed(self, index: int) -> str | None:
         """Return code that moves the rows to dimension 0 for the boundary, or back; None if they are there."""
         rows = self._program.tensors[index].rows
         if rows in (0, -1, None):
             return None
-        return f"{self._use(index)}.transpose(0, {rows}).contiguous()"
+        return f"{self._tensor_text(index)}.transpose(0, {rows}).contiguous()"
 
-    def _line(self, context: Context, text: str) -> None:
+    def _add_line(self, context: Context, text: str) -> None:
         self._lines.append((context, text))
 
 
