@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
-from parallax.model.construction.construct import ModelFactory
+from parallax.model.construction.deferred import ModelFactory
 from parallax.model.describe import Chain, describe
 from parallax.plan.cluster import LEAST_BUCKET_BYTES
 from parallax.plan.plan import Directive, Plan, Prediction, RankPrediction, StagePlan
