@@ -1,17 +1,19 @@
-"""Python objects between ranks: values and records of this package, never code.
+"""Python objects between ranks: values and records of this package as JSON, never code.
 
 Torch's own collectives of objects unpickle whatever they receive, so whoever reaches a rank's port could run code
-there. The unpickler here knows builtin values, the records of Parallax (dataclasses, enumerations, named tuples,
-errors), and a few types of torch and ``pathlib``; it refuses every other name.
+there. JSON has no code. It lacks tuples, sets, bytes and keys that are no strings, so these, records (dataclasses,
+named tuples, enumerations), types of errors, paths and torch's dtypes travel as ``{"#": kind, "of": content}``.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
-from collections.abc import Sequence
-from dataclasses import is_dataclass
+import base64
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
 from enum import Enum
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -23,12 +25,11 @@ from parallax.errors import ParallaxError, TransportError
 
 MOST_BYTES = 2**31  # of one object
 _PACKAGE = __name__.partition(".")[0]
-_OTHERS = frozenset([("pathlib", "PosixPath"), ("torch", "Size"), ("torch", "device")])
 
 
 def all_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return one value of every rank of ``group`` (torch's world), on every rank; called by all of them."""
-    padded, lengths = _padded(pickle.dumps(value), group)
+    padded, lengths = _padded(write_object(value), group)
     found = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(found, padded, group=group)
     return _all_read(found, lengths)
@@ -36,7 +37,7 @@ def all_objects(value: object, group: dist.ProcessGroup | None = None) -> list[A
 
 def objects_for_first(value: object) -> list[Any]:
     """Return one value of every rank of torch's world on rank 0, and an empty list on others; called by all of them."""
-    padded, lengths = _padded(pickle.dumps(value), None)
+    padded, lengths = _padded(write_object(value), None)
     found = [torch.empty_like(padded) for _ in lengths] if dist.get_rank() == 0 else []
     dist.gather(padded, found or None)
     return _all_read(found, lengths)
@@ -45,7 +46,7 @@ def objects_for_first(value: object) -> list[Any]:
 def object_of_first(value: object) -> Any:
     """Return the value of rank 0 of torch's world on every rank; called by all of them."""
     rank = dist.get_rank()
-    data = pickle.dumps(value) if rank == 0 else b""
+    data = write_object(value) if rank == 0 else b""
     size = torch.tensor([len(data)], dtype=torch.int64)
     dist.broadcast(size, 0)
     length = _checked(int(size), 0)
@@ -54,40 +55,124 @@ def object_of_first(value: object) -> Any:
     return value if rank == 0 else read_object(held.numpy().tobytes(), 0)
 
 
+def write_object(value: object) -> bytes:
+    """Return ``value`` as bytes for :func:`read_object`. Raises :class:`TypeError` for a value that cannot travel."""
+    return json.dumps(_encoded(value), separators=(",", ":")).encode()
+
+
 def read_object(data: bytes, rank: int) -> Any:
-    """Return the object that ``data`` of rank ``rank`` is. Raises :class:`TransportError` where it is no pickle of
-    values and records of this package."""
+    """Return the object in ``data`` of rank ``rank``. Raises :class:`TransportError` where it is none of
+    :func:`write_object`'s."""
     try:
-        return _Reader(io.BytesIO(data)).load()
-    except Exception as error:  # whatever bytes make of an unpickler
+        return json.loads(data, object_hook=_decoded)
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+        ParallaxError,
+    ) as error:
         raise TransportError(
             f"rank {rank} sent something that is not data of Parallax, and it was not read "
             f"({type(error).__name__}: {error}): see who else is on the network between the hosts"
         ) from error
 
 
-class _Reader(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        ours = module.partition(".")[0] == _PACKAGE
-        # A name with dots would lead from a module of ours to those that it imports.
-        if "." not in name and (ours or module == "torch" or (module, name) in _OTHERS):
-            found = super().find_class(module, name)
-            if (module, name) in _OTHERS or isinstance(found, torch.dtype) or _is_record(found):
-                return found
-        raise pickle.UnpicklingError(f"{module}.{name} is refused")
+def _encoded(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return _tagged("record", [_name(type(value)), [value.value]])
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return float(value)  # also of numpy
+    if isinstance(value, list):
+        return list(map(_encoded, value))
+    if isinstance(value, dict):
+        return _tagged("dict", [[_encoded(key), _encoded(part)] for key, part in value.items()])
+    if isinstance(value, torch.Size) or type(value) in (tuple, set, frozenset):
+        return _tagged(type(value).__name__, list(map(_encoded, value)))
+    if isinstance(value, bytes):
+        return _tagged("bytes", base64.b64encode(value).decode())
+    if isinstance(value, PurePath | torch.device):
+        return _tagged("path" if isinstance(value, PurePath) else "device", str(value))
+    if isinstance(value, torch.dtype):
+        return _tagged("dtype", str(value).removeprefix("torch."))
+    if isinstance(value, type) and issubclass(value, ParallaxError):
+        return _tagged("error", _name(value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return _tagged("record", [_name(type(value)), list(map(_encoded, value))])
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [_encoded(getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return _tagged("record", [_name(type(value)), fields])
+    raise TypeError(f"a {type(value).__name__} cannot be sent between ranks")
 
 
-def _is_record(found: Any) -> bool:
-    """Whether ``found`` is a class of Parallax that only holds values: a dataclass, an enumeration, a named tuple or
-    an error."""
-    if not isinstance(found, type) or found.__module__.partition(".")[0] != _PACKAGE:
-        return False
-    named = issubclass(found, tuple) and hasattr(found, "_fields")
-    return is_dataclass(found) or issubclass(found, Enum | ParallaxError) or named
+def _tagged(kind: str, content: Any) -> dict[str, Any]:
+    return {"#": kind, "of": content}
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _decoded(found: dict[str, Any]) -> Any:
+    return _DECODERS[found["#"]](found["of"])
+
+
+def _record(content: list[Any]) -> Any:
+    """Make a record of this package by its constructor; nothing else is called, and no module is imported."""
+    kind = _class(content[0])
+    if issubclass(kind, Enum):
+        return kind(*content[1])
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return kind(*content[1])
+    if dataclasses.is_dataclass(kind):
+        names = [field.name for field in dataclasses.fields(kind)]
+        return kind(**dict(zip(names, content[1], strict=True)))
+    raise TypeError(f"{content[0]} is no record")
+
+
+def _error(name: str) -> type[ParallaxError]:
+    kind = _class(name)
+    if not issubclass(kind, ParallaxError):
+        raise TypeError(f"{name} is no error")
+    return kind
+
+
+def _class(name: str) -> type:
+    """Return a class that a loaded module of this package defines."""
+    module, _, qualname = name.partition(":")
+    found = vars(sys.modules[module])[qualname]
+    if module.partition(".")[0] != _PACKAGE or not isinstance(found, type) or _name(found) != name:
+        raise TypeError(f"{name} is no class of {_PACKAGE}")
+    return found
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"torch.{name} is no dtype")
+    return found
+
+
+_DECODERS: dict[str, Callable[[Any], Any]] = {
+    "dict": dict,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "Size": torch.Size,
+    "bytes": lambda text: base64.b64decode(text, validate=True),
+    "path": Path,
+    "device": torch.device,
+    "dtype": _dtype,
+    "error": _error,
+    "record": _record,
+}
 
 
 def _padded(data: bytes, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
-    """``data`` in as many bytes as that of any rank takes, and how many that of each does."""
+    """Return ``data`` padded to the longest of all ranks, and the length of each rank's data."""
     device, count = _device(group), dist.get_world_size(group)
     sizes = torch.empty(count, dtype=torch.int64, device=device)
     own = torch.tensor([len(data)], dtype=torch.int64, device=device)
@@ -106,7 +191,7 @@ def _all_read(found: Sequence[Tensor], lengths: Sequence[int]) -> list[Any]:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the group's backend wants its tensors."""
+    """Return the device of tensors for the group's backend."""
     found = None if dist.get_backend(group) == "gloo" else torch.accelerator.current_accelerator()
     return found or torch.device("cpu")
 

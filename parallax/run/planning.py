@@ -70,15 +70,14 @@ class Planned:
 
 
 def settle(choice: DeviceChoice) -> None:
-    """Configure this process's threads and allocator as ranks of a run do."""
+    """Configure this process's threads and allocator as a rank of a run begins."""
     torch.set_num_threads(choice.threads)
     if choice.kind == "cpu":
         use_one_arena()  # before a thread has another
-        keep_freed_memory()
 
 
 def settled(cluster: ClusterConfig, plan: PlanConfig) -> DeviceChoice:
-    """Return the devices for ``plan``, after configuring this process as their ranks."""
+    """Return the devices for ``plan``, after configuring this process as their ranks compute."""
     count = _given(cluster, plan)
     return _settled(cluster, min(count, plan.ranks or count))
 
@@ -86,6 +85,8 @@ def settled(cluster: ClusterConfig, plan: PlanConfig) -> DeviceChoice:
 def _settled(cluster: ClusterConfig, count: int) -> DeviceChoice:
     choice = choose_devices(dataclasses.replace(cluster, devices=count))
     settle(choice)
+    if choice.kind == "cpu":
+        keep_freed_memory()  # a rank does so after it has its weights
     return choice
 
 

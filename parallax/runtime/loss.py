@@ -141,7 +141,8 @@ class Evaluation:
         if counted:
             self._share.add_(value.detach().reshape(()), alpha=weight)
             if len(self._values) < step.micro_batches:
-                self._values = self._share.new_zeros(step.micro_batches)
+                with torch.inference_mode(False):  # a training step writes to them later
+                    self._values = self._share.new_zeros(step.micro_batches)
             self._values[len(self._rows)].copy_(value.detach().reshape(()))
             self._rows.append((low, high))
             self.mass += high - low if self._counts else mass

@@ -248,7 +248,8 @@ class _Run:
             return self._rows_end.fetch(lambda: self._checkup.fetch(self._fetch))
 
     def _end_of_rows(self, logger: RankZeroLogger) -> None:
-        """Evaluate and save; raises :class:`DataError` where the rows must not end here."""
+        """Evaluate and save; raises :class:`DataError` where the rows must not end here. Where some ranks have rows,
+        the state of their source is a batch ahead of the weights, so nothing is saved."""
         step, metrics = self._engine.completed_steps, dict[str, float | None]()
         self._stopping.ask()
         if self._rows_end.everywhere:
@@ -256,7 +257,7 @@ class _Run:
             if step and self._evaluated != step:
                 with self._onlooker.phase("evaluating"):
                     metrics = finite({"validation_loss": self._evaluate(logger, step)})
-        self._saves.save(logger, self._state(), metrics, last=True)
+            self._saves.save(logger, self._state(), metrics, last=True)
         self._rows_end.refuse(step)
 
     def _fetch(self) -> Rows:

@@ -48,13 +48,14 @@ class RowsEnd:
 
     def refuse(self, step: int) -> None:
         """Raise :class:`DataError` on all ranks where the rows must not end after ``step``: before the first step, on
-        some ranks alone, or by an IndexError. Called once everything is saved."""
+        some ranks alone, or by an IndexError. Called once the step is saved, where it is."""
         mistakes = self._count(bool(self._mistake))
         if not self.everywhere or mistakes or not step:
             self._refuse(step, mistakes > 0)
 
     def _refuse(self, step: int, mistaken: bool) -> NoReturn:
-        done = f"after step {step}, which is saved" if step else "before the first step"
+        saved = ", which is saved" if self.everywhere else ""
+        done = f"after step {step}{saved}" if step else "before the first step"
         found = self._mesh.gather_objects((self._here, self._mistake))
         ranks = [rank for rank, (here, _) in enumerate(found) if here]
         if not self.everywhere:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from parallax.common.events import Span
 from parallax.errors import InfeasiblePlan, TransportError
-from parallax.nodes.objects import all_objects, object_of_first, read_object
+from parallax.nodes.objects import all_objects, object_of_first, read_object, write_object
 from parallax.nodes.together import from_all, from_first
 from parallax.plan.cluster import Link
 from parallax.plan.plan import Directive
+from parallax.run.sweep import job  # noqa: F401  # a class that could be called
+from parallax.runtime.engine import Engine
 from tests.distributed.pool import Pool
 
 
@@ -51,11 +55,17 @@ def test_objects_arrive(pool: Pool) -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_values_and_records_are_read(value: object) -> None:
-    assert read_object(pickle.dumps(value), 0) == value
+    assert read_object(write_object(value), 0) == value
+
+
+@pytest.mark.parametrize("value", [object(), print, np.int64(1), {"a": [Engine]}], ids=str)
+def test_other_values_cannot_be_sent(value: object) -> None:
+    with pytest.raises(TypeError, match="cannot be sent between ranks"):
+        write_object(value)
 
 
 class Calls:
-    """A pickle that calls something where it is loaded."""
+    """A pickle that calls a function where it is loaded."""
 
     def __init__(self, call: Any, *given: Any) -> None:
         self.call, self.given = call, given
@@ -64,27 +74,23 @@ class Calls:
         return self.call, self.given
 
 
-def named(module: str, name: str) -> bytes:
-    """A pickle that is what a module calls ``name``."""
-    texts = [
-        pickle.SHORT_BINUNICODE + bytes([len(text)]) + text.encode() for text in (module, name)
-    ]
-    return pickle.PROTO + b"\x04" + b"".join(texts) + pickle.STACK_GLOBAL + pickle.STOP
-
-
 def test_code_of_a_stranger_is_not_executed(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    for data in (
-        pickle.dumps(Calls(os.mkdir, str(mark))),
-        pickle.dumps(Calls(getattr, Link, "__init__")),
-        pickle.dumps(Calls(torch.hub.load, str(mark))),
-        named("parallax.nodes.objects", "pickle.loads"),
-        named("parallax.nodes.objects", "pickle"),
-        named("parallax.nodes.objects", "read_object"),
-        named("parallax.runtime.engine", "Engine"),
-        named("torch", "load"),
-        b"no pickle",
-    ):
+    records = (
+        "os:mkdir",
+        "posixpath:join",
+        "parallax.nodes.objects:json",
+        "parallax.nodes.objects:read_object",
+        "parallax.runtime.engine:Engine",
+        "parallax.run.sweep.job:PointJob",
+        "parallax.__main__:main",
+        "parallax.plan.cluster:Link.__init__",
+        "builtins:print",
+    )
+    hostile = [json.dumps({"#": "record", "of": [name, [str(mark)]]}).encode() for name in records]
+    hostile += [json.dumps({"#": kind, "of": "load"}).encode() for kind in ("dtype", "error", "x")]
+    hostile += [pickle.dumps(Calls(os.mkdir, str(mark))), b"no data", b'{"#": 1}', b"[" * 10**5]
+    for data in hostile:
         with pytest.raises(TransportError, match="rank 3 sent something that is not data"):
             read_object(data, 3)
     assert not mark.exists()

@@ -144,10 +144,10 @@ def test_a_run_whose_rows_end_is_saved_and_evaluated(
         (
             {0: 2, 1: 3},
             "stop",
-            "after step 2, which is saved, the data source has no more rows",
-            True,
+            "after step 2, the data source has no more rows",
+            False,
         ),
-        ({0: 3, 1: 2}, "stop", "has no more rows on rank(s) 1, and has some on others", True),
+        ({0: 3, 1: 2}, "stop", "has no more rows on rank(s) 1, and has some on others", False),
     ],
 )
 def test_rows_that_must_not_end_here_are_one_line(
@@ -159,6 +159,7 @@ def test_rows_that_must_not_end_here_are_one_line(
     expected: str,
     saves: bool,
 ) -> None:
+    """Where only some ranks have rows nothing is saved: the state of the source would be a batch ahead."""
     for _, said, saved in pool.run(trained, 2, tmp_path, counts, end, options):
         assert expected in said
         assert "\n" not in said

@@ -205,27 +205,30 @@ def weights(path: Path, change: Callable[[dict[str, Tensor]], Any] = lambda held
 
 CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "missing": (lambda held: held.pop("layers.1.up.bias"), "it lacks layers.1.up.bias"),
-    "extra": (lambda held: held.update(more=torch.zeros(1)), "it has more, which the model has"),
+    "extra": (
+        lambda held: held.update(more=torch.zeros(1)),
+        "it has more, which the model does not have",
+    ),
     "shape": (
         lambda held: held.update({"layers.0.up.bias": torch.zeros(3)}),
         "layers.0.up.bias is [3] and must be [256]",
     ),
     "kind": (
         lambda held: held.update({"layers.0.up.bias": torch.zeros(256, dtype=torch.int64)}),
-        "layers.0.up.bias is in torch.int64, and in the model it is in torch.float32: accepted are float64, float32, "
+        "layers.0.up.bias is in torch.int64, but in the model it is in torch.float32: accepted are float64, float32, "
         "float16, bfloat16 and float8",
     ),
     "bool": (
         lambda held: held.update({"layers.0.up.bias": torch.zeros(256, dtype=torch.bool)}),
-        "layers.0.up.bias is in torch.bool, and in the model it is in torch.float32: accepted are float64",
+        "layers.0.up.bias is in torch.bool, but in the model it is in torch.float32: accepted are float64",
     ),
     "u16": (
         lambda held: held.update({"layers.0.up.bias": torch.zeros(256, dtype=torch.uint16)}),
-        "layers.0.up.bias is in torch.uint16, and in the model it is in torch.float32: accepted are float64",
+        "layers.0.up.bias is in torch.uint16, but in the model it is in torch.float32: accepted are float64",
     ),
     "complex": (
         lambda held: held.update({"layers.0.up.bias": torch.zeros(256, dtype=torch.complex64)}),
-        "layers.0.up.bias is in torch.complex64, and in the model it is in torch.float32: accepted are float64",
+        "layers.0.up.bias is in torch.complex64, but in the model it is in torch.float32: accepted are float64",
     ),
     "nan": (
         lambda held: held["layers.0.up.bias"][3:5].fill_(torch.nan),
@@ -330,7 +333,7 @@ def test_packed_numbers_of_a_distributed_folder(here: Path, imported: Import) ->
         warnings.simplefilter("ignore", UserWarning)
         save({"model": held}, checkpoint_id=here / "theirs", no_dist=True)
     line = one_line(imported("theirs", "--from", "dcp", "name=other", *SETTINGS, code=2))
-    assert f"{name} is in torch.float4_e2m1fn_x2, and in the model it is in torch.float32" in line
+    assert f"{name} is in torch.float4_e2m1fn_x2, but in the model it is in torch.float32" in line
 
 
 def test_weights_with_scales_beside_them_are_quantized(here: Path) -> None:

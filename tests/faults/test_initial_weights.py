@@ -87,7 +87,7 @@ OTHER = {
 @pytest.mark.parametrize("dtype", OTHER)
 def test_numbers_of_another_kind(begun: Callable[..., str], dtype: str) -> None:
     line = begun({**sample(), "2.bias": torch.zeros(8, dtype=OTHER[dtype])})
-    assert f"2.bias is in torch.{dtype}, and in the model it is in torch.float32: accepted" in line
+    assert f"2.bias is in torch.{dtype}, but in the model it is in torch.float32: accepted" in line
 
 
 def test_a_number_format_that_is_not_read(begun: Callable[..., str]) -> None:
@@ -105,7 +105,7 @@ def test_no_numbers(begun: Callable[..., str], name: str, value: float) -> None:
     count, whole = held[name][3].numel(), held[name].numel()
     line = begun(held)
     assert f"weights w.safetensors: {name} holds {count} number(s) that are NaN or infinite" in line
-    assert f"of {whole}, and cannot be trained" in line
+    assert f"of {whole}, so it cannot be trained" in line
 
 
 @pytest.mark.faults

@@ -80,15 +80,15 @@ def has_own_forward(chain: Chain) -> bool:
 def compare_with_own_forward(
     chain: Chain, loss: Loss, batch: SampleRows, counts: Sequence[int]
 ) -> str:
-    """Compare for each number of rows in ``counts``. Return a text about what could not be compared, or "". Raises
-    :class:`DescribeError` if the chain computes something else, and :class:`CannotRun`."""
+    """Compare for each number of rows in ``counts``. Return a text that names the parts that were not compared, or "".
+    Raises :class:`DescribeError` if the chain computes something else, and :class:`CannotRun`."""
     passes = [_Setting(rows, training) for training in (True, False) for rows in counts]
     comparison = _Comparison(chain, loss, batch)
     try:
         comparison.run(passes)
     except _Differs as difference:
         if not difference.where.training or comparison.repeats(passes):
-            raise DescribeError(comparison.locate(passes, difference)) from None
+            raise DescribeError(comparison.difference_message(passes, difference)) from None
         comparison.run([each for each in passes if not each.training])
         return "its forward draws other random numbers each time, so only evaluation was compared, not training"
     return ""
@@ -116,7 +116,7 @@ class _Comparison:
             return False
         return True
 
-    def locate(self, passes: Sequence[_Setting], difference: _Differs) -> str:
+    def difference_message(self, passes: Sequence[_Setting], difference: _Differs) -> str:
         """Return the error message for a chain that differs, with the block."""
         model, where = type(self._chain.model).__name__, difference.where
         index = self._block_of(passes, difference)

@@ -56,7 +56,7 @@ class Verdict:
 
 
 def find_coupling(blocks: BlocksInOrder, loss: Loss, batch: SampleRows) -> Verdict:
-    """Return whether rows of ``batch`` interact, in the loss or before it."""
+    """Return a verdict on interactions between rows of ``batch``, in the loss or before it."""
     for bounds in _BOUNDS:
         if bounds[-1] > len(batch):
             continue

@@ -96,7 +96,7 @@ def compare(run: PreparedRun) -> None:
 def compare_rows(source: Source, nodes: Nodes) -> None:
     """Every rank has the same rows, as far as their source says which they are (``fingerprint``): each opens them on
     its own host, where they may be others."""
-    mine = getattr(source, "fingerprint", "")
+    mine = str(getattr(source, "fingerprint", ""))
     for rank, found in enumerate(prints := from_all(lambda: mine)):
         if found != prints[0]:
             which = " and ".join(printable(str(each))[:16] for each in (found, prints[0]))

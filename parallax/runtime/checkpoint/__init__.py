@@ -15,7 +15,7 @@ always whole. Nothing is ever unpickled. Where a model trains adapters alone, th
 in it, but a mark of each of its tensors, by which it is known again.
 """
 
-from parallax.runtime.checkpoint.caller_state import state_text, thaw
+from parallax.runtime.checkpoint.caller_state import state_text
 from parallax.runtime.checkpoint.checksums import mark
 from parallax.runtime.checkpoint.config import CheckpointConfig
 from parallax.runtime.checkpoint.folder import (
@@ -58,6 +58,5 @@ __all__ = [
     "remove_partial",
     "state_text",
     "step_of",
-    "thaw",
     "write_parts",
 ]

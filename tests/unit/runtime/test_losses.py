@@ -176,3 +176,12 @@ def test_copies_of_what_lives_below_are_not_trained_in_silence(kind: Any, tmp_pa
             optimizer.step()
             assert not any(built.parameters[name].equal(value) for name, value in before.items())
         built.close()
+
+
+def test_a_step_after_an_evaluation_in_inference_mode(tmp_path: Path) -> None:
+    trained, plain = engine(F.cross_entropy, tmp_path), engine(F.cross_entropy, tmp_path)
+    with torch.inference_mode():
+        trained.evaluate(TensorRows(X, Y))
+    assert trained.step(TensorRows(X, Y)).loss == plain.step(TensorRows(X, Y)).loss
+    trained.close()
+    plain.close()
