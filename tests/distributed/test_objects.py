@@ -58,7 +58,11 @@ def test_values_and_records_are_read(value: object) -> None:
     assert read_object(write_object(value), 0) == value
 
 
-@pytest.mark.parametrize("value", [object(), print, np.int64(1), {"a": [Engine]}], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [object(), print, np.int64(1), {"a": [Engine]}],
+    ids=lambda value: type(value).__name__,
+)
 def test_other_values_cannot_be_sent(value: object) -> None:
     with pytest.raises(TypeError, match="cannot be sent between ranks"):
         write_object(value)
