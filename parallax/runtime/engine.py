@@ -167,7 +167,6 @@ class Engine:
         manager = SwapManager(
             self._below.open_activations(),
             limit_bytes=sum(each.swap_limit_bytes for each in offloading),
-            policy=config.policy(),
             verify=config.verify,
         )
         held, memory = self._stage.held(), self._stage.streams_memory

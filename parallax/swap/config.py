@@ -9,7 +9,6 @@ from pathlib import Path
 from parallax.errors import ConfigError, check_positive, printable
 from parallax.machine.device import CopyEngine, no_delay
 from parallax.plan.tier import AUTO, NONE, check_tier, tier_named
-from parallax.swap.activations.policy import Policy
 from parallax.swap.stores.remedies import ENGINE
 from parallax.swap.stores.store import Store
 from parallax.swap.stores.tiers import StoreRequest, open_store
@@ -18,7 +17,7 @@ from parallax.swap.verify import Delays
 
 @dataclass(frozen=True, kw_only=True)
 class SwapConfig:
-    """Offload tier of activations and its policy.
+    """Offload tier of activations.
 
     ``tier``: host (pinned memory; CUDA devices only), disk, none (the planner may not offload), a custom one
     (:func:`parallax.register_tier`), or auto: host under CUDA, disk on a CPU. ``directory``: folder for disk
@@ -26,22 +25,13 @@ class SwapConfig:
     and as many that read. ``minimum_bytes``: smaller tensors are never offloaded; auto: 64 KiB on a CPU, 1 MiB on
     an accelerator, whose copies take less time than the Python code around them. ``verify``: compare checksums of
     all bytes and delay transfers at random, to find a missing wait or bad memory; slow.
-
-    Four settings are those of IBM's Large Model Support. They set by hand what the limit decides (see
-    :class:`~parallax.swap.activations.policy.Policy`). ``n_tensors``: the most tensors to offload per
-    micro-batch; auto: all. ``swapout_threshold``: keep a tensor that is used again before this many others are
-    saved. ``swapin_ahead``: how many tensors before its use a tensor is prefetched; auto: as early as there are
-    free bytes. ``swapin_groupby``: how many tensors are prefetched together."""
+    """
 
     tier: str = AUTO
     directory: str = "auto"
     threads: int = 2
     minimum_bytes: int | str = AUTO
     verify: bool = False
-    n_tensors: int | str = "auto"
-    swapout_threshold: int = 0
-    swapin_ahead: int | str = "auto"
-    swapin_groupby: int = 1
 
     def __post_init__(self) -> None:
         check_tier("swap.tier", self.tier)
@@ -55,7 +45,6 @@ class SwapConfig:
             raise ConfigError(
                 f"swap.directory={self.directory}: accepted is auto or a folder; a missing one is made"
             )
-        self.policy()
 
     @property
     def offloads(self) -> bool:
@@ -65,15 +54,6 @@ class SwapConfig:
     def smallest_bytes(self, kind: str) -> int:
         """Bytes of the smallest tensor to offload from a device of ``kind``."""
         return usual_smallest(kind) if self.minimum_bytes == AUTO else int(self.minimum_bytes)
-
-    def policy(self, *, eager: bool = True) -> Policy:
-        return Policy(
-            eager=eager,
-            n_tensors=_whole("swap.n_tensors", self.n_tensors),
-            swapout_threshold=self.swapout_threshold,
-            swapin_ahead=_whole("swap.swapin_ahead", self.swapin_ahead),
-            swapin_groupby=self.swapin_groupby,
-        )
 
     def delay(self) -> Callable[[], float]:
         """Return the delay of transfers, for :func:`~parallax.machine.device.copies_for` and :meth:`open_store`."""

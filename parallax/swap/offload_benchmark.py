@@ -80,7 +80,7 @@ class OffloadBenchmarks:
         with self._folder() as folder:
             copies = copies_for(device)
             store = config.open_store(self.tier, capacity, copies, folder)
-            manager = SwapManager(store, limit_bytes=capacity, policy=config.policy())
+            manager = SwapManager(store, limit_bytes=capacity)
             try:
                 yield OffloadBenchmark(
                     manager,

@@ -37,11 +37,11 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.n_tensors is not None:
-            check_positive("swap.n_tensors", self.n_tensors, zero=True)
-        check_positive("swap.swapout_threshold", self.swapout_threshold, zero=True)
+            check_positive("n_tensors", self.n_tensors, zero=True)
+        check_positive("swapout_threshold", self.swapout_threshold, zero=True)
         if self.swapin_ahead is not None:
-            check_positive("swap.swapin_ahead", self.swapin_ahead, zero=True)
-        check_positive("swap.swapin_groupby", self.swapin_groupby)
+            check_positive("swapin_ahead", self.swapin_ahead, zero=True)
+        check_positive("swapin_groupby", self.swapin_groupby)
 
     def preferences(self) -> Preferences | None:
         """Return the preferences at work; None where the limit alone decides."""
