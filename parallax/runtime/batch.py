@@ -1,4 +1,4 @@
-"""The rows of a global batch, fetched only where they are needed."""
+"""The rows of a global batch, read only on the ranks that need them."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _CLASSES = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32))
 
 
 class Rows(Protocol):
-    """A global batch of ``len()`` rows. Each rank asks only for the rows that it computes on, so a source can
-    make them on demand; rows are the first dimension of what it returns: a tensor, several in order, or by name."""
+    """A global batch of ``len()`` rows. Each rank reads only the rows that it computes on, so a source can make them on
+    demand. Rows are the first dimension of the returned values: a tensor, a sequence of tensors, or a mapping."""
 
     def __len__(self) -> int: ...
 
     def inputs(self, start: int, stop: int) -> Any:
-        """Model inputs of rows [start, stop); asked by the first stage."""
+        """Return the model inputs of rows [start, stop); called on the first stage."""
 
     def targets(self, start: int, stop: int) -> Any:
-        """Loss targets of rows [start, stop); asked by the last stage."""
+        """Return the loss targets of rows [start, stop); called on the last stage."""
 
 
 class RowsOf:
-    """What stands for ``batch`` and looks at the rows that it gives. Whoever derives from it says at which, and how."""
+    """A wrapper of ``batch``; subclasses define ``inputs`` and ``targets``."""
 
     def __init__(self, batch: Rows) -> None:
         self._batch = batch
@@ -50,19 +50,19 @@ class RowsOf:
         return len(self._batch)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what else the batch has, such as ``memory_bytes``."""
+        """Return other attributes of the batch, such as ``memory_bytes``."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._batch, name)
 
 
 def row_count(batch: Rows, step: int) -> int:
-    """How many rows the batch of a step has; raises :class:`~parallax.errors.DataError` where it has none."""
+    """Return the number of rows of a step's batch; raises :class:`~parallax.errors.DataError` where it is zero."""
     rows = len(batch)
     if rows < 1:
         raise DataError(
-            f"the batch of step {step} has {rows} rows, and a step needs one at least: where rows end, begin them "
-            "again, raise StopIteration, or let the run end before (trainer.steps)"
+            f"the batch of step {step} has {rows} rows, and a step needs at least one: at the end of the data, start "
+            "again, raise StopIteration, or end the run earlier (trainer.steps)"
         )
     return rows
 
@@ -78,16 +78,14 @@ class FirstRows(RowsOf):
         return self._rows
 
     def inputs(self, start: int, stop: int) -> Any:
-        """See :class:`Rows`."""
         return self._batch.inputs(start, stop)
 
     def targets(self, start: int, stop: int) -> Any:
-        """See :class:`Rows`."""
         return self._batch.targets(start, stop)
 
 
 class TensorRows:
-    """A global batch that is already in memory: inputs and targets with the rows in dimension 0."""
+    """A global batch in memory: inputs and targets with the rows in dimension 0."""
 
     def __init__(self, inputs: Values, targets: Values) -> None:
         check_padded("inputs", inputs)
@@ -103,14 +101,14 @@ class TensorRows:
         if not shapes:
             raise DataError(
                 "a batch needs the same number of rows, above zero, in inputs and targets, and "
-                f"{type(inputs).__name__} and {type(targets).__name__} hold none; accepted are tensors, NumPy arrays "
-                "and lists of numbers, in tuples, lists and dictionaries"
+                f"{type(inputs).__name__} and {type(targets).__name__} hold no rows; accepted are tensors, "
+                "NumPy arrays and lists of numbers, in tuples, lists and dictionaries"
             )
         if len(sizes) != 1 or sizes <= {(), (0,)}:
             raise (EmptyBatchError if sizes == {(0,)} else DataError)(
                 "a batch needs the same number of rows, above zero, in inputs and targets; got tensors of shapes "
-                f"{shapes}; where one has no rows, return it whole from inputs(start, stop) of a class of your own "
-                "that also has targets(start, stop) and __len__"
+                f"{shapes}; for a tensor without rows, write a class with inputs(start, stop), targets(start, stop) "
+                "and __len__ that returns it whole"
             )
         self._rows = shapes[0][0]
 
@@ -119,38 +117,38 @@ class TensorRows:
 
     @cached_property
     def memory_bytes(self) -> int:
-        """Bytes of all inputs and targets, which are in memory."""
+        """Bytes of all inputs and targets."""
         parts = (part for _, part in leaves((self._inputs, self._targets)))
         return sum(part.nbytes for part in parts if isinstance(part, Tensor | np.ndarray))
 
     def inputs(self, start: int, stop: int) -> Any:
-        """Rows [start, stop) of each input; one given alone is a tuple of one."""
+        """Return rows [start, stop) of each input; a single tensor is returned as a tuple of one."""
         return _rows_of(self._inputs, start, stop)
 
     def targets(self, start: int, stop: int) -> Any:
-        """Rows [start, stop) of the targets."""
+        """Return rows [start, stop) of the targets."""
         return _rows_of(self._targets, start, stop)
 
 
 def _rows_of(values: Any, start: int, stop: int) -> Any:
-    """Rows [start, stop) of each tensor and array in a nest."""
+    """Return rows [start, stop) of each tensor and array in a nest."""
     return transform(
         values, lambda part: part[start:stop] if isinstance(part, Tensor | np.ndarray) else part
     )
 
 
 def _shapes(values: Any) -> list[tuple[Any, ...]]:
-    """Of every tensor and array in a nest."""
+    """Return the shape of each tensor and array in a nest."""
     return [
         tuple(part.shape) for _, part in leaves(values) if isinstance(part, Tensor | np.ndarray)
     ]
 
 
 def as_tensors(what: str, values: Any, rows: int, dtype: torch.dtype) -> Any:
-    """Inputs or targets (``what``) of ``rows`` rows, with tensors in place of NumPy arrays and of lists of numbers that
-    are as long. NumPy's float64, which it makes where nobody says otherwise, becomes ``dtype``, the model's; class
-    indices become int64, the only integers that torch's losses take. Raises :class:`DataError` for an array of what
-    torch has no type for."""
+    """Return inputs or targets (``what``) of ``rows`` rows with tensors in place of NumPy arrays, and of lists of
+    numbers of that length. float64 arrays, NumPy's default, become ``dtype``, the model's; class indices become
+    int64, the only integers that torch's losses accept. Raises :class:`DataError` for an array whose type torch does
+    not have."""
 
     def change(part: Any) -> Any:
         if isinstance(part, np.ndarray):
@@ -164,7 +162,7 @@ def as_tensors(what: str, values: Any, rows: int, dtype: torch.dtype) -> Any:
 
 
 def as_arrays(values: Any, rows: int | None = None) -> Any:
-    """A nest with NumPy arrays in place of lists of numbers, of those with ``rows`` rows where that is said."""
+    """Return a nest with NumPy arrays in place of lists of numbers; with ``rows``, only of lists of that length."""
     if not isinstance(values, Tensor) and _has_list(values):
         return transform(values, lambda part: _from_list(part, rows), (Tensor, list))
     return values
@@ -201,7 +199,7 @@ def _from_array(what: str, array: NDArray[Any], dtype: torch.dtype) -> Tensor:
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     try:
-        # Torch takes neither arrays that are not to be written to nor such as run backwards.
+        # Torch accepts neither read-only arrays nor negative strides.
         found = torch.from_numpy(np.require(array, requirements=["C", "W"]))
     except TypeError:
         raise DataError(

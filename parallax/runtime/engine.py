@@ -1,4 +1,4 @@
-"""The facade: one rank of a planned training run.
+"""The facade of the runtime: one rank of a planned training run.
 
 ::
 
@@ -63,7 +63,7 @@ from parallax.swap.statistics import SwapStatistics
 
 
 class Engine:
-    """One rank's stage with its optimizer, channels and swap manager. Made by :meth:`build`."""
+    """One rank's stage with its optimizer, channels and swap manager. Build it with :meth:`build`."""
 
     def __init__(
         self, chain: Chain, plan: Plan, mesh: Mesh, loss: Loss, configs: EngineConfigs
@@ -75,20 +75,20 @@ class Engine:
         self._memory = self._meter(configs.precision, plans.values())
         before = data_bytes()
         copies = copies_for(mesh.device, configs.swap.delay())
-        self._below = Tiers(plan.tier, [*plans.values()], configs.swap, configs.scratch, copies)
+        self._tiers = Tiers(plan.tier, [*plans.values()], configs.swap, configs.scratch, copies)
         self._stage = Stage(
             chain,
             plans,
             mesh.device,
             configs.precision,
-            self._below.open_stream,
+            self._tiers.open_stream,
             norms=BatchNorms(configs.replicas.batchnorm, mesh),
             compile=configs.compile,
         )
         swap = self._open_swap([each for each in plans.values() if each.offloads], configs.swap)
         self._manager = None if swap is None else swap[0]
         self._optimizer = open_optimizer(
-            self._stage, mesh, self._shared, configs.optimizer, self._below, copies
+            self._stage, mesh, self._shared, configs.optimizer, self._tiers, copies
         )
         self._stage.wait_for_weights(self._optimizer.ready)
         self._programs: dict[tuple[bool, bool, int], RankProgram] = {}
@@ -108,7 +108,8 @@ class Engine:
         self._update = self._open_update(configs)
         self._buffers = KeptBuffers(self._stage.modules())
         self._executor = self._open_executor(configs, swap, copies)
-        mesh.barrier()  # who is ready first may close first, and is not to be missed by who still connects
+        # A rank that finishes early may close its sockets before a slow peer has connected, so all ranks wait here.
+        mesh.barrier()
         self._loss, self._counts = loss, hasattr(loss, "count")
         self._step = 0
         self._unbound = bound_memory(mesh.device, plan.prediction.ranks[mesh.rank], before)
@@ -154,22 +155,23 @@ class Engine:
         return device_memory(self.mesh.device, precision, plans, reduces=reduces)
 
     def _stalls(self) -> Callable[[], float]:
-        """What tells how long the host has waited for weights and activations."""
+        """Return a function that gives the seconds for which the host has waited for weights and activations."""
         waiting = [each for each in (*self._optimizer.waiting, self._manager) if each is not None]
         return (lambda: sum(each.stall_seconds for each in waiting)) if waiting else float
 
     def _open_swap(
         self, offloading: Sequence[StagePlan], config: SwapConfig
     ) -> tuple[SwapManager, Selector] | None:
-        """What moves activations, and says which; None where nothing is to be moved."""
+        """Return the swap manager and the selector of the tensors that it offloads; None where the plan offloads no
+        activations."""
         if not offloading:
             return None
         manager = SwapManager(
-            self._below.open_activations(),
+            self._tiers.open_activations(),
             limit_bytes=sum(each.swap_limit_bytes for each in offloading),
             verify=config.verify,
         )
-        held, memory = self._stage.held(), self._stage.streams_memory
+        held, memory = self._stage.held(), self._stage.holds_offloaded_memory
         return manager, Selector(held, config.smallest_bytes(self.mesh.device.type), streams=memory)
 
     @classmethod
@@ -189,10 +191,10 @@ class Engine:
         scratch: Path | None = None,
         nonfinite_skips: int = 0,
     ) -> Engine:
-        """Materialise this rank's stage of ``plan``. Called by every rank, with torch.distributed initialised where
-        the plan has more than one. ``steps`` is the length of the learning-rate schedule; ``compile`` compiles
-        each block; ``scratch`` is the folder of swap files. So many ``nonfinite_skips`` steps in a row may be skipped
-        because their loss or gradients are not finite; one more ends the run."""
+        """Build this rank's stage of ``plan``, with real parameters. Every rank calls it, with torch.distributed
+        initialised where the plan has more than one rank. ``steps``: the length of the learning-rate schedule.
+        ``compile``: compile each block. ``scratch``: the folder of swap files. ``nonfinite_skips``: how many steps
+        in a row may be skipped because their loss or gradients are not finite; one more ends the run."""
         check_loss(loss)
         plan = accepted(plan, chain)
         if replicas is not None:
@@ -212,22 +214,23 @@ class Engine:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Model-wide name → parameter or buffer of this rank's stage. Of those that live below the device, a copy,
-        which no optimizer accepts."""
+        """Model-wide name → parameter or buffer of this rank's stage. An offloaded parameter is given as a copy, which
+        optimizers refuse."""
         self._optimizer.finish()
         return {
-            name: mark_copy(value, name) if self._stage.streams(tensor) else tensor
+            name: mark_copy(value, name) if self._stage.is_offloaded(tensor) else tensor
             for name, tensor, value in self._stage.values()
         }
 
     @property
     def gradients_by_name(self) -> dict[str, Tensor]:
-        """Model-wide name → gradient, wherever it is; those that have none are not there."""
+        """Model-wide name → gradient, of resident and offloaded parameters; parameters without a gradient are left
+        out."""
         found = {n: self._stage.gradient(t) for n, t in self._stage.named_tensors().items()}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def tier_bytes(self) -> dict[str, int]:
-        """What each tier counts of its own bytes on this rank, between steps."""
+        """Return the bytes of this rank's tensors between steps, by kind."""
         held = self._stage.held()
         given = [p.grad for p in held if p.is_leaf and p.grad is not None]
         stored = self._manager.stored_bytes + self._manager.resident_bytes if self._manager else 0
@@ -243,13 +246,13 @@ class Engine:
 
     @property
     def current(self) -> CurrentAction | None:
-        """The action that this rank is in, its step, and since when by time.perf_counter; None between steps. For a
-        thread that watches."""
+        """The action that this rank is running, its step, and its start by time.perf_counter; None between steps. For
+        watchdog threads."""
         return self._executor.current
 
     @property
     def beside(self) -> dict[str, threading.Thread]:
-        """What this rank does beside its steps, and the thread that does it. For a thread that watches."""
+        """Work that this rank does beside its steps → its thread. For watchdog threads."""
         return self.saving.pending.threads
 
     @property
@@ -258,9 +261,9 @@ class Engine:
         return self._sync.all_reduces
 
     def step(self, batch: Rows) -> StepResult:
-        """One optimizer update over a global batch of any number of rows, the same on every rank. Raises
+        """Run one optimizer update over a global batch of any number of rows, the same on every rank. Raises
         :class:`~parallax.errors.NonFiniteError` on all ranks where the loss or a gradient is not finite and the step
-        may not be skipped; nothing is updated then."""
+        may not be skipped; weights stay unchanged then."""
         start, scale = time.perf_counter(), self._scale.factor
         self._optimizer.zero_grad()
         self._buffers.remember()
@@ -268,7 +271,7 @@ class Engine:
         done = self._update
         loss, norm, seconds = done.loss, done.norm, time.perf_counter() - start
         swapped = self._take_statistics()
-        trouble = "" if done.judgement.accepted else self._skipped()
+        trouble = "" if done.judgement.accepted else self._undo()
         self._step += 1
         return StepResult(
             loss=loss,
@@ -283,8 +286,9 @@ class Engine:
             learning_rate=self._update.rate,
         )
 
-    def _skipped(self) -> str:
-        """Why a step was not taken: it is as if it had not been. Raises where it was the last."""
+    def _undo(self) -> str:
+        """Restore the buffers after a skipped step and return why it was skipped. Raises where the run may skip no more
+        steps."""
         self._buffers.restore()
         return self._update.judgement.told(self._step)
 
@@ -294,7 +298,7 @@ class Engine:
         return swapped
 
     def gradients(self, batch: Rows) -> float:
-        """Forward and backward without an update; gradients are left in ``parameters``. The loss."""
+        """Run forward and backward without an update and return the loss; ``parameters`` hold the gradients."""
         self._optimizer.finish()
         self._optimizer.zero_grad()
         rows = self._update.rows.numbers(batch)
@@ -304,11 +308,11 @@ class Engine:
         return loss
 
     def evaluate(self, batch: Rows) -> float:
-        """The loss of a batch, with the same weights and nothing saved."""
+        """Return the loss of a batch, in evaluation mode and without a graph."""
         return self.evaluate_weighted(batch)[0]
 
     def evaluate_weighted(self, batch: Rows) -> tuple[float, float]:
-        """The same, and what it is a mean over: rows, or counted targets, in a measure that compares batches."""
+        """Return the loss of a batch and its weight in a mean over batches: its rows, or its counted targets."""
         row_count(batch, self._step)
         rows, weight = self._update.rows.numbers(batch), self._weight(batch)
         with self._stage.evaluating():
@@ -319,8 +323,8 @@ class Engine:
         return loss, weight if self._counts else mass
 
     def predict(self, batch: Rows) -> list[tuple[int, Any]]:
-        """What the model returns for a batch, whose targets are not asked for: on each rank of the last stage, the
-        parts it computed, each with the first of its rows; nothing on other ranks."""
+        """Return the model's outputs for a batch, whose targets are not read: on each rank of the last stage the parts
+        that it computed, each with the index of its first row; an empty list on other ranks."""
         found: list[tuple[int, Any]] = []
         with self._stage.evaluating():
             self._run(
@@ -331,22 +335,23 @@ class Engine:
         return found
 
     def checkpoints(self, directory: Path) -> tuple[list[Path], list[str]]:
-        """What :meth:`load` can continue from below ``directory``, the best last, and what is to be said of others
-        that are there. What interrupted saves have left is removed."""
+        """Return the checkpoints in ``directory`` that :meth:`load` can read, the best last, and messages about the
+        others. Files of interrupted saves are removed."""
         return self.saving.usable(directory)
 
     def save(
         self, directory: Path, state: dict[str, Any], *, retention: Retention = ALL_STAY
     ) -> Path:
-        """Write a checkpoint of all stages below ``directory``; ``state`` is the caller's, and comes back equal. Its
-        folder. Older ones stay as ``retention`` says. Where nodes share no such folder, each has its ranks' part.
+        """Write a checkpoint of all stages into ``directory`` and return its folder. ``state`` is the caller's;
+        :meth:`load` returns an equal one. ``retention`` selects the older checkpoints to keep. Where nodes do not
+        share the folder, each node gets its ranks' files.
 
-        All ranks fail together where one cannot write; what was saved before stays as it is.
+        All ranks fail together where one cannot write; earlier checkpoints stay unchanged.
         """
         return self.saving.save(directory, self._step, {"state": state}, retention)
 
     def load(self, directory: Path) -> dict[str, Any]:
-        """Continue from a checkpoint of this model under any plan; the state that was saved with it.
+        """Load a checkpoint of this model, saved under any plan, and return the ``state`` that was saved with it.
 
         All ranks fail together, before anything is changed, where one cannot read its part.
         """
@@ -356,19 +361,19 @@ class Engine:
         return found.state
 
     @property
-    def ways(self) -> dict[str, str]:
-        """How messages travel along each edge that this rank sends on: "0 -> 1": "shared memory"."""
-        return self._channels.ways()
+    def transports(self) -> dict[str, str]:
+        """The transport of each edge that this rank sends on: "0 -> 1": "shared memory"."""
+        return self._channels.transports()
 
     def close(self) -> None:
-        """Release the tiers below, the channels and the process groups; the engine cannot be used any more."""
+        """Release the stores, the channels and the process groups; the engine cannot be used any more."""
         self.saving.close()
         self._optimizer.close()
-        self._stage.streamed.close()
+        self._stage.offloaded.close()
         if self._manager is not None:
             self._manager.close()
         self._channels.close()
-        self._below.close()
+        self._tiers.close()
         self.mesh.close()
         self._unbound()
 
@@ -423,7 +428,7 @@ class Engine:
         return self._programs[key]
 
     def _weight(self, batch: Rows) -> float:
-        """Rows of the batch, or its counted targets: counted on the last stage, told to all."""
+        """Return the rows of the batch, or its counted targets, which the last stage counts for all ranks."""
         count = getattr(self._loss, "count", None)
         if count is None:
             return float(len(batch))
@@ -436,7 +441,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class EngineConfigs:
-    """What :class:`Engine` needs beside model and plan."""
+    """The settings of :class:`Engine`, besides model and plan."""
 
     optimizer: OptimizerConfig
     precision: PrecisionConfig

@@ -1,9 +1,9 @@
-"""Runs a rank's action list: the same list that the simulator ran on predicted costs.
+"""Runs a rank's action list: the same list that the simulator runs on predicted costs.
 
-Between stages only gradients of tensors that can have one travel back. A stage's output does not stay alive for
-its backward: the graph's edge does. Nor does the graph keep an input for the sake of its gradient: a received
-activation lives only as long as a block has saved it. Along a local edge the sending stage
-gives the receiving one what it has left, and gets the gradients from it: no action of the list is about that.
+Between stages, gradients travel back only for tensors that can have one. To save memory, the backward of a stage starts
+from gradient edges, not from its outputs, and the graph does not keep an input for the sake of its gradient: a received
+activation is freed as soon as no block has it saved. On a local edge the sending stage passes its outputs to the
+receiving stage directly, and the gradients come back the same way, without send and receive actions.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from parallax.swap.activations.manager import SwapManager
 
 Keep = Callable[[int, Any], None]
 Key = tuple[int, int, int]  # step, stage, micro-batch
-CurrentAction = tuple[Action, int, float]  # what is done, in which step, and since when
+CurrentAction = tuple[Action, int, float]  # the action, its step, its start by time.perf_counter
 
 
 @dataclass(slots=True)
-class _Flight:
-    """What a micro-batch leaves on a stage between its forward and its backward: the roots of its graph, where its
-    inputs entered it, and what its weights are owed."""
+class _InFlight:
+    """An in-flight micro-batch of a stage, between its forward and its backward: the roots of its graph, the entry of
+    its inputs, and its deferred weight gradients (split backward)."""
 
     roots: Roots = ()
     entry: GraphEntry | None = None
-    halves: WeightGradStore | None = None
+    weight_gradients: WeightGradStore | None = None
 
 
 class RankProgram:
-    """An action list with what can be said of it before it runs. A receive is posted one message ahead per channel:
-    ``first`` are those to begin with, ``following[n]`` what the n-th action is followed by. ``last`` holds each stage's
-    last forward, last backward, and last weight half."""
+    """An action list, analysed once before it runs. A receive is posted one message ahead on each channel: the receives
+    in ``first`` before the first action, those in ``following[n]`` after the n-th. ``last`` holds each stage's last
+    forward, last backward and last weight-gradient pass."""
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self.actions = list(actions)
@@ -82,9 +82,9 @@ class RankProgram:
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """What one run of a program is about. The loss is divided by ``denominator``: the rows of the whole batch, or its
-    counted targets; its gradient is multiplied by ``scale``. With ``keep`` there are no targets: outputs of the model
-    are given to it with the first of their rows."""
+    """The inputs of one run of a program. The loss is divided by ``denominator``: the rows of the whole batch, or its
+    counted targets. Its gradient is multiplied by ``scale``. With ``keep`` no targets are read: ``keep`` is called
+    with the outputs of the model and the index of their first row."""
 
     index: int
     batch: Rows
@@ -97,7 +97,8 @@ class StepContext:
 
 
 class Executor:
-    """One rank's interpreter of action lists. ``current`` is what it does now, or failed in, for whoever watches it."""
+    """One rank's interpreter of action lists. ``current``: the action that is running, or that failed, for watchdog
+    threads."""
 
     def __init__(
         self,
@@ -118,40 +119,40 @@ class Executor:
         self._chain, self._stage, self._mesh, self._loss = chain, stage, mesh, loss
         self._device, self._boundary = mesh.device, precision.boundary_dtype
         self._stall_seconds, self._sync, self._swap = stall_seconds, sync, swap
-        self._spans, self._inputs, self._weights = spans, inputs, update
-        self._crossings = StageIO(chain, mesh, channels)
+        self._spans, self._inputs, self._updater = spans, inputs, update
+        self._io = StageIO(chain, mesh, channels)
         self._last_stage = len(mesh.plan.stages) - 1
-        self._turn = {stage: turn for turn, stage in enumerate(mesh.stages)}
+        self._slots = {stage: slot for slot, stage in enumerate(mesh.stages)}
         self._plan = mesh.plan
         self._anchor = torch.empty(0, device=mesh.device, requires_grad=True)
         self._received: dict[Key, tuple[Tensors, GraphEntry | None]] = {}
         self._outgoing: dict[Key, Tensors] = {}
         self._gradients: dict[Key, Gradients] = {}
         self._outgoing_gradients: dict[Key, Gradients] = {}
-        self._flights: dict[Key, _Flight] = {}
+        self._in_flight: dict[Key, _InFlight] = {}
         self.row_check = RowCheck(chain.dtype)
 
     def run(self, step: StepContext) -> list[Span]:
-        """Execute the program of ``step``; the spans that are known by then of training steps, this one's and what was
-        missing of the one before."""
+        """Execute the program of ``step``. Return the spans of training steps that the device has completed: those of
+        this step, and the rest of the previous one."""
         rank, index = self._mesh.rank, step.index
         spans = self._spans if step.training else self._spans.aside()
-        post, ahead = self._crossings.post, self._crossings.posts
+        post, ahead = self._io.post, self._io.posts
         name = "the batch of" if step.training else "a batch that is evaluated at"
         given, batch = step.batch, self.row_check.of(step.batch, f"{name} step {index}")
         step = replace(step, batch=batch)
         if step.program.updates:
-            self._weights.begin(given)
+            self._updater.begin(given)
         self._loss.begin()
-        self._crossings.begin(len(step.batch), step.micro_batches)
+        self._io.begin(len(step.batch), step.micro_batches)
         with private_random_state(self._device), torch.set_grad_enabled(step.training):
-            self._inputs.begin(step.batch, self._parts_of_model(step.program))
+            self._inputs.begin(step.batch, self._input_parts(step.program))
             for receive in step.program.first:
                 post(receive)
             for action, receives in zip(step.program.actions, step.program.following):
                 self.current = action, index + action.step, spans.begin()
                 try:
-                    waited = _DO[action.kind](self, action, step)
+                    waited = _HANDLERS[action.kind](self, action, step)
                 except Exception as error:
                     error.add_note(f"action {action}")
                     raise
@@ -161,9 +162,9 @@ class Executor:
                         post(receive)
         self.current = None
         if step.keep is not None and 0 in self._mesh.stages:
-            # No number is read, which would wait for all.
+            # predict reads no loss, which would synchronize, so it waits for the copies of the inputs here.
             self._inputs.landed()
-        self._crossings.flush()
+        self._io.flush()
         return spans.take()
 
     @property
@@ -172,30 +173,30 @@ class Executor:
         return self._loss.share
 
     def abandon(self) -> None:
-        """Forget micro-batches in flight, so that their graphs and swapped data are released."""
+        """Drop in-flight micro-batches, so that their graphs and swapped data are freed."""
         for held in (
             self._received,
             self._outgoing,
             self._gradients,
             self._outgoing_gradients,
-            self._flights,
+            self._in_flight,
         ):
             held.clear()
         self._loss.abandon()
         self._inputs.abandon()
         self._sync.disarm()
 
-    # ---- actions; each gives the seconds it only waited
+    # ---- actions; each returns the seconds that it spent waiting
 
     def _receive(self, action: Action, step: StepContext) -> float:
         start = time.perf_counter()
         key = _key(action)
         if action.kind is Kind.RECEIVE_GRADIENT:
-            if (gradients := self._crossings.receive_gradients(action)) is not None:
+            if (gradients := self._io.receive_gradients(action)) is not None:
                 self._gradients[key] = gradients
             return time.perf_counter() - start
         entry = GraphEntry(self._anchor) if step.training else None
-        inputs = self._crossings.receive(action, entry.copy if entry is not None else torch.clone)
+        inputs = self._io.receive(action, entry.copy if entry is not None else torch.clone)
         if inputs is not None:
             self._received[key] = inputs, entry
         return time.perf_counter() - start
@@ -204,19 +205,19 @@ class Executor:
         del step
         key = _key(action)
         if action.kind is Kind.SEND_GRADIENT:
-            self._crossings.send_gradients(action, self._outgoing_gradients.pop(key, ()))
+            self._io.send_gradients(action, self._outgoing_gradients.pop(key, ()))
         else:
-            self._crossings.send(action, self._outgoing.pop(key, ()))
+            self._io.send(action, self._outgoing.pop(key, ()))
         return 0.0
 
     def _fetch(self, action: Action, step: StepContext) -> float:
         if self._swap is not None:
-            self._swap[0].fetch(self._name(action, step))
+            self._swap[0].fetch(self._swap_key(action, step))
         return 0.0
 
     def _forward(self, action: Action, step: StepContext) -> float:
         before, waited = self._stall_seconds(), 0.0
-        first, rows = self._crossings.rows(action.micro)
+        first, rows = self._io.rows(action.micro)
         if rows:
             self._run_forward(action, step, first, rows)
         else:
@@ -227,45 +228,47 @@ class Executor:
 
     def _run_forward(self, action: Action, step: StepContext, first: int, rows: int) -> None:
         stage, micro = action.stage, action.micro
-        flight = _Flight(halves=WeightGradStore(self._device) if step.program.splits else None)
+        in_flight = _InFlight(
+            weight_gradients=WeightGradStore(self._device) if step.program.splits else None
+        )
         entering, leaving = self._plan.entering(stage), self._plan.leaving(stage)
         if entering is None:
             inputs = self._chain.arguments(with_own_storage(self._inputs.take((first, rows))))
         else:
-            inputs, flight.entry = self._received.pop(_key(action))
-            if flight.entry is not None:
-                inputs = flight.entry.enter(inputs, self._crossings.floating(entering, inputs))
+            inputs, in_flight.entry = self._received.pop(_key(action))
+            if in_flight.entry is not None:
+                inputs = in_flight.entry.enter(inputs, self._io.floating(entering, inputs))
         outputs = self._stage.run(
             stage,
             inputs,
-            where=MicroBatchContext(step.index, first, rows, self._crossings.size(micro)),
-            micro=self._name(action, step),
+            where=MicroBatchContext(step.index, first, rows, self._io.size(micro)),
+            micro=self._swap_key(action, step),
             swap=self._swap,
-            halves=flight.halves,
+            weight_gradients=in_flight.weight_gradients,
         )
         del inputs
         if leaving is not None:
-            self._leave(action, leaving, outputs, flight, training=step.training)
+            self._keep_outputs(action, leaving, outputs, in_flight, training=step.training)
         elif step.keep is not None:
             step.keep(first, self._chain.results(outputs))
         else:
-            flight.roots = self._loss.add(step, micro, first, first + rows, outputs)
+            in_flight.roots = self._loss.add(step, micro, first, first + rows, outputs)
         if step.training:
-            self._flights[_key(action)] = flight
+            self._in_flight[_key(action)] = in_flight
 
     def _backward(self, action: Action, step: StepContext) -> float:
         key = _key(action)
-        flight = self._flights.get(key)
-        if flight is None:  # no rows of this micro-batch are here
+        in_flight = self._in_flight.get(key)
+        if in_flight is None:  # this rank has no rows of the micro-batch
             if not step.program.splits and self._completes(action, step):
                 self._sync.arm(action.stage)
                 self._sync.ended(action.stage)
             return 0.0
         before = self._stall_seconds()
-        announced = flight.halves is None and self._completes(action, step)
-        if flight.halves is None:
-            del self._flights[key]
-        if announced:
+        is_last = in_flight.weight_gradients is None and self._completes(action, step)
+        if in_flight.weight_gradients is None:
+            del self._in_flight[key]
+        if is_last:
             self._sync.arm(action.stage)
         gradients = (
             self._loss.gradients(action.micro)
@@ -274,35 +277,37 @@ class Executor:
         )
         pairs = [
             (root, gradient)
-            for root, gradient in zip(flight.roots, gradients)
+            for root, gradient in zip(in_flight.roots, gradients)
             if root is not None and gradient is not None
         ]
-        flight.roots = ()
+        in_flight.roots = ()
         if pairs:
             roots, arriving = zip(*pairs)
             del gradients, pairs
             torch.autograd.backward(roots, arriving)
-            if flight.halves is not None:
-                flight.halves.separate_gradients(self._stage.parameters_of(action.stage))
-        if announced:
+            if in_flight.weight_gradients is not None:
+                in_flight.weight_gradients.separate_gradients(
+                    self._stage.parameters_of(action.stage)
+                )
+        if is_last:
             self._sync.ended(action.stage)
-        if flight.entry is not None:
-            left, entering = flight.entry.take_gradients(), self._plan.entering(action.stage)
+        if in_flight.entry is not None:
+            detached, entering = in_flight.entry.take_gradients(), self._plan.entering(action.stage)
             if entering is not None and self._plan.is_local(entering):
-                self._gradients[action.step, entering.sender, action.micro] = left
+                self._gradients[action.step, entering.sender, action.micro] = detached
             else:
-                self._outgoing_gradients[key] = left
+                self._outgoing_gradients[key] = detached
         return self._stall_seconds() - before
 
     def _backward_weight(self, action: Action, step: StepContext) -> float:
-        flight = self._flights.pop(_key(action), None)
+        in_flight = self._in_flight.pop(_key(action), None)
         completes = self._completes(action, step)
-        if flight is None:
+        if in_flight is None:
             if completes:
                 self._sync.split(action.stage, ())
-        elif flight.halves is not None:
-            flight.halves.finish(
-                self._sync.split(action.stage, flight.halves.pending_parameters())
+        elif in_flight.weight_gradients is not None:
+            in_flight.weight_gradients.finish(
+                self._sync.split(action.stage, in_flight.weight_gradients.pending_parameters())
                 if completes
                 else None
             )
@@ -313,16 +318,16 @@ class Executor:
         return self._sync.finish()
 
     def _update(self, action: Action, step: StepContext) -> float:
-        self._weights.run(step.index + action.step, self.loss_share)
+        self._updater.run(step.index + action.step, self.loss_share)
         return 0.0
 
     # ---- parts of actions
 
-    def _parts_of_model(self, program: RankProgram) -> Iterator[Part]:
-        """The rows that the model's first stage computes on here, micro-batch by micro-batch."""
+    def _input_parts(self, program: RankProgram) -> Iterator[Part]:
+        """Yield the rows on which this rank computes the model's first stage, micro-batch by micro-batch."""
         for action in program.actions:
             if action.kind is Kind.FORWARD and action.stage == 0:
-                part = self._crossings.rows(action.micro)
+                part = self._io.rows(action.micro)
                 if part[1]:
                     yield part
 
@@ -330,40 +335,42 @@ class Executor:
         """Whether a stage's gradients are complete after ``action``."""
         return action in step.program.last
 
-    def _name(self, action: Action, step: StepContext) -> int:
-        """What the swap manager calls a micro-batch on one of the stages here."""
-        turn = self._turn[action.stage] + action.step * len(self._turn)
-        return action.micro + step.micro_batches * turn
+    def _swap_key(self, action: Action, step: StepContext) -> int:
+        """Return the number that the swap manager knows a micro-batch of one of this rank's stages by."""
+        slot = self._slots[action.stage] + action.step * len(self._slots)
+        return action.micro + step.micro_batches * slot
 
-    def _leave(
-        self, action: Action, edge: Edge, outputs: Tensors, flight: _Flight, *, training: bool
+    def _keep_outputs(
+        self, action: Action, edge: Edge, outputs: Tensors, in_flight: _InFlight, *, training: bool
     ) -> None:
-        """Make outputs ready to be sent, and their places in the graph to be found again."""
+        """Detach the outputs for sending, and keep their gradient edges as roots of the backward."""
         if self._boundary is not None:
-            # Not what has no gradient: the lowest number of fp32, as masks have it, is -inf in fewer bytes. And complex
-            # numbers stay as they are.
+            # Only tensors with gradients are cast: masks hold the lowest fp32 number, which is -inf in two bytes.
+            # Complex numbers are not cast.
             outputs = tuple(
                 tensor.to(self._boundary)
                 if tensor.requires_grad and tensor.is_floating_point()
                 else tensor
                 for tensor in outputs
             )
-        left = tuple(tensor.detach() for tensor in outputs)
+        detached = tuple(tensor.detach() for tensor in outputs)
         if self._plan.is_local(edge):
-            self._hand_over((action.step, edge.receiver, action.micro), left, training=training)
+            self._pass_locally(
+                (action.step, edge.receiver, action.micro), detached, training=training
+            )
         else:
-            self._outgoing[_key(action)] = left
+            self._outgoing[_key(action)] = detached
         if training:
-            floating = self._crossings.floating(edge, outputs)
-            flight.roots = [
+            floating = self._io.floating(edge, outputs)
+            in_flight.roots = [
                 get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in floating
             ]
 
-    def _hand_over(self, key: Key, left: Tensors, *, training: bool) -> None:
-        """Give a stage on this rank what another one here has left, as a channel would: a copy of its own, for the
-        graph of the sender may have saved these, and a block may change its input in place."""
+    def _pass_locally(self, key: Key, detached: Tensors, *, training: bool) -> None:
+        """Pass detached outputs to the next stage on this rank. It gets copies, as from a channel: the sender's graph
+        may have saved the outputs, and a block may change its input in place."""
         entry = GraphEntry(self._anchor) if training else None
-        inputs = left if entry is None else tuple(map(entry.copy, left))
+        inputs = detached if entry is None else tuple(map(entry.copy, detached))
         self._received[key] = inputs, entry
 
 
@@ -371,7 +378,7 @@ def _key(action: Action) -> Key:
     return action.step, action.stage, action.micro
 
 
-_DO: dict[Kind, Callable[[Executor, Action, StepContext], float]] = {
+_HANDLERS: dict[Kind, Callable[[Executor, Action, StepContext], float]] = {
     Kind.RECEIVE_ACTIVATION: Executor._receive,
     Kind.RECEIVE_GRADIENT: Executor._receive,
     Kind.SEND_ACTIVATION: Executor._send,

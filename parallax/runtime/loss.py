@@ -1,8 +1,8 @@
-"""The loss on the last stage: what becomes of the outputs of a step's micro-batches.
+"""The loss on the last stage, from the outputs of a step's micro-batches.
 
-The usual loss is a mean over rows, so each micro-batch of each replica has one of its own (:class:`LossOfParts`). A
-loss in which rows meet, such as a contrastive one, is another when it is made from parts. For it the outputs of all
-micro-batches and replicas are gathered first (:class:`GatheredLoss`), and it is computed once, of the whole batch.
+The usual loss is a mean over rows, so each micro-batch of each replica has a loss of its own (:class:`LossOfParts`). A
+loss over the whole batch, such as a contrastive one, cannot be computed from parts. For it the outputs of all
+micro-batches and replicas are gathered first (:class:`GatheredLoss`), and it is computed once.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ Roots = Sequence[Tensor | GradientEdge | None]
 
 
 class LossStep(Protocol):
-    """What a loss is told of the step; see :class:`~parallax.runtime.executor.StepContext`."""
+    """The step, as a loss sees it; see :class:`~parallax.runtime.executor.StepContext`."""
 
     @property
     def index(self) -> int:
-        """Steps before it."""
+        """The number of the step, from 0."""
 
     @property
     def batch(self) -> Rows:
@@ -52,11 +52,11 @@ class LossStep(Protocol):
 
     @property
     def denominator(self) -> float:
-        """What losses are divided by."""
+        """The divisor of losses: rows or counted targets of the batch."""
 
     @property
     def micro_batches(self) -> int:
-        """Into which the batch is cut."""
+        """The number of micro-batches of the batch."""
 
     @property
     def training(self) -> bool:
@@ -64,35 +64,35 @@ class LossStep(Protocol):
 
     @property
     def scale(self) -> float:
-        """What gradients are multiplied by."""
+        """The factor of gradients."""
 
 
 class StepLoss(Protocol):
-    """How outputs of the last stage become the step's loss, and the gradients that backwards begin with."""
+    """Computes the step's loss from outputs of the last stage, and the gradients that backwards start from."""
 
     @property
     def share(self) -> Tensor:
         """This rank's part of the last step's loss, on its device; the sum over all ranks is the loss."""
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start a step."""
 
     def add(self, step: LossStep, micro: int, low: int, high: int, outputs: Tensors) -> Roots:
-        """Take the outputs of rows ``low`` to ``high`` of the batch; what their backward begins from."""
+        """Add the outputs of rows ``low`` to ``high`` of the batch; return the roots of their backward."""
 
     def complete(self, step: LossStep) -> float:
-        """All forwards of this rank have run; the seconds that were waited for others."""
+        """Finish the loss after the last forward of this rank; return the seconds spent waiting for other ranks."""
 
     def gradients(self, micro: int) -> Gradients:
-        """Of the roots that :meth:`add` gave for a micro-batch, once."""
+        """Return, once, the gradients of the roots that :meth:`add` returned for a micro-batch."""
 
     def abandon(self) -> None:
-        """Forget micro-batches in flight."""
+        """Drop in-flight micro-batches."""
 
 
 class Evaluation:
-    """Calls the loss, and adds up this rank's ``share`` of the step's, and the ``mass`` that this is a mean over: rows,
-    or counted targets."""
+    """Calls the loss, and sums this rank's ``share`` of the step's loss and its ``mass``: rows, or counted targets,
+    over which the loss is a mean."""
 
     def __init__(
         self, loss: Loss, chain: Chain, precision: PrecisionConfig, device: torch.device
@@ -108,12 +108,11 @@ class Evaluation:
 
     @property
     def share(self) -> Tensor:
-        """What was added since :meth:`begin`."""
+        """The loss added since :meth:`begin`."""
         return self._share
 
     def parts(self) -> list[tuple[int, int, float]]:
-        """Of each call since :meth:`begin` its rows, the first and the one behind the last, and its value, for which
-        the device is waited for."""
+        """Return first row, last row + 1 and value of each call since :meth:`begin`; synchronizes with the device."""
         return [(*rows, value) for rows, value in zip(self._rows, self._values.tolist())]
 
     def begin(self) -> None:
@@ -123,8 +122,8 @@ class Evaluation:
     def of(
         self, step: LossStep, outputs: Tensors, low: int, high: int, *, counted: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """The loss of rows ``low`` to ``high``, added to the share where it is ``counted``, and the gradient that its
-        backward begins with."""
+        """Return the loss of rows ``low`` to ``high``, and the gradient that its backward starts from. The loss is
+        added to the share where it is ``counted``."""
         given = step.batch.targets(low, high)
         targets = with_own_storage(to_device(given, self._device))
         results = self._chain.results(outputs)
@@ -135,7 +134,7 @@ class Evaluation:
         if step.training and not self._counts and high - low < len(step.batch):
             self._check_mean(step, results, given, low, high)
         mass, whole = self._masses(step, results, low, high)
-        if not mass:  # a mean of no targets is NaN
+        if not mass:  # a mean over no targets is NaN
             value = _nothing_of(outputs, value)
         weight = mass / (whole or 1.0)
         if counted:
@@ -146,12 +145,12 @@ class Evaluation:
             self._values[len(self._rows)].copy_(value.detach().reshape(()))
             self._rows.append((low, high))
             self.mass += high - low if self._counts else mass
-        # One for each micro-batch: autograd may make it, or a view of it, the gradient of a parameter.
+        # A new tensor for each micro-batch: autograd may use it, or a view of it, as the gradient of a parameter.
         return value, torch.full_like(value, weight * step.scale, requires_grad=False)
 
     def _check_mean(self, step: LossStep, results: Any, targets: Any, low: int, high: int) -> None:
-        """Raise :class:`ConfigError` where nothing is known of the loss, and targets are masked for which it is not the
-        mean over its rows."""
+        """Raise :class:`ConfigError` for an unknown loss that is not the mean over its rows because some targets are
+        masked."""
         if self._counting.counts_targets:
             return
         rows, first = high - low, low
@@ -161,14 +160,14 @@ class Evaluation:
         how = self._even.difference(results, rows, to_device(targets, self._device))
         if how:
             raise ConfigError(
-                f"the loss depends on how a batch is cut, as targets are masked: in rows {first} to {high} of step "
+                f"the loss depends on the micro-batches, as targets are masked: in rows {first} to {high} of step "
                 f"{step.index} it is {how}; give the loss count(targets), the number of targets that count, and let it "
                 "return the sum over these, or use torch.nn.functional.cross_entropy with ignore_index, or "
                 "trainer.gather_loss=true"
             )
 
     def _masses(self, step: LossStep, results: Any, low: int, high: int) -> tuple[float, float]:
-        """Of rows ``low`` to ``high`` and of all."""
+        """Return the mass of rows ``low`` to ``high`` and that of the batch."""
         if self._counts:
             return 1.0, step.denominator
         rows = len(step.batch)
@@ -176,20 +175,18 @@ class Evaluation:
             try:
                 mass = self._counting.row_weight(results, high - low, step.batch, low, high)
                 whole = self._whole or self._mass_of_all(step, results, high - low)
-                if self._counting.observed:  # until then the rule may become another one
+                if self._counting.observed:  # before, the counting rule may still change
                     self._whole = whole
                 return mass, whole
             except HangError:
                 raise
-            except (
-                Exception
-            ) as error:  # a loss of the user's that does other things with other rows
+            except Exception as error:  # a user's loss may fail on other rows
                 logger.debug("targets are not counted: %s", error)
                 self._counting.assume_row_mean()
         return float(high - low), float(rows)
 
     def _mass_of_all(self, step: LossStep, results: Any, few: int) -> float:
-        """Of the batch; of its micro-batches where these have other shapes."""
+        """Return the mass of the batch, computed at once, or by micro-batches where these have different shapes."""
         rows, mass = len(step.batch), partial(self._counting.row_weight, results, few, step.batch)
         try:
             return mass(0, rows)
@@ -202,7 +199,7 @@ class Evaluation:
 
 
 def _nothing_of(outputs: Tensors, value: Tensor) -> Tensor:
-    """A loss of 0 that depends on the outputs."""
+    """Return a loss of 0 that depends on the outputs."""
     parts = [each.flatten()[:0].sum() for each in outputs if each.requires_grad]
     return sum(
         (each.to(value.dtype) for each in parts), torch.zeros_like(value, requires_grad=False)
@@ -210,7 +207,7 @@ def _nothing_of(outputs: Tensors, value: Tensor) -> Tensor:
 
 
 class LossOfParts:
-    """Each micro-batch has a loss, whose share of the step's is that of its rows, or of its counted targets."""
+    """One loss for each micro-batch, weighted in the step's loss by its rows or its counted targets."""
 
     def __init__(self, evaluation: Evaluation) -> None:
         self._evaluation = evaluation
@@ -230,7 +227,7 @@ class LossOfParts:
         return (value,)
 
     def complete(self, step: LossStep) -> float:
-        """Nothing is left to do."""
+        """No-op: every micro-batch has its loss."""
         del step
         return 0.0
 
@@ -242,15 +239,13 @@ class LossOfParts:
 
 
 class _Kind(NamedTuple):
-    """One output of a micro-batch."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
 
 
 class _PartOutputs(NamedTuple):
-    """Rows ``low`` to ``high`` of the batch, which are a micro-batch of one replica, and its outputs."""
+    """The outputs of one replica's micro-batch, which is rows ``low`` to ``high`` of the batch."""
 
     micro: int
     low: int
@@ -258,12 +253,12 @@ class _PartOutputs(NamedTuple):
     outputs: tuple[_Kind, ...]
 
     def looks_like_rows(self, index: int) -> bool:
-        """Whether one of the outputs has as many rows as the part."""
+        """Whether output ``index`` has as many rows as the part."""
         return self.outputs[index].shape[:1] == (self.high - self.low,)
 
 
 class _Whole(NamedTuple):
-    """One output of the whole batch; ``has_rows``: in its first dimension."""
+    """One output of the whole batch; ``has_rows``: its first dimension is the rows."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -273,45 +268,43 @@ class _Whole(NamedTuple):
 
 @dataclass(slots=True)
 class _Buffer:
-    """One output while micro-batches come in: their ``rows`` in their places, zeros where others have theirs. Of what
-    has no rows the first value, ``single``, and whether another was not the same (``differ``)."""
+    """One output during the forwards. ``rows``: the whole batch, zero where other replicas have the rows. An output
+    without rows is kept once in ``single``; ``differ``: micro-batches gave different values."""
 
     rows: Tensor | None = None
     single: Tensor | None = None
     differ: bool = False
 
     def add(self, output: Tensor, low: int, high: int, batch: int) -> None:
-        """Copy the outputs of some rows."""
+        """Copy the output of rows ``low`` to ``high``."""
         if output.dim() == 0 or len(output) != high - low:
             self.add_single(output)
             return
         if self.rows is None:
             self.rows = output.new_zeros((batch, *output.shape[1:]))
-        if (
-            self.rows.shape[1:] == output.shape[1:]
-        ):  # otherwise they do not fit together, as all will see
+        if self.rows.shape[1:] == output.shape[1:]:  # otherwise _agreed raises on all ranks
             self.rows[low:high].copy_(output)
 
     def add_single(self, value: Tensor) -> None:
-        """Keep a value that has no rows."""
+        """Keep the value of an output without rows."""
         value = value.resolve_conj().resolve_neg()
         if self.single is None:
             self.single = value.clone(memory_format=torch.contiguous_format)
         self.differ |= not _same(self.single, value)
 
     def settle(self, parts: Sequence[_PartOutputs]) -> None:
-        """It has no rows after all: what was taken for some are values, too."""
+        """Treat values that were kept as rows as values without rows."""
         for part in parts if self.rows is not None else ():
             self.add_single(self.rows[part.low : part.high])  # type: ignore[index]
 
 
 class GatheredLoss:
-    """The loss of all rows at once.
+    """The loss over the whole batch.
 
-    A micro-batch leaves the edges of its graph, and copies of its outputs in buffers for the whole batch. When the last
-    has gone forward, the replicas of the last stage sum their buffers as bytes: each row is there once, beside zeros,
-    so the sum is exact for every type. Each replica computes the same loss from the same numbers, and begins the
-    backward of each of its micro-batches with the gradients of its rows.
+    Each micro-batch keeps the gradient edges of its outputs, and copies the outputs into buffers for the whole batch.
+    After the last forward the replicas of the last stage all-reduce their buffers as bytes: each row is non-zero on one
+    replica only, so the sum is exact for every type. Each replica computes the same loss, and starts the backward of
+    each of its micro-batches from the gradients of its rows.
 
     An output without rows, such as a learnt temperature, must be the same in all micro-batches. The loss gets it once,
     and the micro-batch with the batch's first row gets its gradient.
@@ -328,14 +321,13 @@ class GatheredLoss:
 
     @property
     def share(self) -> Tensor:
-        """The whole loss on the first replica, nothing on others."""
+        """The whole loss on the first replica, 0 on the others."""
         return self._evaluation.share
 
     def begin(self) -> None:
         self._evaluation.begin()
 
     def add(self, step: LossStep, micro: int, low: int, high: int, outputs: Tensors) -> Roots:
-        """The edges of the outputs."""
         if not self._buffers:
             self._buffers = [_Buffer() for _ in outputs]
         for index, (buffer, output) in enumerate(zip(self._buffers, outputs)):
@@ -349,13 +341,13 @@ class GatheredLoss:
         return [get_gradient_edge(o) if o.requires_grad else None for o in outputs]
 
     def complete(self, step: LossStep) -> float:
-        """Gather, compute the loss, and cut its gradients into those of micro-batches."""
+        """Gather the outputs, compute the loss, and slice its gradients by micro-batch."""
         start, rows = time.perf_counter(), len(step.batch)
         whole = _agreed(self._parts_of_all(), rows, self._rowless)
         gathered = tuple([self._gathered(*each) for each in enumerate(whole)])
         self._buffers = []
         waited = time.perf_counter() - start
-        # Where the loss draws random numbers, all replicas draw the same.
+        # A loss that draws random numbers draws the same on all replicas.
         seed_block(self._mesh.device, block_seed(self._seed, step.index, self._place))
         gradients = self._run(step, gathered, [each.requires_grad for each in whole])
         del gathered
@@ -367,7 +359,6 @@ class GatheredLoss:
         return waited
 
     def gradients(self, micro: int) -> Gradients:
-        """Of the outputs of a micro-batch."""
         return self._gradients.pop(micro, ())
 
     def abandon(self) -> None:
@@ -375,14 +366,14 @@ class GatheredLoss:
         self._gradients.clear()
 
     def _parts_of_all(self) -> list[_PartOutputs]:
-        """The micro-batches of all replicas."""
+        """Return the micro-batches of all replicas."""
         if self._mesh.statistics is None:
             return self._parts
         found = all_objects(self._parts, self._mesh.statistics)
         return [part for parts in found for part in parts]
 
     def _gathered(self, index: int, whole: _Whole) -> Tensor:
-        """One output of the whole batch, the same on every replica."""
+        """Return one output of the whole batch, the same on every replica."""
         buffer = self._buffers[index] if self._parts else _Buffer()
         if whole.has_rows:
             return self._summed(self._zeros(whole) if buffer.rows is None else buffer.rows)
@@ -392,8 +383,8 @@ class GatheredLoss:
         value = self._summed(self._zeros(whole) if mine is None else mine.clone())
         if buffer.differ or (buffer.single is not None and not _same(buffer.single, value)):
             raise DataError(
-                f"output {index} of the model has no rows and differs between micro-batches, so the whole batch has no "
-                "such output, and trainer.gather_loss=true needs it: return a value for each row instead, or use "
+                f"output {index} of the model has no rows and differs between micro-batches, and "
+                "trainer.gather_loss=true needs one value for the whole batch: return a value for each row, or use "
                 "trainer.gather_loss=false"
             )
         return value
@@ -402,13 +393,13 @@ class GatheredLoss:
         return torch.zeros(whole.shape, dtype=whole.dtype, device=self._mesh.device)
 
     def _summed(self, tensor: Tensor) -> Tensor:
-        """The sum over the replicas, of which one at most has anything at each place."""
+        """All-reduce over replicas; at each index at most one replica is non-zero."""
         if self._mesh.statistics is not None and tensor.numel():
             dist.all_reduce(tensor.view(-1).view(torch.uint8), group=self._mesh.statistics)
         return tensor
 
     def _run(self, step: LossStep, outputs: Tensors, needed: Sequence[bool]) -> Gradients:
-        """The loss of ``outputs``, and the gradients of those that are ``needed``, in the places of all."""
+        """Compute the loss of ``outputs``; return a gradient for each output, None where it is not ``needed``."""
         entry = GraphEntry(self._anchor)
         if step.training:
             training = tuple([output for output, each in zip(outputs, needed) if each])
@@ -426,13 +417,13 @@ class GatheredLoss:
 
 
 def _agreed(parts: Sequence[_PartOutputs], rows: int, rowless: Collection[int]) -> list[_Whole]:
-    """The outputs of the whole batch, from those of all its micro-batches. Raises :class:`DataError` where they do not
-    fit together."""
+    """Return the outputs of the whole batch, from those of all micro-batches. Raises :class:`DataError` where their
+    shapes or types do not match."""
     counts = sorted({len(part.outputs) for part in parts})
     if len(counts) > 1:
         raise DataError(
             f"the model returns {counts[0]} tensors for some micro-batches and {counts[-1]} for others, and "
-            "trainer.gather_loss=true lays their rows one after the other: return as many for all"
+            "trainer.gather_loss=true concatenates their rows: return the same number for all"
         )
     return [_whole(index, parts, rows, index in rowless) for index in range(counts[0])]
 
@@ -446,7 +437,7 @@ def _whole(index: int, parts: Sequence[_PartOutputs], rows: int, rowless: bool) 
         first, other = (f"{types[end]} {shapes[end]}" for end in (0, -1))
         raise DataError(
             f"output {index} of the model is {first} for {'a row' if has_rows else 'some rows'} and {other} for "
-            f"{'another' if has_rows else 'others'}, and trainer.gather_loss=true lays rows one after the other: pad "
+            f"{'another' if has_rows else 'others'}, and trainer.gather_loss=true concatenates rows: pad "
             "the rows of a batch to one size, or use trainer.gather_loss=false"
         )
     shape = (rows, *shapes[0]) if has_rows else shapes[0]
@@ -454,14 +445,14 @@ def _whole(index: int, parts: Sequence[_PartOutputs], rows: int, rowless: bool) 
 
 
 def _cut(gradient: Tensor | None, whole: _Whole, part: _PartOutputs) -> Tensor | None:
-    """What of an output's gradient a micro-batch begins its backward with."""
+    """Return the gradient that a micro-batch's backward starts from, of one output."""
     if gradient is None or whole.has_rows:
         return None if gradient is None else gradient[part.low : part.high]
     return gradient if part.low == 0 else None
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same, NaN included."""
+    """Whether two tensors have equal bytes, NaN included."""
     return one.shape == other.shape and bool(torch.equal(_bytes(one), _bytes(other)))
 
 
@@ -474,6 +465,6 @@ def _check_plain(index: int, output: Tensor) -> None:
         return
     kind = "nested" if output.is_nested else str(output.layout).removeprefix("torch.")
     raise DataError(
-        f"output {index} of the model is a {kind} tensor, and trainer.gather_loss=true lays rows one after the other: "
+        f"output {index} of the model is a {kind} tensor, and trainer.gather_loss=true concatenates rows: "
         "return a plain tensor, or use trainer.gather_loss=false"
     )

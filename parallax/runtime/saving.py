@@ -265,7 +265,7 @@ class Saving:
         for name, tensor, value in self._stage.values():
             if name not in self._chain.left_out:
                 yield name, tensor, held.weight(name, tensor).to(tensor.dtype)
-            elif self._stage.streams(tensor):
+            elif self._stage.is_offloaded(tensor):
                 yield name, tensor, value
 
     def _marks(self) -> dict[str, int]:

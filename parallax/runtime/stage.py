@@ -36,25 +36,25 @@ Stream = OffloadedParameters | ResidentParameters
 OpenStream = Callable[[Chain, Sequence[int], float, Iterable[Iterable[nn.Parameter]]], Stream]
 
 
-_ODD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples lie as far apart as can be, in the lower half, too
+_ODD = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: its multiples are maximally spread, also in their lower 32 bits
 _POSITIVE = 2**63 - 1
 
 
-def keep_all(
+def keep_resident(
     chain: Chain, indices: Sequence[int], share: float, blocks: Iterable[Iterable[nn.Parameter]]
 ) -> Stream:
-    """Make the ``blocks``, whose parameters stay on the device."""
+    """Make the ``blocks``; all their parameters stay on the device."""
     del chain, indices, share
     return ResidentParameters(blocks)
 
 
-def _are_there(parameters: Iterable[nn.Parameter]) -> None:
-    """Nobody has to wait for weights."""
+def _no_wait(parameters: Iterable[nn.Parameter]) -> None:
+    """No-op: parameters are always resident."""
 
 
 class MicroBatchContext(NamedTuple):
-    """What a stage runs on: ``rows`` of one micro-batch, the first of them in the global batch, and how many the
-    micro-batch has over all replicas."""
+    """The rows that a stage runs on: the index of the first in the global batch, their number, and the micro-batch's
+    number of rows over all replicas (``whole``)."""
 
     step: int
     first: int
@@ -63,15 +63,15 @@ class MicroBatchContext(NamedTuple):
 
 
 class Stage(nn.Module):
-    """The blocks of one rank with real parameters: of its stage, or of the several that share its pipeline rank.
+    """The blocks of one rank with real parameters: of one stage, or of all virtual stages of its pipeline rank.
 
-    The random state of a block's forward depends on (seed, step, first row, block) alone, so a recomputed forward
-    draws the same numbers, and so does another plan that cuts rows alike; dropout is the same under every plan
-    (:mod:`parallax.model.layers.dropout`). ``norms`` takes charge of BatchNorms (:mod:`parallax.model.layers.norms`).
+    The random state of a block's forward depends only on (seed, step, first row, block). So a recomputed forward draws
+    the same numbers, and so does another plan with the same micro-batches. Dropout is the same under every plan
+    (:mod:`parallax.model.layers.dropout`). ``norms`` handles BatchNorms (:mod:`parallax.model.layers.norms`).
 
-    With ``compile`` each block's forward is compiled for any number of rows. Modes that look at single operators see
-    nothing in there: backwards are not split, dropout is drawn by the compiler's generator, which is seeded alike. And
-    all that such a block has offloaded comes back at once, for which the plan's swap limit must have room.
+    With ``compile`` each block's forward is compiled for any number of rows. Dispatch modes do not see the operators of
+    a compiled block: its backward is not split, and its dropout draws from the compiler's generator, seeded alike. All
+    offloaded activations of such a block are fetched at once, so the plan's swap limit must hold them.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Stage(nn.Module):
         plans: Mapping[int, StagePlan],
         device: torch.device,
         precision: PrecisionConfig,
-        open_stream: OpenStream = keep_all,
+        open_stream: OpenStream = keep_resident,
         *,
         norms: BatchNorms | None = None,
         compile: bool = False,
@@ -96,26 +96,24 @@ class Stage(nn.Module):
         self._directives = [directive for plan in plans.values() for directive in plan.directives]
         self._seed, self._precision, self._device = chain.seed, precision, device
         self._names = parameter_names(chain, self._indices)
-        self._arrive: Callable[[Iterable[nn.Parameter]], None] = _are_there
+        self._wait_for: Callable[[Iterable[nn.Parameter]], None] = _no_wait
         self.norms = norms or BatchNorms()
         self._noise = RowNoise(device)
         self._compiled = compile
-        self._seeded, self._seeds = -1, list[int]()  # a step, and its seed for each block
-        self._draws: dict[int, bool] = {}  # by place, whether a block drops anything
-        self._changes: dict[int, bool] = {}  # place → whether its inputs are changed in place
-        self._changing: dict[
-            int, ChangingBuffers
-        ] = {}  # by the place of a block that is recomputed
+        self._seeded, self._seeds = -1, list[int]()  # a step, and the seeds of its blocks
+        self._draws: dict[int, bool] = {}  # place → whether the block draws dropout
+        self._changes: dict[int, bool] = {}  # place → whether the block changes its inputs in place
+        self._changing: dict[int, ChangingBuffers] = {}  # place of a recomputed block → its buffers
         self._dense = False
         share = max(plan.parameter_offload for plan in plans.values())
-        opened = open_stream if share > 0 else keep_all
-        self.streamed = opened(chain, self._indices, share, self._make(chain, share, device))
+        opened = open_stream if share > 0 else keep_resident
+        self.offloaded = opened(chain, self._indices, share, self._make(chain, share, device))
         for place, block in enumerate(self.blocks):
-            if self.streamed.parameters(place):
-                self.streamed.attach(place, block)
+            if self.offloaded.parameters(place):
+                self.offloaded.attach(place, block)
         if share:
             self._check_share(share)
-        self._by_place = tuple(self.blocks)  # the list of modules is slow to be asked
+        self._by_place = tuple(self.blocks)  # indexing an nn.ModuleList is slow
         for place, block in enumerate(self._by_place):
             self._prepare(place, block)
         self._owned = {
@@ -130,23 +128,23 @@ class Stage(nn.Module):
     def _prepare(self, place: int, block: nn.Module) -> None:
         self.norms.add_block(place, block, compiled=self._compiled)
         if self._compiled:
-            # The method, not the module: hooks on the block stay outside, and no name of a parameter changes. All
-            # sizes are variable at once: with a second program for a second size, a recomputed forward could be
-            # another program than the one whose saved tensors it replaces.
+            # Compile the method, not the module, so that hooks on the block run outside and parameter names stay. With
+            # dynamic sizes from the start there is one program: a recomputed forward must be the same program as the
+            # forward whose saved tensors it replaces.
             block.forward = torch.compile(block.forward, dynamic=True)
             self._draws[place] = False
         elif has_dropout(block):
             self._draws[place] = True
 
     def train(self, mode: bool = True) -> Stage:
-        """Frozen BatchNorms stay in evaluation mode."""
+        """Set the mode; frozen BatchNorms stay in evaluation mode."""
         super().train(mode)
         self.norms.freeze_statistics()
         return self
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """In evaluation mode while inside."""
+        """Switch to evaluation mode within the context."""
         before = self.training
         self.eval()
         try:
@@ -157,28 +155,28 @@ class Stage(nn.Module):
     def _make(
         self, chain: Chain, share: float, device: torch.device
     ) -> Iterator[list[nn.Parameter]]:
-        """Make block after block; of each, the parameters that live below: the last blocks' do."""
+        """Make the blocks in order; yield the offloaded parameters of each. The last blocks are offloaded."""
         sizes = [
             sum(p.nbytes for p in chain.blocks[index].module.parameters())
             for index in self._indices
         ]
-        first = first_below(sizes, share)
+        first = first_offloaded(sizes, share)
         for place, block in enumerate(materialise_each(chain, self._indices, device)):
             self.blocks.append(block)
             yield [] if place < first else list(block.parameters())
 
     def _check_share(self, share: float) -> None:
-        """Refuse a model that keeps more on the device than the plan was promised."""
+        """Raise :class:`PlanError` where more parameters stay on the device than the plan counts."""
         whole = sum(parameter.nbytes for parameter in self.parameters())
         held = {n: t.nbytes for n, t in self.named_tensors().items() if isinstance(t, nn.Parameter)}
         for name, tensor in self.named_tensors().items():
-            if self.streams(tensor):
+            if self.is_offloaded(tensor):
                 held.pop(name, None)
         if sum(held.values()) > (1 - share) * whole:
             raise PlanError(
-                f"the plan leaves {format_bytes(int((1 - share) * whole))} of parameters on the device, and "
-                f"{format_bytes(sum(held.values()))} cannot leave it ({', '.join(sorted(held)[:3])}): they are shared "
-                "or do not lie in one run of memory; plan with plan.parameters=device"
+                f"the plan keeps {format_bytes(int((1 - share) * whole))} of parameters on the device, and "
+                f"{format_bytes(sum(held.values()))} cannot be offloaded ({', '.join(sorted(held)[:3])}): they are "
+                "shared or not contiguous in memory; plan with plan.parameters=device"
             )
 
     def named_tensors(self) -> dict[str, Tensor]:
@@ -189,65 +187,69 @@ class Stage(nn.Module):
         return {name: states[i][inner] for name, (i, inner) in self._names.items()}
 
     def parameters_of(self, stage: int) -> Sequence[nn.Parameter]:
-        """The parameters of one of the stages here; one that it shares with another here is in both."""
+        """Return the parameters of one of this rank's stages; a parameter that two of them share is in both."""
         return self._owned[stage]
 
     def held(self) -> list[Tensor]:
-        """All parameters and buffers that stay on the device."""
+        """Return all resident parameters and all buffers."""
         return [*self.resident(), *self.buffers()]
 
     def resident(self) -> list[nn.Parameter]:
-        """The parameters that stay on the device."""
-        return [parameter for parameter in self.parameters() if not self.streams(parameter)]
+        """Return the parameters that stay on the device."""
+        return [parameter for parameter in self.parameters() if not self.is_offloaded(parameter)]
 
-    def streams(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is a parameter that lives below."""
-        return isinstance(tensor, nn.Parameter) and self.streamed.is_offloaded(tensor)
+    def is_offloaded(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is an offloaded parameter."""
+        return isinstance(tensor, nn.Parameter) and self.offloaded.is_offloaded(tensor)
 
-    def streams_memory(self, tensor: Tensor) -> bool:
-        """Whether the memory of ``tensor`` is that of a parameter that lives below."""
-        return self.streamed.holds_memory_of(tensor)
+    def holds_offloaded_memory(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` uses the memory of an offloaded parameter."""
+        return self.offloaded.holds_memory_of(tensor)
 
     def values(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Model-wide name, parameter or buffer, and its value, wherever that is; block by block."""
-        below: dict[Tensor, Tensor] = {}
+        """Yield model-wide name, parameter or buffer, and its value, block by block; values of offloaded parameters are
+        read from the tier."""
+        offloaded: dict[Tensor, Tensor] = {}
         for name, tensor in self.named_tensors().items():
-            if self.streams(tensor) and tensor not in below:
+            if self.is_offloaded(tensor) and tensor not in offloaded:
                 block = self._indices.index(self._names[name][0])
-                below = dict(zip(self.streamed.parameters(block), self.streamed.read_full(block)))
-            yield name, tensor, below.get(tensor, tensor.detach())
+                offloaded = dict(
+                    zip(self.offloaded.parameters(block), self.offloaded.read_full(block))
+                )
+            yield name, tensor, offloaded.get(tensor, tensor.detach())
 
     def assign(self, values: Iterable[tuple[str, Tensor, Tensor]]) -> None:
-        """New values, in the order and form of :meth:`values`."""
-        below: dict[Tensor, Tensor] = {}
+        """Set new values, in the order and form of :meth:`values`."""
+        offloaded: dict[Tensor, Tensor] = {}
         for name, tensor, value in values:
-            if not self.streams(tensor):
+            if not self.is_offloaded(tensor):
                 tensor.detach().copy_(value)
                 continue
             block = self._indices.index(self._names[name][0])
-            below[tensor] = value
-            wanted = self.streamed.parameters(block)
-            if all(parameter in below for parameter in wanted):
-                self.streamed.write_full(block, [below.pop(parameter) for parameter in wanted])
+            offloaded[tensor] = value
+            wanted = self.offloaded.parameters(block)
+            if all(parameter in offloaded for parameter in wanted):
+                self.offloaded.write_full(block, [offloaded.pop(parameter) for parameter in wanted])
 
     def gradient(self, tensor: Tensor) -> Tensor | None:
-        """The gradient of a parameter, wherever it is."""
-        if isinstance(tensor, nn.Parameter) and self.streamed.is_offloaded(tensor):
-            return self.streamed.read_gradient(tensor)
+        """Return the gradient of a resident or offloaded parameter."""
+        if isinstance(tensor, nn.Parameter) and self.offloaded.is_offloaded(tensor):
+            return self.offloaded.read_gradient(tensor)
         return tensor.grad
 
     def norm_terms(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """What stands for the gradients of ``tensors`` in torch.nn.utils.get_total_norm."""
+        """Return tensors that replace the gradients of ``tensors`` in torch.nn.utils.get_total_norm."""
         trained = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-        return self.streamed.norm_terms(trained)
+        return self.offloaded.norm_terms(trained)
 
-    def wait_for_weights(self, arrive: Callable[[Iterable[nn.Parameter]], None]) -> None:
-        """From now on a block runs forward when ``arrive`` has returned for its parameters."""
-        self._arrive = arrive
+    def wait_for_weights(self, wait: Callable[[Iterable[nn.Parameter]], None]) -> None:
+        """Make every forward of a block first call ``wait`` with its parameters."""
+        self._wait_for = wait
 
     def skip(self) -> None:
-        """There is nothing to run, but gradients are about to be used: wait as if there were."""
-        self._arrive(self.parameters())
+        """Wait for the weights of all blocks, as a forward does: this rank has no rows, but its gradients are used
+        next."""
+        self._wait_for(self.parameters())
 
     def run(
         self,
@@ -257,22 +259,23 @@ class Stage(nn.Module):
         where: MicroBatchContext,
         micro: int,
         swap: tuple[SwapManager, Selector] | None,
-        halves: WeightGradStore | None = None,
+        weight_gradients: WeightGradStore | None = None,
     ) -> tuple[Tensor, ...]:
-        """Forward of one of the stages here. ``swap`` opens offloading for ``micro``; ``halves`` puts weight gradients
-        off, of blocks that keep what they save: others would have to keep it, too."""
+        """Run the forward of one of this rank's stages. ``swap`` opens offloading for ``micro``. ``weight_gradients``
+        defers the weight gradients of blocks that keep their activations; an offloaded or recomputed block would have
+        to hold its activations until then."""
         training = torch.is_grad_enabled()
         if training and not self._dense:
             make_gradients_dense(self.named_tensors())
             self._dense = True
         for place in self._parts[stage]:
             directive = self._directives[place]
-            self._arrive(self._by_place[place].parameters())
+            self._wait_for(self._by_place[place].parameters())
             if training:
                 self.norms.begin_micro_batch(place, where.whole)
             if directive is Directive.RECOMPUTE and training:
                 inputs = checkpoint(
-                    self._run_again,
+                    self._run_recomputed,
                     BufferSnapshot(),
                     self._changes.get(place, True),
                     place,
@@ -287,12 +290,12 @@ class Stage(nn.Module):
                 with offloading(*swap, micro):
                     inputs = self._run_block(place, where, None, *inputs)
             else:
-                inputs = self._run_block(place, where, halves, *inputs)
+                inputs = self._run_block(place, where, weight_gradients, *inputs)
             if training:
                 _relieve_in_backward(inputs)
         return inputs
 
-    def _run_again(
+    def _run_recomputed(
         self,
         found: BufferSnapshot,
         copy: bool,
@@ -300,12 +303,12 @@ class Stage(nn.Module):
         where: MicroBatchContext,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Run a block the first time, or again."""
+        """Run the first or the repeated forward of a block that is recomputed."""
         if place not in self._changing:
             self._changing[place] = ChangingBuffers(
                 self._by_place[place],
                 self.norms.modules_of(place),
-                self.streams,
+                self.is_offloaded,
                 compiled=self._compiled,
             )
         buffers, again = self._changing[place], found.complete
@@ -320,9 +323,9 @@ class Stage(nn.Module):
     def _run_copies(
         self, copy: bool, place: int, where: MicroBatchContext, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run a block that will be run again: its inputs must stay as they are, so one that changes them in place gets
-        copies. The first run finds out. Both runs of one micro-batch copy or neither does: a copy may lie otherwise in
-        memory, and a compiled block would run another program for it, which saves other tensors."""
+        """Run a block that will be recomputed. Its inputs must stay unchanged, so a block that changes them in place
+        gets copies; the first run detects that. Both runs of a micro-batch copy or neither does: a copy may have
+        other strides, for which a compiled block would run another program and save other tensors."""
         if not copy:
             return self._run_block(place, where, None, *inputs)
         copies = [tensor.clone() for tensor in inputs]
@@ -332,32 +335,41 @@ class Stage(nn.Module):
         return outputs
 
     def _seed_of(self, place: int, where: MicroBatchContext) -> int:
-        """Unrelated between steps and blocks; of a block's micro-batches, as far apart as odd multiples can be."""
+        """Return a seed that is unrelated between steps and blocks; the seeds of a block's micro-batches differ by
+        multiples of ``_ODD``."""
         if where.step != self._seeded:
             self._seeds = [block_seed(self._seed, where.step, index) for index in self._indices]
             self._seeded = where.step
         return (self._seeds[place] + where.first * _ODD) & _POSITIVE
 
     def _run_block(
-        self, place: int, where: MicroBatchContext, halves: WeightGradStore | None, *inputs: Tensor
+        self,
+        place: int,
+        where: MicroBatchContext,
+        weight_gradients: WeightGradStore | None,
+        *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
         block, index = self._by_place[place], self._indices[place]
         relieve_memory()
         seed_block(self._device, self._seed_of(place, where))
-        splitting = halves.splitting() if halves is not None and not self._compiled else AS_IT_IS
+        splitting = (
+            weight_gradients.splitting()
+            if weight_gradients is not None and not self._compiled
+            else AS_IT_IS
+        )
         with self._precision.autocast(self._device.type), splitting:
             if not self.training or not self._draws.get(place, True):
                 return as_tuple(block(*inputs))
             draws = Draws(self._noise, self._seed, where.step, where.first, where.rows, index)
             with RowDropout(draws) as dropout:
                 outputs = as_tuple(block(*inputs))
-            # By calls, where no module says so.
+            # Dropout by function calls shows only here.
             self._draws[place] = self._draws.get(place, False) or dropout.drew
             return outputs
 
 
 def _relieve_in_backward(outputs: tuple[Tensor, ...]) -> None:
-    """Let the backward of the block that has made ``outputs`` begin with :func:`relieve_memory`, as its forward did."""
+    """Call :func:`relieve_memory` before the backward of the block that made ``outputs``, as before its forward."""
     node = next((tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None), None)
     if node is not None and memory_is_bounded():
         node.register_prehook(_relieve)
@@ -368,10 +380,10 @@ def _relieve(gradients: tuple[Tensor, ...]) -> None:
     relieve_memory()
 
 
-def first_below(sizes: Sequence[int], share: float) -> int:
-    """The most that may come first for the others to have ``share`` of all bytes, or more."""
-    above = (1 - share) * sum(sizes)
-    return sum(1 for end in accumulate(sizes) if end <= above)
+def first_offloaded(sizes: Sequence[int], share: float) -> int:
+    """Return how many of the first ``sizes`` may be resident for the rest to be at least ``share`` of all bytes."""
+    resident = (1 - share) * sum(sizes)
+    return sum(1 for end in accumulate(sizes) if end <= resident)
 
 
 def seed_block(device: torch.device, seed: int) -> None:

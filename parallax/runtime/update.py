@@ -134,5 +134,5 @@ def open_optimizer(
         open_store=below.open_states,
         share=dealt(mesh.updates),
         shard=dealt(mesh.replicas if plans[mesh.pipeline_rank].shard_optimizer else None),
-        streamed=stage.streamed,
+        streamed=stage.offloaded,
     )

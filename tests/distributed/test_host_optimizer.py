@@ -38,7 +38,7 @@ def many_steps(
     engine = replace(case, optimizer=optimizer).engine(folder)
     losses = [engine.step(make_batch(8, step)).loss for step in range(steps)]
     weights = {name: tensor.detach().clone() for name, tensor in engine.parameters.items()}
-    stored = sum(store.slots.used_bytes for store in engine._below._opened)
+    stored = sum(store.slots.used_bytes for store in engine._tiers._opened)
     engine.close()
     return losses, weights, stored
 

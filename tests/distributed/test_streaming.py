@@ -29,7 +29,7 @@ def gradients_of(case: Case, folder: Path, batch: int) -> tuple[float, dict[str,
     engine.gradients(make_batch(batch, 0))
     loss = engine.gradients(make_batch(batch, 0))
     gradients = {name: gradient.clone() for name, gradient in engine.gradients_by_name.items()}
-    streamed = engine._stage.streamed
+    streamed = engine._stage.offloaded
     held, limit = (
         (0, 0)
         if isinstance(streamed, ResidentParameters)

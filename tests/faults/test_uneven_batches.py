@@ -53,7 +53,7 @@ def test_any_number_of_rows_is_a_step_but_none(here: Path, called: Called) -> No
     )
     code, _, err = called("train", "--run-dir", str(run))
     assert code == 2
-    assert f"the batch of step {len(SIZES)} has 0 rows, and a step needs one at least" in one_line(
+    assert f"the batch of step {len(SIZES)} has 0 rows, and a step needs at least one" in one_line(
         err
     )
     losses = [each["loss"] for each in read_metrics(run / "metrics.jsonl") if "loss" in each]

@@ -44,7 +44,7 @@ WAITS = (
     *("wait", "wait_host", "wait_stream", "wait_event", "synchronize", "result", "arrive"),
     *("ready", "drain", "flush", "finish", "_wait", "_arrive", "_flush", "_wait_for_write"),
     *("skip", "end", "_end", "wait_for", "wait_for_read", "wait_ignoring_errors"),
-    "_wait_for_bucket",
+    *("_wait_for", "_wait_for_bucket"),
 )
 # By file and function, with what is called where that has waits, too.
 NO_WAITS = {

@@ -132,7 +132,7 @@ def stumbles(
 def _stored_bytes(engine: Engine) -> int:
     """Of streamed parameters, after a step."""
     engine._optimizer.finish()
-    streamed = engine._stage.streamed
+    streamed = engine._stage.offloaded
     if not isinstance(streamed, OffloadedParameters):
         return 0
     return streamed._tier._store.slots.used_bytes

@@ -163,7 +163,7 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
         chain, loss = build_chain(run.config), build_loss(run.config)
     with watch.phase("building the engine"):
         engine = _build_engine(run, chain, loss, device)
-    _place(run, nodes, engine.ways)
+    _place(run, nodes, engine.transports)
     watch.attend(engine, run.plan, patient_steps=_COMPILING if run.config.compile else 0)
     watch.serve()
     # Building has drawn from them, on each rank for another stage.

@@ -76,12 +76,12 @@ class Channels:
             return GroupReceiver(Address(*self._mesh.channel(route)), self._staging)
         return SharedReceiver(route, self._listener, self._contacts[route.sender])
 
-    def ways(self) -> dict[str, str]:
+    def transports(self) -> dict[str, str]:
         """How messages travel along each route that this rank sends on."""
         routes = (each for each in routes_of(self._mesh.plan) if each.sender == self._mesh.rank)
-        return {f"{each.sender} -> {each.receiver}": self._way(each) for each in routes}
+        return {f"{each.sender} -> {each.receiver}": self._transport(each) for each in routes}
 
-    def _way(self, route: Route) -> str:
+    def _transport(self, route: Route) -> str:
         if self._mesh.direct(route):
             return dist.get_backend(self._mesh.routes[route])
         if self._shares_memory(route.receiver):

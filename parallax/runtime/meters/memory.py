@@ -79,8 +79,8 @@ def _touch_libraries(precision: PrecisionConfig, *, recomputes: bool) -> None:
             again = checkpoint(torch.nn.Linear(2, 2), torch.zeros(1, 2), use_reentrant=False)
             again.sum().backward()
         for _ in range(2):
-            halves = WeightGradStore()
-            with precision.autocast("cpu"), halves.splitting():
+            weight_gradients = WeightGradStore()
+            with precision.autocast("cpu"), weight_gradients.splitting():
                 outputs = layer(torch.zeros(2, 4, 32, dtype=precision.parameter_dtype)).flatten(
                     0, 1
                 )
@@ -89,6 +89,6 @@ def _touch_libraries(precision: PrecisionConfig, *, recomputes: bool) -> None:
                 )
             # As a stage that sends its outputs on: torch imports much for a backward that begins at edges of the graph.
             torch.autograd.backward([get_gradient_edge(loss)], [torch.ones_like(loss)])
-            halves.finish()
+            weight_gradients.finish()
             torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
             optimizer.step()

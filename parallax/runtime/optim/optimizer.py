@@ -23,7 +23,7 @@ from parallax.plan.plan import STATE_BUCKET_BYTES
 from parallax.runtime.optim.resident import DeviceOptimizer
 from parallax.runtime.optim.scaling import GradientCorrection, by_kind
 from parallax.runtime.optim.uncompiled import SGD, AdamW, Uncompiled
-from parallax.runtime.stage import Stream, first_below
+from parallax.runtime.stage import Stream, first_offloaded
 from parallax.swap.optimizer.host import Exchange, HostOptimizer, owns
 from parallax.swap.statistics import SwapStatistics
 from parallax.swap.stores.store import Store
@@ -233,7 +233,7 @@ class StageOptimizer:
         self._counted = 0.0  # seconds of stalls that were told
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         falling = sorted(trained, key=lambda parameter: parameter in lowest)
-        first = first_below([parameter.nbytes for parameter in falling], below)
+        first = first_offloaded([parameter.nbytes for parameter in falling], below)
         self._below: set[Tensor] = {*falling[first:], *(p for p in falling if p in lowest)}
         upper = [parameter for parameter in trained if parameter not in self._below]
         lower = [parameter for parameter in trained if parameter in self._below]

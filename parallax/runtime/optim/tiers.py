@@ -14,7 +14,7 @@ from parallax.machine.device import CopyEngine
 from parallax.model.describe import Chain
 from parallax.plan.plan import STATE_BUCKET_BYTES, StagePlan
 from parallax.plan.tier import tier_named
-from parallax.runtime.stage import first_below
+from parallax.runtime.stage import first_offloaded
 from parallax.swap.config import SwapConfig
 from parallax.swap.parameters.offloaded import OffloadedParameters
 from parallax.swap.stores.store import Store
@@ -64,7 +64,7 @@ class Tiers:
         described = [list(chain.blocks[index].module.parameters()) for index in indices]
         sizes = [_bytes(block, chain.dtype) for block in described]
         trained = [_bytes([p for p in b if p.requires_grad], chain.dtype) for b in described]
-        first = first_below(sizes, share)
+        first = first_offloaded(sizes, share)
         chunks = sum(
             size // STATE_BUCKET_BYTES + 1 + len(b)
             for size, b in zip(sizes[first:], described[first:])

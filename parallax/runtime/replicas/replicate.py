@@ -328,7 +328,7 @@ def sync_for(
         if isinstance(t, nn.Parameter) and t.requires_grad
     }
     resident = {
-        name: parameter for name, parameter in trained.items() if not stage.streams(parameter)
+        name: parameter for name, parameter in trained.items() if not stage.is_offloaded(parameter)
     }
     shared = {
         name: (trained[name], group) for name, group in mesh.shared.items() if name in trained
@@ -360,7 +360,7 @@ def _streamed_sum(
     stage: Stage, mesh: Mesh, config: ReplicasConfig, *, alone: bool
 ) -> Iterator[StreamedSum]:
     """Of parameters that stream, where there are any; ``alone``: nothing else is summed in the backward."""
-    streamed = stage.streamed
+    streamed = stage.offloaded
     if mesh.streamed is None or mesh.replicas is None:
         return
     if isinstance(streamed, OffloadedParameters):

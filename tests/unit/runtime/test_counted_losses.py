@@ -209,7 +209,7 @@ def test_a_mean_of_ones_own_over_masked_targets_is_refused(micro: int) -> None:
     unmasked = TensorRows(inputs, targets.clamp(min=0))
     cut(chain, own_mean, unmasked, micro)
     with pytest.raises(
-        ConfigError, match=r"the loss depends on how a batch is cut.*count\(targets"
+        ConfigError, match=r"the loss depends on the micro-batches.*count\(targets"
     ) as caught:
         cut(chain, own_mean, TensorRows(inputs, targets), micro)
     assert "\n" not in str(caught.value)

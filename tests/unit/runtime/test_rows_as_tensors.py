@@ -121,8 +121,8 @@ def test_what_is_no_list_of_rows_stays() -> None:
     [
         (np.array([["a", "b"]] * ROWS), "inputs are a NumPy array of type <U1"),
         ([[1, 2], [1], [3], [4]], "holds rows of several lengths"),
-        ("text", "hold none; accepted are tensors"),
-        (None, "hold none; accepted are tensors"),
+        ("text", "hold no rows; accepted are tensors"),
+        (None, "hold no rows; accepted are tensors"),
     ],
 )
 def test_rows_that_cannot_be_tensors_are_refused_in_one_line(inputs: Any, said: str) -> None:
