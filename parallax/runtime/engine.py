@@ -271,7 +271,7 @@ class Engine:
         done = self._update
         loss, norm, seconds = done.loss, done.norm, time.perf_counter() - start
         swapped = self._take_statistics()
-        trouble = "" if done.judgement.accepted else self._undo()
+        trouble = "" if done.verdict.accepted else self._undo()
         self._step += 1
         return StepResult(
             loss=loss,
@@ -290,7 +290,7 @@ class Engine:
         """Restore the buffers after a skipped step and return why it was skipped. Raises where the run may skip no more
         steps."""
         self._buffers.restore()
-        return self._update.judgement.told(self._step)
+        return self._update.verdict.report(self._step)
 
     def _take_statistics(self) -> SwapStatistics:
         swapped = self._manager.take_statistics() if self._manager else SwapStatistics()

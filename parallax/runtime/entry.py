@@ -1,4 +1,4 @@
-"""Where tensors enter a graph, and their gradients leave it."""
+"""The entry of tensors into a graph, which also collects their gradients."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from parallax.runtime.channels.message import Gradients, Tensors
 
 
 class _Entrance(torch.autograd.Function):
-    """The inputs themselves, from now on in the graph; the backward drops their gradients into a list, None for one
-    that nothing depends on."""
+    """Adds the inputs to the graph in place. Its backward appends their gradients to a list, None for an input that
+    nothing depends on."""
 
     @staticmethod
     def forward(
         ctx: Any, anchor: Tensor, arrived: list[Tensor | None], *tensors: Tensor
     ) -> Tensors:
-        del anchor  # requires a gradient, and so the result does
+        del anchor  # it requires a gradient, so the outputs do
         ctx.arrived = arrived
         ctx.set_materialize_grads(False)
-        ctx.mark_dirty(*tensors)  # no views: a block may change its input in place
+        ctx.mark_dirty(*tensors)  # outputs are not views: a block may change its input in place
         return tensors
 
     @staticmethod
@@ -33,11 +33,12 @@ class _Entrance(torch.autograd.Function):
 
 
 class GraphEntry:
-    """Where a micro-batch's inputs enter the graph, and their gradients leave it. Autograd must not keep the inputs for
-    that: they live only as long as a block has saved them.
+    """The entry of a micro-batch's inputs into the graph, and the source of their gradients. Autograd must not keep the
+    inputs for that: an input is freed as soon as no block has it saved.
 
-    What a channel lends has to be copied anyway. The copy is in the graph, and what it was made of is a leaf without
-    memory, for the gradient: no Python runs in the backward. What has memory of its own takes :class:`_Entrance`.
+    A tensor in a channel's memory has to be copied anyway. The copy is in the graph, and its source is a leaf without
+    memory, which collects the gradient: no Python runs in the backward. A tensor with memory of its own enters through
+    :class:`_Entrance`.
     """
 
     __slots__ = ("_anchor", "_arrived", "_count", "_leaves")
@@ -49,7 +50,7 @@ class GraphEntry:
         self._count = 0
 
     def copy(self, lent: Tensor) -> Tensor:
-        """The caller's own tensor; in the graph, where it can be."""
+        """Return a copy of ``lent``, in the graph where it can have a gradient."""
         if not can_require_grad(lent):
             return lent.clone()
         leaf = lent.detach().requires_grad_()
@@ -59,7 +60,7 @@ class GraphEntry:
         return copied
 
     def enter(self, inputs: Tensors, floating: Sequence[Tensor]) -> Tensors:
-        """The ``inputs``, those that are ``floating`` in the graph."""
+        """Return the ``inputs``, with those in ``floating`` in the graph."""
         if self._leaves or not floating:
             return inputs
         self._count = len(floating)
@@ -70,7 +71,7 @@ class GraphEntry:
         return tuple(next(entering) if can_require_grad(tensor) else tensor for tensor in inputs)
 
     def take_gradients(self) -> Gradients:
-        """Of the floating inputs, once; None where nothing depends on them."""
+        """Return, once, the gradients of the floating inputs; None where nothing depends on one."""
         leaves, arrived, self._leaves, self._arrived = self._leaves, self._arrived, [], []
         if leaves:
             return tuple([leaf.grad for leaf in leaves])

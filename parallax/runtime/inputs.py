@@ -1,9 +1,9 @@
-"""The model's inputs on their way from the batch to the device of the first stage.
+"""The copies of the model's inputs to the device of the first stage.
 
 ::
 
     at once     copy 0 ─▶ forward 0 … copy 1 ─▶ forward 1 …
-    ahead       copy 0 ─▶ forward 0 …        ─▶ forward 1 …          beside the computing, where the plan has room for
+    ahead       copy 0 ─▶ forward 0 …        ─▶ forward 1 …          beside the computing, where the plan has memory for
                           copy 1 ──────────────┘ copy 2 …            the inputs of one more micro-batch
 """
 
@@ -26,30 +26,29 @@ Part = tuple[int, int]
 
 
 class ModelInputs(Protocol):
-    """The inputs of one step after the other, micro-batch by micro-batch."""
+    """The inputs of a step, micro-batch by micro-batch."""
 
     def begin(self, batch: Rows, parts: Iterable[Part], /) -> None:
-        """A step begins, which takes ``parts`` of ``batch`` in this order."""
+        """Start a step, which will ask for ``parts`` of ``batch`` in this order."""
 
     def take(self, part: Part, /) -> Any:
-        """The inputs of the next part, on the device, for its current stream."""
+        """Return the inputs of the next part, on the device, for its current stream."""
 
     def landed(self) -> None:
-        """Return when nothing reads the batch's memory any more: its owner may write there."""
+        """Wait until nothing reads the batch's memory any more, so that its owner may write to it."""
 
     def abandon(self) -> None:
-        """The step goes no further."""
+        """Drop the rest of the step."""
 
 
 class InputsAtOnce:
-    """Brought when they are asked for."""
+    """Copies inputs when they are asked for."""
 
     def __init__(self, device: torch.device, copies: CopyEngine) -> None:
         self._device, self._copies = device, copies
         self._batch: Rows | None = None
 
     def begin(self, batch: Rows, _parts: Iterable[Part]) -> None:
-        """Nothing is asked for yet."""
         self._batch = batch
 
     def take(self, part: Part) -> Any:
@@ -57,17 +56,16 @@ class InputsAtOnce:
         return to_device(self._batch.inputs(part[0], sum(part)), self._device)
 
     def landed(self) -> None:
-        """They came in the order of what computes."""
+        """Wait for the device: the copies ran on the stream that computes."""
         self._copies.mark().wait_host()
 
     def abandon(self) -> None:
-        """Nothing is on its way."""
         self._batch = None
 
 
 class InputsAhead:
-    """Those of the next micro-batch are on their way while one computes. What the batch says against one is raised when
-    that one is asked for."""
+    """Copies the inputs of the next micro-batch while the current one computes. An error of the batch is raised when
+    its part is asked for."""
 
     def __init__(self, device: torch.device, copies: CopyEngine) -> None:
         self._device, self._copies = device, copies
@@ -78,12 +76,12 @@ class InputsAhead:
         self._events: list[Event] = []
 
     def begin(self, batch: Rows, parts: Iterable[Part]) -> None:
-        """Those of the first begin to come."""
+        """Start the copies of the first part."""
         self._batch, self._parts = batch, deque(parts)
         self._start()
 
     def take(self, part: Part) -> Any:
-        """Those that have come; the next ones begin to."""
+        """Return the inputs that were copied, and start to copy the next."""
         assert self._parts.popleft() == part
         self._arrive()
         failure, values, self._failure, self._values = self._failure, self._values, None, None
@@ -93,11 +91,11 @@ class InputsAhead:
         return values
 
     def landed(self) -> None:
-        """What computes has waited for all that were asked for."""
+        """Wait for the device: the stream that computes has waited for all copies."""
         self._copies.mark().wait_host()
 
     def abandon(self) -> None:
-        """Their memory may be used for something else, after the copies."""
+        """Drop the copies; the stream that computes waits for them, so that their memory can be reused."""
         self._arrive()
         self._batch = self._values = self._failure = None
         self._parts.clear()
@@ -110,7 +108,7 @@ class InputsAhead:
             found = self._batch.inputs(first, first + rows)
             self._values = transform(found, self._bring)
         except Exception as error:
-            self._arrive()  # nobody has the targets of those that are on their way
+            self._arrive()  # the targets of copies under way are dropped
             self._failure = error
 
     def _arrive(self) -> None:
@@ -121,7 +119,7 @@ class InputsAhead:
     def _bring(self, part: Any) -> Any:
         if not isinstance(part, Tensor) or not comes_pinned(part, self._device):
             return to_device(part, self._device)
-        # Torch knows of copies from memory that it pinned itself, and does not use that for others before.
+        # torch's pinned allocator tracks copies and does not reuse the memory before they end.
         source = pinned(part)
         target = torch.empty_like(source, device=self._device)
         self._events.append(self._copies.copy(source, target))
@@ -131,7 +129,7 @@ class InputsAhead:
 def open_inputs(
     plans: Iterable[StagePlan], device: torch.device, copies: CopyEngine
 ) -> ModelInputs:
-    """What brings the inputs to a rank with the stages ``plans``; only the model's first one asks for them."""
+    """Return the inputs of a rank with the stages ``plans``; only the model's first stage asks for them."""
     if any(plan.inputs_ahead for plan in plans):
         return InputsAhead(device, copies.on_own_streams())
     return InputsAtOnce(device, copies)

@@ -1,15 +1,16 @@
-"""A checkpoint on its way: every rank writes its part behind its steps, and all together make it one.
+"""Checkpoints that are written in the background: each rank writes its part, and all ranks complete the checkpoint
+together.
 
 ::
 
-    begin      every rank copies what it saves into host memory; training goes on
+    begin      every rank copies its part into host memory; training resumes
     WRITING    a thread of every rank writes its part
-    WRITTEN    ranks tell each other what they have written, the first of each site writes the index and gives the name
-    NAMED      older checkpoints may go
+    WRITTEN    all ranks gather the file lists; the first rank of each site writes the index and renames the folder
+    NAMED      older checkpoints may be removed
 
-No rank waits for another's disk: how far each is travels with the numbers that ranks tell each other after a step
-anyway, and where all are, they go on together. Who cannot wait for steps (the end of a run, the next save) calls
-:meth:`PendingSaves.finish`, which is also what a save is that training waits for.
+No rank waits for another's disk: each rank's progress travels in the all-reduce that a step makes anyway, and a save
+advances when all ranks have reached the same state. At the end of a run, or before the next save,
+:meth:`PendingSaves.finish` waits for it; a synchronous save calls it at once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from parallax.runtime.parts.fence import Fence
 
 
 class SaveProgress(IntEnum):
-    """How far a rank is with its part."""
+    """The progress of one rank's save."""
 
     NONE = 0
     WRITING = 1
@@ -45,15 +46,15 @@ class SaveProgress(IntEnum):
 
 @dataclass(kw_only=True)
 class SaveInProgress:
-    """One save. ``fence``: whether this start may still save there; ``told``: what is known of it before it is written,
-    the same on all ranks; ``part``: what this rank writes, on its ``thread``, which ends soon after ``cancel``.
-    """
+    """One save. ``fence``: whether this start of the run may still save there. ``entries``: index entries that are
+    known before anything is written, equal on all ranks. ``part``: this rank's files, written by ``thread``, which
+    ends soon after ``cancel``."""
 
     directory: Path
     step: int
     sites: Sites
     fence: Fence
-    told: dict[str, Any]
+    entries: dict[str, Any]
     retention: Retention
     thread: ThreadPoolExecutor
     part: Future[WrittenParts]
@@ -62,23 +63,23 @@ class SaveInProgress:
 
     @property
     def partial(self) -> Path:
-        """The folder that is written into."""
+        """The folder that is being written."""
         return checkpoint.partial_folder(self.directory, self.step)
 
     @property
     def final(self) -> Path:
-        """The folder that there will be."""
+        """The folder of the complete checkpoint."""
         return self.directory / checkpoint.checkpoint_name(self.step)
 
     def give_name(self, index: dict[str, Any]) -> None:
-        """Make it a checkpoint, with that ``index``."""
+        """Write ``index`` and rename the folder, which completes the checkpoint."""
         self.fence.hold(self.directory)
         checkpoint.finish(self.partial, index)
 
 
 class PendingSaves:
-    """The saves of one rank, never two at once. All methods but :attr:`progress` and :meth:`abandon` are called by all
-    ranks together."""
+    """The saves of one rank, at most one at a time. All ranks call each method together, except :attr:`progress` and
+    :meth:`abandon`."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -86,11 +87,11 @@ class PendingSaves:
         self._removing: Future[None] | None = None
         self._held: dict[Path, dict[int, float | None]] = {}
         self.origin: int | None = None
-        """The step that this start went on from."""
+        """The step that this start resumed from."""
 
     @property
     def progress(self) -> SaveProgress:
-        """Of this rank, for the others."""
+        """The progress of this rank's save, for the other ranks."""
         if self._save is None:
             return SaveProgress.NONE
         due = self._save.naming or self._save.part
@@ -102,7 +103,7 @@ class PendingSaves:
 
     @property
     def threads(self) -> dict[str, threading.Thread]:
-        """What is being done beside the steps, and the thread that does it."""
+        """Work beside the steps → its thread."""
         busy = self.progress in (SaveProgress.WRITING, SaveProgress.NAMING)
         removing = self._removing is not None and not self._removing.done()
         if not busy and not removing:
@@ -112,12 +113,12 @@ class PendingSaves:
         return {what: found[-1]} if found else {}
 
     def begin(self, save: SaveInProgress) -> None:
-        """Its part has been copied, and is being written."""
+        """Start the background part of a save whose tensors have been copied."""
         self._save = save
 
     def advance(self, found: Sequence[float]) -> Path | None:
-        """Go as far as all ranks are, of whom ``found`` says how far each is; the checkpoint, once there is one. Raises
-        the first rank's error on all."""
+        """Advance the save as far as all ranks allow; ``found`` is the progress of each rank. Return the checkpoint
+        once it is complete. Raises the first rank's error on all ranks."""
         if SaveProgress.FAILED in found and self._save is not None:
             self._save.cancel()
             self._parts(self._save)
@@ -130,7 +131,7 @@ class PendingSaves:
         return None
 
     def finish(self) -> Path | None:
-        """Wait for the save that is under way; its checkpoint, or None where there is none."""
+        """Wait for the pending save; return its checkpoint, or None where there is none."""
         path = None
         if self._save is not None:
             if self._save.naming is None:
@@ -140,8 +141,8 @@ class PendingSaves:
         return path
 
     def trim(self, directory: Path, retention: Retention, step: int, *, leads: bool) -> None:
-        """Of those before the checkpoint of ``step`` the ones go that do not stay, where a start that was killed had
-        named it and not come to that. On each site the rank that ``leads`` does it."""
+        """Remove the checkpoints up to ``step`` that ``retention`` does not keep; an earlier start of the run may have
+        been killed before it removed them. On each site the rank that ``leads`` removes them."""
         gone = self._superseded(directory, retention, step)
         if leads:
             checkpoint.remove(directory, gone)
@@ -158,7 +159,7 @@ class PendingSaves:
             self._removing.result()
 
     def _parts(self, save: SaveInProgress) -> list[WrittenParts]:
-        """What each rank has written."""
+        """Return the written files of each rank."""
 
         def own() -> WrittenParts:
             if save.naming is not None:
@@ -168,10 +169,10 @@ class PendingSaves:
         return self._together(own)
 
     def _name(self) -> None:
-        """All parts are written, or are waited for: begin to write the index."""
+        """Wait for all parts, then start to write the index."""
         assert self._save is not None
         save, parts = self._save, self._parts(self._save)
-        index = from_first(lambda: {**save.told, **self._contents(save, parts)})
+        index = from_first(lambda: {**save.entries, **self._contents(save, parts)})
         if save.sites.leads:
             save.naming = save.thread.submit(save.give_name, index)
         else:
@@ -179,7 +180,7 @@ class PendingSaves:
             save.naming.set_result(None)
 
     def _contents(self, save: SaveInProgress, parts: Sequence[WrittenParts]) -> dict[str, Any]:
-        """What the index says of the files."""
+        """Return the index entries about the files."""
         by_node = {
             name: self._mesh.nodes.name(rank)
             for rank, part in enumerate(parts)
@@ -191,13 +192,13 @@ class PendingSaves:
         }
 
     def _end(self) -> Path:
-        """The index is written, or is waited for: it is a checkpoint, and others may go."""
+        """Wait for the index, which completes the checkpoint; start to remove superseded checkpoints."""
         assert self._save is not None
         save = self._save
         assert save.naming is not None
         self._together(save.naming.result)
         held = self._held_in(save.directory, save.retention, save.step)
-        held[save.step] = _metric(save.retention, save.told.get("metrics", {}))
+        held[save.step] = _metric(save.retention, save.entries.get("metrics", {}))
         gone = self._superseded(save.directory, save.retention, save.step)
         self._save = None
         if save.sites.leads and gone:
@@ -206,7 +207,8 @@ class PendingSaves:
         return save.final
 
     def _superseded(self, directory: Path, retention: Retention, step: int) -> list[int]:
-        """The steps whose checkpoints may go after that of ``step``; they are not held any more."""
+        """Return the steps whose checkpoints may be removed after that of ``step``, and drop them from the held
+        ones."""
         held = self._held_in(directory, retention, step)
         gone = retention.superseded(held, step)
         for each in gone:
@@ -214,31 +216,31 @@ class PendingSaves:
         return gone
 
     def _held_in(self, directory: Path, retention: Retention, step: int) -> dict[int, float | None]:
-        """The steps of which every node has a checkpoint, and what these are judged by."""
+        """Return the steps of which every node has a checkpoint → their metric."""
         if directory not in self._held:
             judged = retention.best > 0
 
-            def look() -> dict[int, float | None]:
+            def read() -> dict[int, float | None]:
                 return {
                     each: _metric(retention, checkpoint.read_metrics(path) if judged else {})
                     for path in checkpoint.list_checkpoints(directory)
                     if (each := checkpoint.step_of(path)) is not None
                 }
 
-            found = from_all(look)
+            found = from_all(read)
             everywhere = set(found[0]).intersection(*found)
-            if self.origin is not None:  # later ones are damaged, or of another history
+            if self.origin is not None:  # later checkpoints are damaged, or of another start
                 everywhere = {s for s in everywhere if s <= self.origin or s == step}
             self._held[directory] = {each: found[0][each] for each in everywhere}
         return self._held[directory]
 
     def _together(self, call: Callable[[], Any]) -> list[Any]:
-        """The result of ``call`` on all ranks; where one has an error, nothing is left of the save and all have it."""
+        """Return the results of ``call`` on all ranks; where one fails, all drop the save and raise its error."""
         found: list[Any] = self._or_nothing(lambda: from_all(call))
         return found
 
     def _or_nothing(self, call: Callable[[], Any]) -> Any:
-        """What ``call`` gives, which all ranks call; where it has an error, on all, nothing is left of the save."""
+        """Return the result of ``call``, which all ranks call; where it fails, remove the partial save."""
         try:
             return call()
         except ParallaxError:

@@ -1,4 +1,4 @@
-"""What a plan asks of this runtime: it is of the model, and there is nothing in it that can be planned but not run."""
+"""Checks that a plan is of the model and can be run: some plans can be planned but not run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from parallax.plan.schedule import named
 
 
 def accepted(plan: Plan, chain: Chain) -> Plan:
-    """The plan, whose schedule may have been registered since it was read. Raises :class:`PlanError` for one of another
-    model, or one that says more than this runtime can do."""
+    """Return the plan, with its schedule looked up by name. Raises :class:`PlanError` for a plan of another model, or
+    with features that the runtime lacks."""
     plan = replace(plan, schedule=named(plan.schedule.name))
     if plan.blocks != len(chain.blocks) or plan.fingerprint != chain.fingerprint():
         raise PlanError(
@@ -22,29 +22,23 @@ def accepted(plan: Plan, chain: Chain) -> Plan:
     check_gathering(plan, plan.global_batch)
     beyond = []
     if plan.interleave > 1 and plan.pipeline_ranks == 1:
-        beyond.append("several stages on the only rank of a pipeline")
+        beyond.append("virtual stages on a single pipeline rank")
     if any(stage.parameter_offload for stage in plan.stages):
-        beyond += ["parameters below the device although some are shared"] if chain.ties else []
+        beyond += ["offloaded parameters although some are tied"] if chain.ties else []
         beyond += (
-            [f"parameters below the device under schedule {plan.schedule}"]
-            if plan.schedule.splits
-            else []
+            [f"offloaded parameters under schedule {plan.schedule}"] if plan.schedule.splits else []
         )
-        beyond += (
-            ["parameters below the device with several stages to a rank"]
-            if plan.interleave > 1
-            else []
-        )
+        beyond += ["offloaded parameters with virtual stages"] if plan.interleave > 1 else []
     if beyond:
         raise PlanError(
-            f"the plan of {plan.model} has {' and '.join(beyond)}, which can be planned for but not run: plan with "
+            f"the plan of {plan.model} has {' and '.join(beyond)}, which can be planned but not run: plan with "
             "plan.schedule=1f1b and plan.parameters=device"
         )
     return plan
 
 
 def check_gathering(plan: Plan, rows: int) -> None:
-    """Raise :class:`PlanError` where a batch of ``rows`` rows would go backward before its loss can be computed."""
+    """Raise :class:`PlanError` where a batch of ``rows`` rows would run a backward before its loss can be computed."""
     count = plan.micro_batches(rows)
     if plan.gather_loss and not plan.schedule.forwards_first(
         plan.pipeline_ranks, count, plan.interleave
@@ -56,7 +50,7 @@ def check_gathering(plan: Plan, rows: int) -> None:
 
 
 def shared_between_ranks(chain: Chain, plan: Plan) -> dict[str, list[int]]:
-    """Name of each parameter that stages of several pipeline ranks hold → those pipeline ranks, the first user's
+    """Return name of each parameter that stages of several pipeline ranks hold → those pipeline ranks, the first user's
     first."""
     shared = {}
     for name, users in chain.ties.items():

@@ -1,4 +1,4 @@
-"""Checkpoints of a running pipeline: every rank writes and reads its own part, and all fail together."""
+"""Checkpoints of a running pipeline: every rank writes and reads its own part, and all ranks fail together."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from parallax.runtime.pending import PendingSaves, SaveInProgress
 from parallax.runtime.stage import Stage
 
 logger = logging.getLogger("parallax")
-_PADDING_BYTES = 256  # of a parameter's tensors in a buffer
-_SHARE = 0.5  # of memory that is free, for copies of what is saved
+_PADDING_BYTES = 256  # for each parameter in a buffer
+_SHARE = 0.5  # of the free memory, for copies of saved tensors
 
 
 class Saving:
-    """One rank's part of saving and loading. ``later`` names the tensors that a rank before this one answers for."""
+    """Saves and loads one rank's part. ``later``: names of the tensors that an earlier rank saves."""
 
     def __init__(
         self,
@@ -59,19 +59,21 @@ class Saving:
         self._chain, self._plan, self._mesh = chain, plan, mesh
         self._stage, self._optimizer, self._later = stage, optimizer, later
         self._scale = scale
-        self._said = not chain.left_out or mesh.rank > 0
+        self._reported = not chain.left_out or mesh.rank > 0
         self._sites: dict[Path, Sites] = {}
-        self._above: dict[Path, Path] = {}  # what each lay in when it was used first
+        self._above: dict[
+            Path, Path
+        ] = {}  # directory → its nearest parent that existed at first use
         self._fence: Fence | None = None
-        # Where one memory is both, copies are no more the device's than those of an accelerator's are.
+        # On a CPU, too, these copies must not count as memory of the device.
         arena = ApartArena if mesh.device.type == "cpu" else copies.arena
-        self._memory = SnapshotMemory(arena, snapshot_room(plan, mesh))
+        self._memory = SnapshotMemory(arena, snapshot_bytes(plan, mesh))
         self.pending = PendingSaves(mesh)
 
     def usable(self, directory: Path) -> tuple[list[Path], list[str]]:
-        """Checkpoints below ``directory`` of which the nodes have all parts, the best to go on from last, and what is
-        to be said of others; what interrupted saves have left is removed. Of two starts of a run the later one counts.
-        Raises :class:`CheckpointError` where there are checkpoints and none is whole."""
+        """Return the checkpoints in ``directory`` of which the nodes have all parts, the best to resume from last, and
+        messages about the others. Files of interrupted saves are removed. A checkpoint of a later start of the run
+        counts as better. Raises :class:`CheckpointError` where there are checkpoints and none is whole."""
         fence, sites = self._fence_of(directory), self._sites_of(directory)
 
         def clean() -> None:
@@ -83,47 +85,48 @@ class Saving:
         whole, others = whole_checkpoints(directory, sites, self._mesh.nodes)
         if others and not whole:
             raise CheckpointError(
-                f"{others[-1]} (no other checkpoint is whole; another name=NAME starts anew)"
+                f"{others[-1]} (no other checkpoint is whole; another name=NAME starts a new run)"
             )
         best_last = sorted(whole, key=lambda each: (each.started, each.name))
         return [directory / each.name for each in best_last], others
 
     def begin_start(self, directory: Path) -> None:
-        """What this start of the run saves is later than whatever is in ``directory``."""
+        """Register this start of the run, as later than all checkpoints in ``directory``."""
         self._fence_of(directory)
 
     def _fence_of(self, directory: Path) -> Fence:
-        """This start's, which is made once."""
+        """Return the fence of this start, made on the first call."""
         if self._fence is None:
             made = from_all(lambda: Fence.new(directory))
             self._fence = max(made, key=lambda each: each.started)
         return self._fence
 
     def trim(self, directory: Path, step: int, retention: Retention) -> None:
-        """Of the checkpoints below ``directory`` stay those that ``retention`` says after that of ``step``, the last
-        one: called by all ranks, where it is an earlier start's."""
+        """Remove the checkpoints in ``directory`` that ``retention`` does not keep after that of ``step``, the last
+        one. All ranks call it, after resuming from a checkpoint of an earlier start."""
         leads = self._sites_of(directory).leads
         self.pending.trim(directory, retention, step, leads=leads)
 
     def save(
-        self, directory: Path, step: int, told: dict[str, Any], retention: Retention = ALL_STAY
+        self, directory: Path, step: int, entries: dict[str, Any], retention: Retention = ALL_STAY
     ) -> Path:
-        """Write a checkpoint below ``directory``, on each node its ranks' part where they share none; ``told`` is kept
-        with it: the caller's ``state``, and ``metrics``. Its folder. Of older ones stay those that ``retention`` says.
-        Raises :class:`NonFiniteError` where a weight is no number, and then leaves nothing either."""
-        self.begin(directory, step, told, retention)
+        """Write a checkpoint into ``directory`` and return its folder. Where nodes do not share the folder, each node
+        gets its ranks' files. ``entries``: the caller's ``state``, and ``metrics``. ``retention`` selects the older
+        checkpoints to keep. Raises :class:`NonFiniteError` where a weight is NaN or Inf, and then leaves no files."""
+        self.begin(directory, step, entries, retention)
         path = self.pending.finish()
         assert path is not None
         return path
 
     def begin(
-        self, directory: Path, step: int, told: dict[str, Any], retention: Retention = ALL_STAY
+        self, directory: Path, step: int, entries: dict[str, Any], retention: Retention = ALL_STAY
     ) -> None:
-        """As :meth:`save`, but only what is copied is waited for: :attr:`pending` goes on with it. A save that is under
-        way is finished first."""
+        """Start a save: return when the tensors are copied; :attr:`pending` writes them in the background. An earlier
+        save is finished first."""
         self.pending.finish()
-        self._say_what_is_left_out()
-        kept = told | {"state": json.loads(checkpoint.state_text(told["state"]))}  # as it is now
+        self._report_left_out()
+        # A copy: the caller may change its state while the checkpoint is written.
+        kept = entries | {"state": json.loads(checkpoint.state_text(entries["state"]))}
         partial, sites = checkpoint.partial_folder(directory, step), self._sites_of(directory)
         fence = self._fence_of(directory)
 
@@ -150,7 +153,7 @@ class Saving:
                 step=step,
                 sites=sites,
                 fence=fence,
-                told=self._known(step, fence, marks) | kept,
+                entries=self._known(step, fence, marks) | kept,
                 retention=retention,
                 thread=thread,
                 part=writer.end(),
@@ -160,7 +163,7 @@ class Saving:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """What model and plan it is: a run changes neither."""
+        """Index entries that identify model and plan, which a run does not change."""
         return {
             "fingerprint": self._chain.fingerprint(),
             "structure": self._chain.structure(),
@@ -169,7 +172,7 @@ class Saving:
         }
 
     def _known(self, step: int, fence: Fence, marks: Sequence[dict[str, int]]) -> dict[str, Any]:
-        """What the index says before anything is written; ``marks`` are those of each rank."""
+        """Return the index entries that are known before anything is written; ``marks`` are those of each rank."""
         return {
             "step": step,
             **self._identity,
@@ -187,14 +190,14 @@ class Saving:
         }
 
     def close(self) -> None:
-        """Let go of memory. A save that nobody finished is left as an interrupted one."""
+        """Release the memory. An unfinished save is left as an interrupted one."""
         self.pending.abandon()
         self._memory.close()
 
     def _sites_of(self, directory: Path) -> Sites:
-        """Which ranks share ``directory``; they are asked once."""
+        """Return the sites that share ``directory``, found on the first call."""
         if directory not in self._sites:
-            # Relative where it was asked for like that: nodes may start in folders of other names.
+            # A relative directory stays relative: nodes may start in different working directories.
             nearest = from_first(
                 lambda: next(
                     folder for folder in (directory, *directory.parents) if folder.is_dir()
@@ -205,27 +208,27 @@ class Saving:
         return self._sites[directory]
 
     def _check_there(self, directory: Path) -> None:
-        """A folder that somebody removed or moved is not made again: a part of the run would lie there, as if it were
-        the run."""
+        """Raise where the parent folder was removed or moved: a new folder would hold a part of the run and look like
+        the whole."""
         above = self._above.get(directory)
         if above is not None and not above.is_dir():
             raise CheckpointError(
                 f"{above} has been removed or moved while the run was trained, so nothing can be saved there: move it "
-                "back, and the same command goes on from its last checkpoint"
+                "back, and the same command resumes from its last checkpoint"
             )
 
-    def _say_what_is_left_out(self) -> None:
-        if not self._said:
+    def _report_left_out(self) -> None:
+        if not self._reported:
             logger.info(
-                "checkpoints hold what is trained; %d tensors that are not are made again from %s",
+                "checkpoints hold trained tensors only; the other %d tensors are built again from %s",
                 len(self._chain.left_out),
                 self._chain.base,
             )
-        self._said = True
+        self._reported = True
 
     def load(self, directory: Path) -> checkpoint.CheckpointReader:
-        """Set stage and optimizer to what is in ``directory``; its reader. Nothing is changed before every rank has
-        found its part good."""
+        """Load stage and optimizer from ``directory`` and return its reader. Nothing is changed before every rank has
+        checked its part."""
         left_out = self._chain.left_out
         names = {n: t for n, t in self._stage.named_tensors().items() if n not in left_out}
         collect(directory, names, self._sites_of(directory.parent))
@@ -256,8 +259,8 @@ class Saving:
         return reader
 
     def _loaded(self, held: HeldMasters) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """The new values of the stage. What the checkpoint leaves out stays as it is; blocks below the device are
-        written whole."""
+        """Yield the new values of the stage. Tensors that the checkpoint leaves out stay unchanged; an offloaded block
+        is written whole."""
         if not self._chain.left_out:
             for name, tensor in self._stage.named_tensors().items():
                 yield name, tensor, held.weight(name, tensor).to(tensor.dtype)
@@ -269,24 +272,23 @@ class Saving:
                 yield name, tensor, value
 
     def _marks(self) -> dict[str, int]:
-        """By which this stage knows the parameters that checkpoints leave out."""
+        """Return the marks of this stage's parameters that checkpoints leave out."""
         if not self._chain.left_out:
             return {}
         left_out = self._chain.left_out
         return {n: checkpoint.mark(value) for n, _, value in self._stage.values() if n in left_out}
 
     def _writer(self, folder: Path, step: int, thread: ThreadPoolExecutor) -> PartWriter:
-        """What writes this rank's part: of one replica what its stage holds, of the others what they alone know."""
+        """Return the writer of this rank's part: the first replica writes the stage, the others write the states that
+        only they hold."""
         replica, tensors = self._mesh.replica, self._stage.named_tensors()
 
         def check(name: str, value: Tensor) -> None:
             kind, _, inner = name.partition("/")
             if kind == "model" and (why := unfit(inner, tensors[inner], value)):
-                raise NonFiniteError(
-                    f"step {step}: {why}, and no checkpoint keeps that; {UNTOUCHED}"
-                )
+                raise NonFiniteError(f"step {step}: {why}, so no checkpoint is saved; {UNTOUCHED}")
 
-        # What lies below must come up to be written.
+        # Offloaded states are read back to be written, so parts are smaller.
         small = self._plan.stages[self._mesh.pipeline_rank].optimizer_offload > 0
         return PartWriter(
             folder,
@@ -300,7 +302,7 @@ class Saving:
         )
 
     def _copy(self, writer: PartWriter) -> dict[str, int]:
-        """Give ``writer`` what this rank saves; the marks of what is left out."""
+        """Copy this rank's tensors into ``writer``; return the marks of the tensors that are left out."""
         self._optimizer.finish()
         marks: dict[str, int] = {}
         first = self._mesh.replica == 0
@@ -318,18 +320,19 @@ class Saving:
         return marks
 
     def _expected_bytes(self, tensors: Iterable[Tensor]) -> int:
-        """What the values and the states of ``tensors`` take, about, and padding."""
+        """Return the approximate bytes of the values and states of ``tensors``, with padding."""
         return sum(t.nbytes + self._optimizer.bytes_of_states(t) + _PADDING_BYTES for t in tensors)
 
 
-def snapshot_room(plan: Plan, mesh: Mesh) -> int:
-    """Bytes of host memory that copies of what a rank saves may take: half of what will be free on its host."""
+def snapshot_bytes(plan: Plan, mesh: Mesh) -> int:
+    """Return the bytes of host memory for a rank's copies of saved tensors: half of the memory that will be free on its
+    host."""
     free = available_memory(mesh.nodes.local_count) - coming_bytes(plan, mesh)
     return max(0, int(free * _SHARE))
 
 
 def coming_bytes(plan: Plan, mesh: Mesh) -> int:
-    """What a rank will take of its host's memory beyond what it has by now, as its plan says."""
+    """Return the host memory that a rank will still allocate under its plan."""
     predicted = plan.prediction.ranks[mesh.rank]
     due = predicted.peak_bytes if mesh.device.type == "cpu" else 0
     due += predicted.tier_peak_bytes if tier_named(plan.tier).in_ram else 0

@@ -1,4 +1,5 @@
-"""The end of a step: all ranks agree on its loss and its gradient norm, and update their weights, or none does."""
+"""The end of a step: all ranks agree on its loss and gradient norm, and either all update their weights or none
+does."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from parallax.machine.device import CopyEngine
 from parallax.mesh import Mesh
 from parallax.runtime.batch import Rows
 from parallax.runtime.health import nonfinite
-from parallax.runtime.health.nonfinite import Judgement, Losses, NamedValue
+from parallax.runtime.health.nonfinite import Losses, NamedValue, Verdict
 from parallax.runtime.health.row_comparison import RowComparison
 from parallax.runtime.optim.optimizer import Deal, OptimizerConfig, StageOptimizer
 from parallax.runtime.optim.scaling import LossScale, gradient_norm, numbers
@@ -23,9 +24,10 @@ from parallax.runtime.stage import Stage
 
 
 class Update:
-    """Updates one rank's stage in a run of ``steps``. ``later``: names of parameters that another rank answers for.
-    ``losses``: what this rank's loss is made of. After each :meth:`run` ``loss``, ``norm`` and ``judgement`` are what
-    all ranks know of the step, ``rate`` is its learning rate. ``rows`` compares the batches of all ranks."""
+    """Updates one rank's stage in a run of ``steps``. ``later``: names of the parameters that another rank counts in
+    the norm. ``losses``: the calls of the loss on this rank. After each :meth:`run`, ``loss``, ``norm`` and
+    ``verdict`` are those of the step, equal on all ranks, and ``rate`` is its learning rate. ``rows`` compares the
+    batches of all ranks."""
 
     def __init__(
         self,
@@ -48,34 +50,34 @@ class Update:
             torch.promote_types(dtype, torch.float32),
         )
         self.loss = self.norm = self.rate = 0.0
-        self.judgement = Judgement()
+        self.verdict = Verdict()
         self.rows = RowComparison(mesh)
         self._batch: Rows | None = None
         self._numbers: list[float] = []
 
     def begin(self, batch: Rows) -> None:
-        """Note the rows of the step that begins, before anything else reads them."""
+        """Keep the batch of the step and digest its rows, before anything else reads them."""
         self._batch, self._numbers = batch, self.rows.numbers(batch)
 
     def _measure(self, loss: Tensor) -> tuple[dict[str, Tensor], list[float]]:
-        """Agree on ``loss`` and ``norm``, of which this rank has a share; the tensors that this rank answers for, and
-        the sums over all ranks of the numbers that compare their rows."""
+        """Set ``loss`` and ``norm``, summed over all ranks. Return the tensors that this rank counts in the norm, and
+        the sums of the row digests."""
         tensors = self._stage.named_tensors() if self._mesh.replica == 0 else {}
         owned = {name: tensor for name, tensor in tensors.items() if name not in self._later}
-        # The only thing in a step for which the host waits for the device.
+        # The only synchronization of host and device in a step.
         loss_share, mine = numbers(loss, gradient_norm(self._stage.norm_terms(owned.values())))
         mine /= self._scale.factor
-        # ** would raise where the square is too large.
+        # mine ** 2 would raise OverflowError where mine * mine is inf.
         self.loss, total, *sums = agreed_sum(self._mesh, loss_share, mine * mine, *self._numbers)
         self.norm = total**0.5
         return owned, sums
 
     def run(self, step: int, loss: Tensor) -> None:
-        """Update after ``step``, or drop its gradients, as all ranks decide; ``loss`` is this rank's share. Raises
-        :class:`~parallax.errors.DataError` where ranks have different batches."""
+        """Update the weights after ``step``, or drop its gradients, as all ranks agree; ``loss`` is this rank's share.
+        Raises :class:`~parallax.errors.DataError` where ranks have different batches."""
         batch, self._batch = self._batch, None
         assert batch is not None
-        self._optimizer.finish()  # what failed in the last step fails before anything is agreed on
+        self._optimizer.finish()  # an error of the last step is raised before the all-reduce
         factor = self._scale.factor
         owned, sums = self._measure(loss)
         self.rows.check(sums, f"the batch of step {step}")
@@ -91,8 +93,8 @@ class Update:
             )
             return nonfinite.find(self._mesh, batch, self._losses, parts)
 
-        self.judgement = nonfinite.judge(self._scale, self.loss, self.norm, find)
-        if self.judgement.accepted:
+        self.verdict = nonfinite.judge(self._scale, self.loss, self.norm, find)
+        if self.verdict.accepted:
             norm = torch.tensor(self.norm, dtype=self._dtype)
             self._optimizer.step(norm, self.rate, factor)
         else:
@@ -100,7 +102,7 @@ class Update:
 
 
 def agreed_sum(mesh: Mesh, *values: float) -> list[float]:
-    """The sum of each of ``values`` over all ranks."""
+    """Return the sum of each of ``values`` over all ranks."""
     found: list[float] = mesh.sum(torch.tensor(values, dtype=torch.float64)).tolist()
     return found
 
@@ -110,19 +112,20 @@ def open_optimizer(
     mesh: Mesh,
     shared: Mapping[str, Sequence[int]],
     config: OptimizerConfig,
-    below: Tiers,
+    tiers: Tiers,
     copies: CopyEngine,
 ) -> StageOptimizer:
-    """What steps ``stage`` as the plan says. ``shared``: names of parameters that pipeline ranks share, and these."""
+    """Return the optimizer of ``stage`` under the plan. ``shared``: name of each parameter that several pipeline ranks
+    hold → those pipeline ranks."""
     plans = mesh.plan.stages
 
-    def dealt(group: dist.ProcessGroup | None) -> Deal | None:
+    def shards(group: dist.ProcessGroup | None) -> Deal | None:
         if group is None:
             return None
         return partial(SharedStates, group, mesh.replica, mesh.replica_count)
 
     tensors = stage.named_tensors()
-    # Others that have them step them below the device.
+    # Other stages that hold them step them on the host.
     elsewhere = [n for n, users in shared.items() if any(plans[u].optimizer_offload for u in users)]
     return StageOptimizer(
         stage.resident(),
@@ -131,8 +134,8 @@ def open_optimizer(
         below=max(plans[each].optimizer_offload for each in mesh.stages),
         lowest={tensors[name] for name in elsewhere if name in tensors},
         copies=copies,
-        open_store=below.open_states,
-        share=dealt(mesh.updates),
-        shard=dealt(mesh.replicas if plans[mesh.pipeline_rank].shard_optimizer else None),
+        open_store=tiers.open_states,
+        share=shards(mesh.updates),
+        shard=shards(mesh.replicas if plans[mesh.pipeline_rank].shard_optimizer else None),
         streamed=stage.offloaded,
     )

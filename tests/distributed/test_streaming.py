@@ -136,5 +136,5 @@ def test_a_checkpoint_does_not_know_where_parameters_were(
 
 def test_shared_parameters_cannot_stream(pool: Pool, tmp_path: Path) -> None:
     case = Case(gpt(), dtype=torch.float32).under((1,), **BELOW)
-    with pytest.raises(PlanError, match="although some are shared"):
+    with pytest.raises(PlanError, match="although some are tied"):
         case.engine(tmp_path)

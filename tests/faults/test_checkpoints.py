@@ -144,7 +144,7 @@ def test_a_run_whose_only_checkpoint_is_damaged_does_not_begin_anew(
     assert code == CheckpointError.exit_code
     assert re.fullmatch(
         rf"parallax: {last / 'checkpoint.json'} is damaged \(.*\); use an earlier one \(no other checkpoint is whole; "
-        r"another name=NAME starts anew\)|parallax: .*: it is damaged \(SHA-256\).*starts anew\)",
+        r"another name=NAME starts a new run\)|parallax: .*: it is damaged \(SHA-256\).*starts a new run\)",
         one_line(err),
     ), err
     assert "step " not in out
@@ -165,7 +165,7 @@ def test_the_folder_of_a_run_that_is_gone_is_not_made_again(here: Path, how: str
     assert code == CheckpointError.exit_code, err
     assert one_line(err) == (
         f"parallax: {run} has been removed or moved while the run was trained, so nothing can be saved there: move it "
-        "back, and the same command goes on from its last checkpoint"
+        "back, and the same command resumes from its last checkpoint"
     )
     assert not run.exists()
     assert running(here) == []

@@ -66,11 +66,11 @@ OWN = [
     [
         (
             ["held_out=12"],
-            "validation(0, 16) has 16 row(s), and its targets have 12: give each row",
+            "validation(0, 16) has 16 row(s), and its targets have 12: return inputs and",
         ),
         (
             ["inputs=12"],
-            "validation(0, 16) has 16 row(s), and its inputs[0] have 12: give each row",
+            "validation(0, 16) has 16 row(s), and its inputs[0] have 12: return inputs and",
         ),
         (["held_out=12", "kind=tensors"], "got tensors of shapes [(16, 4), (12, 1)]"),
     ],
@@ -95,7 +95,7 @@ def test_before_anything_is_planned(
         (["training=12"], "the batch of step 0 has 16 row(s), and its targets have 12: give each"),
         (
             ["held_out=12"],
-            "a batch that is evaluated at step 1 has 16 row(s), and its targets have 12: give each row",
+            "a batch that is evaluated at step 1 has 16 row(s), and its targets have 12: return inputs and",
         ),
         (["training=12", "kind=tensors"], "got tensors of shapes [(16, 4), (12, 1)]"),
     ],

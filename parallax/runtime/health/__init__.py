@@ -1,1 +1,2 @@
-"""Whether a step's numbers can be trusted: where one that is not finite comes from, and whether computing repeats."""
+"""Whether a step's numbers can be trusted: where the first NaN or Inf comes from, and whether all ranks have the same
+rows."""

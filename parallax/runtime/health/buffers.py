@@ -1,7 +1,7 @@
-"""Buffers as they were before a step that is not to have happened.
+"""Copies of buffers from before a step, to restore them after a step that is skipped.
 
-A forward changes buffers, such as the running statistics of BatchNorm, long before anybody knows whether the step
-will be taken. Where it is skipped, or was only a trial, they go back to what they were: a NaN would stay for ever.
+A forward changes buffers, such as the running statistics of BatchNorm, before the ranks know whether the step will be
+skipped. A skipped step leaves buffers unchanged: otherwise a NaN would stay in them for ever.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from parallax.model.private import copy_to_each
 
-# Larger ones, such as tables, by their version. Kernels of BatchNorm write running statistics without counting one.
+# Larger buffers, such as tables, are copied when their version changes. Smaller ones are always copied: BatchNorm's
+# kernels write running statistics without a new version.
 _ALWAYS_BYTES = 2**20
 
 
 class _Kept(NamedTuple):
-    """A buffer's place, the tensor that was there, and a copy of its values at ``version``."""
+    """A buffer's owner and name, its tensor, and a copy of its values at ``version``."""
 
     owner: dict[str, Tensor | None]
     name: str
@@ -30,7 +31,7 @@ class _Kept(NamedTuple):
 
 
 class KeptBuffers:
-    """Copies of the buffers of ``modules``: they take as much memory once more, which a profile counts."""
+    """Copies of the buffers of ``modules``. They double the memory of buffers, which a profile counts."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
@@ -39,7 +40,8 @@ class KeptBuffers:
 
     @torch.no_grad()
     def remember(self) -> None:
-        """As they are now. Copies only what may have changed since the last time, all of a type at once."""
+        """Copy the buffers. Only buffers that may have changed since the last call are copied, all of one type at
+        once."""
         self._none.clear()
         changed: dict[torch.dtype, list[_Kept]] = {}
         for place, module in enumerate(self._modules):
@@ -63,11 +65,11 @@ class KeptBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """As they were when :meth:`remember` was called."""
+        """Set the buffers to the values of the last :meth:`remember`."""
         for owner, name in self._none:
             owner[name] = None
         for kept in self._kept.values():
             kept.owner[kept.name] = kept.tensor
-            # One that is expanded cannot be written, nor has been.
+            # An expanded buffer cannot be written, and is always equal.
             if not torch.equal(kept.tensor, kept.values):
                 kept.tensor.copy_(kept.values)

@@ -1,9 +1,8 @@
-"""Where a loss or a norm that is no number comes from.
+"""Locate the tensor that made a loss or a gradient norm NaN or Inf.
 
-By the time it is noticed it is everywhere: what is not finite in one rank's rows or weights is in every rank's
-gradients a moment later. So the ranks look once, after the fact, and tell each other; the first in the order in which
-data goes through the model is the cause. No step pays for this before its loss, which every rank knows anyway, is not
-finite.
+A NaN in one rank's rows or weights is in every rank's gradients by the end of the step. So the ranks search once, after
+the step, and gather their findings; the first in the order of the data flow is the cause. Steps with a finite loss and
+norm pay nothing for this.
 """
 
 from __future__ import annotations
@@ -29,49 +28,49 @@ from parallax.runtime.optim.scaling import LossScale
 Losses = Callable[[], Sequence[tuple[int, int, float]]]
 """First row, last row + 1, and value of each call of the loss."""
 
-_ROWS = 64  # of a batch that are looked at together
-_NAMED = 8  # rows that are named one by one
-_DATA = "mend the rows that data.* gives"
+_ROWS = 64  # rows that are read at one time
+_NAMED = 8  # at most, rows listed in a message
+_DATA = "correct these rows in the data source (data.*)"
 _TRAINING = "lower optimizer.lr, or raise optimizer.warmup_steps"
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
-    """What is made of a step: whether it is ``accepted``; where not, what is wrong, ``why``, and how the run ends,
-    ``refusal``, or nothing where it goes on."""
+class Verdict:
+    """Whether a step is ``accepted``. Where it is not, ``what`` is non-finite, ``why`` is the cause, and ``refusal`` is
+    the error that ends the run, empty where training continues."""
 
     accepted: bool = True
     what: str = ""
     why: str = ""
     refusal: str = ""
 
-    def told(self, step: int) -> str:
-        """Why a step is skipped. Raises :class:`NonFiniteError` where it is the last."""
+    def report(self, step: int) -> str:
+        """Return why a step is skipped. Raises :class:`NonFiniteError` where the run may skip no more steps."""
         if self.refusal:
             raise NonFiniteError(f"step {step}: {self.refusal}: {self.why}")
         return f"{self.what}: {self.why}" if self.why else ""
 
 
-def judge(scale: LossScale, loss: float, norm: float, find: Callable[[], str]) -> Judgement:
-    """Whether ``scale`` accepts a step with this loss and norm, which all ranks know. ``find`` says why not, where that
-    is to be said: a loss scale that is too large makes gradients overflow now and then."""
+def judge(scale: LossScale, loss: float, norm: float, find: Callable[[], str]) -> Verdict:
+    """Return the verdict of ``scale`` on a step with this loss and norm, which are equal on all ranks. ``find`` locates
+    the cause; it is not called for overflows that a loss scale makes now and then."""
     why = find() if not math.isfinite(loss) else None
     try:
         accepted, refusal = scale.accepts(loss, norm), ""
     except NonFiniteError as error:
         accepted, (refusal, _, _) = False, str(error).partition(": ")
     if accepted:
-        return Judgement()
+        return Verdict()
     if refusal or not scale.expects_overflows:
         why = why or find()
     what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm}"
     if why is None:
-        return Judgement(accepted=False)
-    return Judgement(False, what, why, refusal)
+        return Verdict(accepted=False)
+    return Verdict(False, what, why, refusal)
 
 
 class NamedValue(NamedTuple):
-    """A parameter or a buffer: its value, wherever that is, and its gradient."""
+    """A parameter or a buffer, its value and its gradient, resident or offloaded."""
 
     name: str
     value: Tensor
@@ -80,9 +79,9 @@ class NamedValue(NamedTuple):
 
 
 def find(mesh: Mesh, batch: Rows, losses: Losses, tensors: Iterable[NamedValue]) -> str:
-    """What is not finite and comes first, with what to do about it; called by every rank. ``losses``: of this rank's
-    micro-batches. ``tensors``: those that this rank answers for."""
-    answers = mesh.gather_objects(_look(mesh, batch, losses, tensors))
+    """Return a description of the first non-finite tensor, with a remedy. Every rank calls it. ``losses``: of this
+    rank's micro-batches. ``tensors``: those that this rank is responsible for."""
+    answers = mesh.gather_objects(_search(mesh, batch, losses, tensors))
     found = [(order, rank, text) for rank, answer in enumerate(answers) for order, text in answer]
     if not found:
         return f"the sum over all losses or gradients overflows; {_TRAINING}"
@@ -92,10 +91,10 @@ def find(mesh: Mesh, batch: Rows, losses: Losses, tensors: Iterable[NamedValue])
     return f"{text}, seen first by {who}; {remedy}"
 
 
-def _look(
+def _search(
     mesh: Mesh, batch: Rows, losses: Losses, tensors: Iterable[NamedValue]
 ) -> list[tuple[tuple[int, int], str]]:
-    """What this rank finds, each with its place in the order of causes."""
+    """Return this rank's first finding, with its place in the order of causes."""
     found = []
     if mesh.pipeline_rank == 0 and (text := _rows(mesh, "inputs", batch, batch.inputs)):
         found.append(((0, 0), text))
@@ -117,7 +116,7 @@ def _look(
 
 
 def _loss(plan: Plan, batch: int, low: int, high: int, value: float) -> str:
-    """Of the rows that the loss was computed from."""
+    """Describe a non-finite loss by the rows that it was computed from."""
     text = f"the loss becomes {value} on the last stage"
     if high - low == batch:
         return text
@@ -128,7 +127,7 @@ def _loss(plan: Plan, batch: int, low: int, high: int, value: float) -> str:
 
 
 def _rows(mesh: Mesh, name: str, batch: Rows, read: Callable[[int, int], Any]) -> str:
-    """The rows that hold what is not finite, and the micro-batches that these are in."""
+    """Describe the rows with NaN or Inf, and their micro-batches; empty where there are none."""
     rows, kinds = set[int](), set[str]()
     for start in range(0, len(batch), _ROWS):
         stop = min(start + _ROWS, len(batch))
@@ -164,7 +163,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def unfit(name: str, tensor: Tensor, value: Tensor) -> str:
-    """Why a trained parameter must not be saved, or nothing."""
+    """Return why a trained parameter must not be saved, or an empty string."""
     if (
         isinstance(tensor, nn.Parameter)
         and tensor.requires_grad

@@ -1,8 +1,8 @@
-"""Whether inputs and targets are as many as the rows that were asked for.
+"""Checks that a batch returns as many inputs and targets as the rows that were asked for.
 
-Only the first stage asks for inputs and only the last for targets, and a loss need not mind how many it is given. So
-each answer is looked at. A tensor of another length may be one without rows, which is returned whole whichever rows are
-asked for; that is found out once, with rows that are asked for one by one, and only where a length is not the one due.
+Only the first stage reads inputs and only the last reads targets, and a loss may accept any number of either, so each
+returned value is checked. A tensor of another length may be one without rows, which is returned whole for any rows. To
+find out, the rows are read one by one, once, and only where a length is wrong.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from parallax.runtime.batch import Rows, RowsOf, as_tensors
 _TYPES = re.compile("dtype|scalar type|data type")
 
 Place = tuple[Any, ...]
-"""The keys that lead to a part of inputs or targets; the first is which of both."""
+"""The path to a part of a nest; its first key is ``inputs`` or ``targets``."""
 
 
 class RowCheck:
-    """The check of one source's batches for a model of type ``dtype``. It remembers which tensors have no rows, and the
-    last type of those that float."""
+    """The check of one source's batches, for a model of type ``dtype``. It keeps which tensors have no rows, and the
+    last type of each floating-point tensor."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self._known = _Known(dtype)
 
     def of(self, batch: Rows, name: str) -> CheckedRows:
-        """The same rows as tensors, checked; ``name`` is what an error calls the batch."""
+        """Return the rows of ``batch`` as checked tensors; errors call the batch ``name``."""
         return CheckedRows(batch, name, self._known)
 
     def explained(self, error: Exception) -> Exception:
-        """``error``, or, where torch says that types differ and rows are of another type than the model, a
-        :class:`DataError` that says which."""
+        """Return ``error``; or, where torch reports a type mismatch and rows have another type than the model, a
+        :class:`DataError` that names both."""
         others = {
             _in_words(place): kind
             for place, kind in self._known.floats.items()
@@ -62,18 +62,16 @@ class _Known:
 
 
 class CheckedRows(RowsOf):
-    """Rows whose inputs and targets raise :class:`DataError` where they are of another number."""
+    """Rows whose inputs and targets raise :class:`DataError` where their number is wrong."""
 
     def __init__(self, batch: Rows, name: str, known: _Known) -> None:
         super().__init__(batch)
         self._name, self._all, self._rowless = name, known, known.rowless
 
     def inputs(self, start: int, stop: int) -> Any:
-        """See :class:`~parallax.runtime.batch.Rows`."""
         return self._checked("inputs", start, stop)
 
     def targets(self, start: int, stop: int) -> Any:
-        """See :class:`~parallax.runtime.batch.Rows`."""
         return self._checked("targets", start, stop)
 
     def check_last(self) -> None:
@@ -93,8 +91,8 @@ class CheckedRows(RowsOf):
             few = found < len(self)
             held = f"have {found}" if few else f"are {count} for {stop - start} row(s)"
             raise DataError(
-                f"{self._name} has {len(self)} row(s), and its {_in_words(place)} {held}: give each row its inputs and "
-                "its targets; what has no rows is returned whole, whichever rows are asked for"
+                f"{self._name} has {len(self)} row(s), and its {_in_words(place)} {held}: return inputs and "
+                "targets for each row; a tensor without rows must be returned whole for any rows"
             )
         self._note_types(what, values)
         return values
@@ -109,12 +107,12 @@ class CheckedRows(RowsOf):
                 self._all.floats[what, *path] = part.dtype
 
     def _rows_at(self, place: Place) -> int:
-        """How many rows the part at ``place`` has: one for each of the first ones, and none for those after its end.
-        0: it has none, or that is not known."""
+        """Return how many rows the part at ``place`` has, where each of its first rows returns one and later rows none;
+        0 where it has no rows, or their number is unknown."""
         what = place[0]
         try:
             one, two = (self._counts_of(what, 0, min(n, len(self))) for n in (1, 2))
-            # Of rows that are a list of tensors each tensor is one row.
+            # In a list of tensors each tensor is one row.
             if one.keys() != two.keys() and place[-1] is not list:
                 return 0
             found = one.get(place, 0)
@@ -129,7 +127,7 @@ class CheckedRows(RowsOf):
                 found += count
         except HangError:
             raise
-        except Exception:  # a source of one's own that does not give them one by one
+        except Exception:  # a user's source may not support single rows
             return 0
         return found
 
@@ -138,7 +136,7 @@ class CheckedRows(RowsOf):
 
 
 def _counts(value: Any, place: Place) -> Iterator[tuple[Place, int]]:
-    """How long everything in a nest is that may have rows: tensors of one dimension or more, and lists."""
+    """Yield the length of each part of a nest that may have rows: tensors of one dimension or more, and lists."""
     if isinstance(value, list):
         yield (*place, list), len(value)
     if isinstance(value, Tensor):
@@ -150,13 +148,13 @@ def _counts(value: Any, place: Place) -> Iterator[tuple[Place, int]]:
 
 
 def _in_words(place: Place) -> str:
-    """``targets`` or ``inputs['mask']``.
+    """Return ``targets`` or ``inputs['mask']``.
 
     >>> _in_words(("inputs", "mask", 0))
     "inputs['mask'][0]"
     """
     what, *keys = place
-    ways = [
+    suffixes = [
         f".{key}" if isinstance(key, Field) else f"[{key!r}]" for key in keys if key is not list
     ]
-    return printable("".join([what, *ways]))
+    return printable("".join([what, *suffixes]))

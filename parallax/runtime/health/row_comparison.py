@@ -1,11 +1,11 @@
-"""Whether all ranks have the same rows in a step.
+"""Compares the rows of all ranks in each step.
 
-Each rank has a data source of its own: the first stage's ranks read inputs, and the last stage's read targets. Where
-the source draws from an unseeded generator, or relies on the order of a set, inputs of one row meet targets of another,
-and no loss shows it. So every rank digests some rows of each batch, and the digests travel in the all-reduce that each
-step makes anyway: with N ranks that have digests h, all are equal where N · Σh² = (Σh)².
+Each rank has a data source of its own: ranks of the first stage read inputs, ranks of the last read targets. Where the
+source draws from an unseeded generator, or depends on the order of a set, inputs of one row are paired with targets of
+another, and no loss shows it. So every rank digests some rows of each batch, and the digests travel in the all-reduce
+that each step makes anyway: digests h of N ranks are all equal where N · Σh² = (Σh)².
 
-A batch that is small and in memory is digested whole. Of any other two rows are asked for, others in each step.
+A small batch in memory is digested whole. Of any other batch two rows are read, different ones in each step.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ from parallax.runtime.batch import Rows
 from parallax.runtime.checkpoint.checksums import checksum
 
 RowDigest = tuple[int | None, ...]
-"""Of inputs and of targets; None where these cannot be read."""
+"""Digests of inputs and of targets; None where this rank cannot read them."""
 
 PARTS = "inputs", "targets"
-_WHOLE_BYTES = 2**20  # of a batch that is digested whole
+_WHOLE_BYTES = 2**20  # at most, of a batch that is digested whole
 _SAMPLED_ROWS = 2
-_STRIDE = 7919  # rows between those of one step and the next: a prime, so that all have their turn
+_STRIDE = (
+    7919  # from one step's sampled rows to the next step's: a prime, so that all rows are sampled
+)
 _DIGEST_BITS = 20  # sums of squares over 2**13 ranks are exact in float64
-_NAMED = 8  # ranks
+_NAMED = 8  # at most, ranks listed in a message
 _REMEDY = (
     "a data source must make the same rows on every rank: draw from a generator with a fixed seed, such as "
-    "random.Random(0), numpy.random.default_rng(0) or torch.Generator().manual_seed(0), and sort what has no order "
-    "(sets, listed folders)"
+    "random.Random(0), numpy.random.default_rng(0) or torch.Generator().manual_seed(0), and sort sets and listed "
+    "folders"
 )
 
 
 def digest(tensor: Tensor) -> int:
-    """Of the bits of a tensor: it differs after any one that has flipped."""
+    """Return a digest of the bits of a tensor; any flipped bit changes it."""
     plain = tensor.detach()
     if plain.is_nested:
         jagged = plain.layout is torch.jagged
@@ -55,7 +57,8 @@ def digest(tensor: Tensor) -> int:
 
 
 class RowComparison:
-    """One rank's part. Of each batch, :meth:`numbers` are summed over all ranks, and :meth:`check` gets the sums."""
+    """Compares batches on one rank. For each batch, :meth:`numbers` are summed over all ranks, and :meth:`check` gets
+    the sums."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -65,8 +68,8 @@ class RowComparison:
         self._repeats = [True] * len(PARTS)
 
     def numbers(self, batch: Rows) -> list[float]:
-        """For inputs and for targets: 1, the digest and its square; zeros where this rank cannot read them. Nothing in
-        a plan of one rank."""
+        """Return for inputs and for targets: 1, the digest and its square, or zeros where this rank cannot read them.
+        Empty in a plan of one rank."""
         if self._mesh.world is None:
             return []
         self._batch, self._turn = batch, self._turn + 1
@@ -78,8 +81,8 @@ class RowComparison:
         ]
 
     def check(self, sums: Sequence[float], name: str) -> None:
-        """Raise :class:`DataError` on all ranks where some have other rows in the batch that ``name`` names. Rows that
-        differ each time they are asked for, as random augmentations make them, are not compared."""
+        """Raise :class:`DataError` on all ranks where ranks have different rows in the batch ``name``. Rows that differ
+        on each read, such as those with random augmentation, are not compared."""
         differing = [
             part
             for part in range(len(sums) // 3)
@@ -117,7 +120,8 @@ class RowComparison:
 def row_digest(
     batch: Rows, turn: int = 0, wanted: Sequence[bool] = (True,) * len(PARTS)
 ) -> RowDigest:
-    """Of some rows of a batch, others each ``turn``, or of all. Of parts that are not ``wanted`` it is None."""
+    """Return the digests of some rows of a batch, different ones for each ``turn``, or of all rows; None for parts that
+    are not ``wanted``."""
     rows, size = len(batch), getattr(batch, "memory_bytes", math.inf)
     low, high = 0, rows
     if size > _WHOLE_BYTES and rows > _SAMPLED_ROWS:
@@ -130,17 +134,17 @@ def row_digest(
 
 
 def _digest(read: Callable[[int, int], Any], low: int, high: int) -> int | None:
-    """None where this rank cannot read them: where it must, the step says why."""
+    """Return None where this rank cannot read the rows: a rank that needs them raises in its step."""
     try:
         return _folded(read(low, high))
     except HangError:
         raise
-    except Exception:  # whatever a source of the user's raises
+    except Exception:  # a user's source may raise any
         return None
 
 
 def _folded(value: Any) -> int:
-    """A digest of what a nest holds, in few bits."""
+    """Return a digest of a nest, of ``_DIGEST_BITS`` bits."""
     found = 0
     for path, part in leaves(value):
         found = zlib.crc32(repr([str(key) for key in path]).encode(), found)
@@ -160,7 +164,7 @@ def _known_by(part: Any) -> bytes:
 
 
 def _in_words(ranks: Sequence[int]) -> str:
-    """``rank 1 has`` or ``ranks 1, 2 have``."""
+    """Return ``rank 1 has`` or ``ranks 1, 2 have``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} has"
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""

@@ -1,1 +1,1 @@
-"""What is measured of a rank while it trains."""
+"""Meters of a rank while it trains: memory, spans, results of steps."""

@@ -1,4 +1,4 @@
-"""How much memory a rank holds beyond what its process had before."""
+"""The memory of a rank, beyond that of its process before the engine was built."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from parallax.plan.plan import Directive, RankPrediction, StagePlan
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.runtime.replicas.reducer import touch_reducer
 
-# Of a rank's predicted peak: what a block allocates and frees while it runs, and its channels' shared memory.
+# The share of a rank's predicted peak for temporary tensors of a block and shared memory of channels.
 _UNSEEN = 1 / 32
 
 
@@ -34,15 +34,15 @@ def device_memory(
     *,
     reduces: bool = False,
 ) -> Callable[[], int]:
-    """Starts to watch the memory of a rank's device, which will hold ``stages``; the function gives the high water
-    since. ``reduces``: torch's reducer will add up gradients of replicas."""
+    """Start to meter the device of a rank with ``stages``; return a function that gives the peak since, in bytes.
+    ``reduces``: torch's DDP reducer will sum gradients of replicas."""
     if device.type != "cpu":
-        # Before 2.13 torch resets nothing on a device that nobody has used.
+        # Before 2.13 torch does not reset the peak of a device without an allocation.
         torch.empty(0, device=device)
         torch.accelerator.reset_peak_memory_stats(device)
         return lambda: int(torch.accelerator.max_memory_allocated(device))
     use_one_arena()
-    # For these torch loads its compiler.
+    # torch.utils.checkpoint loads torch's compiler.
     recomputes = any(Directive.RECOMPUTE in stage.directives for stage in stages)
     _touch_libraries(precision, recomputes=recomputes)
     if reduces:
@@ -53,8 +53,8 @@ def device_memory(
 def bound_memory(
     device: torch.device, prediction: RankPrediction, before_bytes: int
 ) -> Callable[[], None]:
-    """Hold a CPU's rank below its predicted peak beyond ``before_bytes``: where the plan says so, freed memory goes
-    back at once from now on; otherwise where the process would take more
+    """Keep a CPU rank below its predicted peak beyond ``before_bytes``. Where the plan says so, freed memory is
+    returned to the system at once from now on; otherwise only where the process would exceed the bound
     (:class:`~parallax.machine.host.MemoryBound`). The returned function ends the latter. A plan without predictions
     bounds nothing, and an accelerator's allocator has a limit of its own."""
     most_bytes = prediction.peak_bytes
@@ -63,13 +63,14 @@ def bound_memory(
     if prediction.returns_freed:
         return_freed_memory()
         return lambda: None
-    keep_freed_memory()  # after the weights, which stay
-    line_bytes = most_bytes - SMALLEST_TRIM - int(_UNSEEN * most_bytes)
-    return MemoryBound(before_bytes + line_bytes - data_bytes()).close
+    keep_freed_memory()  # after the weights, which are never freed
+    bound_bytes = most_bytes - SMALLEST_TRIM - int(_UNSEEN * most_bytes)
+    return MemoryBound(before_bytes + bound_bytes - data_bytes()).close
 
 
 def _touch_libraries(precision: PrecisionConfig, *, recomputes: bool) -> None:
-    """Run the usual operators once on next to nothing: their code and tables belong to the process, not the stage."""
+    """Run the usual operators once on tiny tensors: their code and tables are memory of the process, not of the
+    stage."""
     with torch.random.fork_rng(devices=[]):
         layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).to(
             precision.parameter_dtype
@@ -87,7 +88,7 @@ def _touch_libraries(precision: PrecisionConfig, *, recomputes: bool) -> None:
                 loss = torch.nn.functional.cross_entropy(
                     outputs.float(), torch.zeros(8, dtype=torch.int64)
                 )
-            # As a stage that sends its outputs on: torch imports much for a backward that begins at edges of the graph.
+            # As in a stage that is not the last: torch imports modules for a backward from gradient edges.
             torch.autograd.backward([get_gradient_edge(loss)], [torch.ones_like(loss)])
             weight_gradients.finish()
             torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)

@@ -1,9 +1,9 @@
-"""When the actions of a step began and ended, where the work is done.
+"""The start and end of each action of a step, on the device that runs it.
 
-On a CPU that is when they were called and returned. An accelerator works behind the host's back: an action returns when
-its work has been given to the device, so the host's clock would put all time into the one action that waits for it.
-There two events are recorded around each action, and read when the device has passed them. That is in the same step for
-all but its last actions, which come with the next one's: nothing is waited for only to be timed.
+On a CPU these are the times of call and return. An accelerator runs asynchronously: an action returns when its kernels
+are queued, so on the host's clock all time would fall on the one action that synchronizes. There two events are
+recorded around each action, and read when the device has passed them. The last actions of a step are read in the next
+step, so nothing synchronizes for the sake of timing.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
 
 
 class SpanClock(Protocol):
-    """Takes the times of one rank's actions, one after another."""
+    """Times one rank's actions, one after another."""
 
     def begin(self) -> float:
-        """An action begins; the host's time."""
+        """Start an action; return the host's time."""
 
     def end(self, rank: int, step: int, action: Action, waited: float) -> None:
-        """It was ``action``, and the host did nothing but wait for ``waited`` seconds of it."""
+        """End ``action``, during which the host spent ``waited`` seconds waiting."""
 
     def take(self) -> list[Span]:
-        """The spans that are known and were not taken yet, in order."""
+        """Return, in order, the spans that are complete and were not returned yet."""
 
     def aside(self) -> HostSpans:
-        """A clock for actions whose times nobody wants to know."""
+        """Return a clock for actions that are not recorded."""
 
 
 class HostSpans:
-    """Actions are over when they return."""
+    """Times actions by the host's clock."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
@@ -63,7 +63,7 @@ class HostSpans:
 
 
 class _Untimed(HostSpans):
-    """Of a device's actions when they were asked for. Their stalls would pile up."""
+    """Times a device's actions by the host's clock, and discards their stalls, which would accumulate."""
 
     def __init__(self, copies: CopyEngine) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class _Untimed(HostSpans):
 
 
 class _Timed(NamedTuple):
-    """An action between two events, of which its stream spent the time between each pair of ``stalls`` waiting."""
+    """An action between two events; its stream was stalled between each pair of ``stalls``."""
 
     rank: int
     step: int
@@ -87,8 +87,8 @@ class _Timed(NamedTuple):
 
 
 class DeviceSpans:
-    """Actions of an accelerator. Times are counted on from event to event: the device's own count loses digits, and is
-    tied to the host's clock once, at the first action."""
+    """Times actions of an accelerator. Times are summed from event to event, because the device's own count loses
+    digits; they are tied to the host's clock once, at the first action."""
 
     def __init__(self, device: torch.device, copies: CopyEngine) -> None:
         self._device, self._copies = device, copies
@@ -97,7 +97,7 @@ class DeviceSpans:
         self._last: tuple[torch.Event, float] | None = None
 
     def begin(self) -> float:
-        """After all that was given to the device before."""
+        """Record an event behind all queued work."""
         self._copies.take_stalls()
         self._begun = self._event()
         if self._last is None:
@@ -106,28 +106,26 @@ class DeviceSpans:
         return time.perf_counter()
 
     def end(self, rank: int, step: int, action: Action, waited: float) -> None:
-        """After all that was given to the device until now."""
+        """Record an event behind all queued work."""
         assert self._begun is not None
         stalls = self._copies.take_stalls()
         self._timed.append(_Timed(rank, step, action, waited, self._begun, self._event(), stalls))
 
     def take(self) -> list[Span]:
-        """Those that the device has passed."""
+        """Return the spans of actions that the device has completed."""
         found: list[Span] = []
         while self._timed and self._timed[0].ended.query():
             found.append(self._span(self._timed.popleft()))
         return found
 
     def aside(self) -> HostSpans:
-        """By the host's clock, which waits for nothing."""
         return _Untimed(self._copies)
 
     def _span(self, timed: _Timed) -> Span:
         begun = self._time(timed.begun)
         ended = self._time(timed.ended)
         stalled = sum(first.elapsed_time(last) for first, last in timed.stalls) / 1000
-        # What the host waited for may have passed while the device was busy with something else; a device that
-        # receives does nothing but wait.
+        # The host may have waited while the device was busy; a device that receives only waits.
         waited = ended - begun if timed.action.kind in _RECEIVES else timed.waited + stalled
         return Span(
             timed.rank,
@@ -153,5 +151,5 @@ class DeviceSpans:
 
 
 def spans_of(device: torch.device, copies: CopyEngine) -> SpanClock:
-    """The clock of a rank's device, whose copies are made by ``copies``."""
+    """Return the clock of a rank's device, whose copies are made by ``copies``."""
     return HostSpans() if device.type == "cpu" else DeviceSpans(device, copies)

@@ -1,4 +1,4 @@
-"""What is known of a step that was taken."""
+"""The result of a step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from parallax.swap.statistics import SwapStatistics
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One step. ``loss`` and ``gradient_norm`` are global; the rest is this rank's. ``peak_bytes`` is the device's
-    high water since the engine was built (on a CPU: of the process, beyond what it had before). ``loss_scale`` is what
-    the loss was multiplied by, ``skipped_steps`` how many so far were not taken because gradients overflowed,
-    ``trouble`` why this one was not taken, where that is to be said, ``learning_rate`` that of this step."""
+    """The result of one step. ``loss`` and ``gradient_norm`` are global; the rest is this rank's. ``peak_bytes``: the
+    device's peak since the engine was built (on a CPU: of the process, beyond its memory before). ``loss_scale``:
+    the factor of the loss. ``skipped_steps``: how many steps were skipped so far because of non-finite values.
+    ``trouble``: why this step was skipped, empty where it was not or an overflow was expected. ``learning_rate``:
+    that of this step."""
 
     loss: float
     gradient_norm: float
