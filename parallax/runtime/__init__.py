@@ -1,1 +1,1 @@
-"""Obeys a plan: action lists run on tensors, over channels, replicas and tiers."""
+"""Executes a plan: runs action lists on tensors, with channels, replicas and tiers."""

@@ -16,7 +16,7 @@ from parallax.runtime.batch import Rows
 from parallax.runtime.health import nonfinite
 from parallax.runtime.health.nonfinite import Losses, NamedValue, Verdict
 from parallax.runtime.health.row_comparison import RowComparison
-from parallax.runtime.optim.optimizer import Deal, OptimizerConfig, StageOptimizer
+from parallax.runtime.optim.optimizer import OpenExchange, OptimizerConfig, StageOptimizer
 from parallax.runtime.optim.scaling import LossScale, gradient_norm, numbers
 from parallax.runtime.optim.tiers import Tiers
 from parallax.runtime.replicas.replicate import SharedStates
@@ -119,7 +119,7 @@ def open_optimizer(
     hold → those pipeline ranks."""
     plans = mesh.plan.stages
 
-    def shards(group: dist.ProcessGroup | None) -> Deal | None:
+    def shards(group: dist.ProcessGroup | None) -> OpenExchange | None:
         if group is None:
             return None
         return partial(SharedStates, group, mesh.replica, mesh.replica_count)
@@ -131,8 +131,8 @@ def open_optimizer(
         stage.resident(),
         config,
         mesh.device,
-        below=max(plans[each].optimizer_offload for each in mesh.stages),
-        lowest={tensors[name] for name in elsewhere if name in tensors},
+        offload=max(plans[each].optimizer_offload for each in mesh.stages),
+        always_offloaded={tensors[name] for name in elsewhere if name in tensors},
         copies=copies,
         open_store=tiers.open_states,
         share=shards(mesh.updates),

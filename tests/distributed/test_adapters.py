@@ -119,14 +119,12 @@ def test_another_base_is_refused_before_anything_is_changed(pool: Pool, tmp_path
     pool.run(training, 2, case, tmp_path, 0, 1, None)
     other = OverBase(half_frozen, sizes=(8, 3, 7, 2), seed=4).under((1, 1))
     for message, changed, _ in pool.run(loading, 2, other, tmp_path / checkpoint_name(1)):
-        assert (
-            "was trained over another base (seed 3), of which it holds nothing; seed 4" in message
-        )
+        assert "was trained on another base (seed 3), which it does not hold; seed 4" in message
         assert "\n" not in message
         assert not changed
     narrow = OverBase(half_frozen, sizes=(8, 3, 7, 2), dtype=torch.float32).under((1, 1))
     for message, changed, _ in pool.run(loading, 2, narrow, tmp_path / checkpoint_name(1)):
-        assert "over a base in torch.float64, of which it holds nothing, and here" in message
+        assert "on a base in torch.float64, which it does not hold, and here" in message
         assert not changed
     same_base = pool.run(loading, 2, case, tmp_path / checkpoint_name(1))
     assert [message for message, _, _ in same_base] == ["", ""]

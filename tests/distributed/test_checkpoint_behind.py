@@ -260,7 +260,7 @@ def short_of_memory(folder: Path) -> tuple[bool, int]:
     waited = engine.save(folder / "waited", STATE)
     engine.saving._memory.close()
     engine.saving._memory.limit_bytes, most = 2**20, 0
-    take = engine.saving._memory.take
+    take = engine.saving._memory.acquire
 
     def watched(size: int) -> Any:
         nonlocal most
@@ -268,7 +268,7 @@ def short_of_memory(folder: Path) -> tuple[bool, int]:
         most = max(most, engine.saving._memory.held_bytes)
         return found
 
-    engine.saving._memory.take = watched  # type: ignore[method-assign]
+    engine.saving._memory.acquire = watched  # type: ignore[method-assign]
     before, checkpoint.PART_BYTES = checkpoint.PART_BYTES, 2**20
     try:
         other = engine.save(folder / "short", STATE)

@@ -119,7 +119,7 @@ def test_other_masters_are_refused(pool: Pool, tmp_path: Path, before: str, afte
     formats = [PrecisionConfig(parameters=name, compute=name) for name in (before, after)]
     pool.run(taking_over, 1, formats[0], "one rank", tmp_path, None, 1)
     (said,) = pool.run(refused, 1, formats[1], tmp_path, tmp_path / checkpoint_name(1))
-    assert f"is {before}, and no master of {after}: go on with" in said
+    assert f"is {before}, and no master of {after}: resume with" in said
     assert f"precision.parameters={before}" in said
 
 

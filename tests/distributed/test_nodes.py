@@ -260,7 +260,9 @@ def test_checkpoints_lie_on_the_nodes_and_go_on_on_others(pool: Pool, tmp_path: 
     assert kept[1] == {"stage-01-replica-01.safetensors"}  # of states that it alone knows: none
     folder = tmp_path / "y/checkpoints" / checkpoint_name(2)
     assert set(json.loads((folder / "checkpoint.json").read_text())["nodes"].values()) == {"x"}
-    with pytest.raises(CheckpointError, match=r"on this node what no node saved, and .* is on x"):
+    with pytest.raises(
+        CheckpointError, match=r"this node has the files of no node, and .* is on x"
+    ):
         CheckpointReader(folder).check_whole()
     # The nodes' ranks come in another order.
     again = pool.run(there, 3, ["y", "x", "x"], tmp_path, trained, tmp_path, 2, 4)

@@ -143,8 +143,8 @@ def test_a_run_whose_only_checkpoint_is_damaged_does_not_begin_anew(
     code, out, err = called("train", "--run-dir", str(run))
     assert code == CheckpointError.exit_code
     assert re.fullmatch(
-        rf"parallax: {last / 'checkpoint.json'} is damaged \(.*\); use an earlier one \(no other checkpoint is whole; "
-        r"another name=NAME starts a new run\)|parallax: .*: it is damaged \(SHA-256\).*starts a new run\)",
+        rf"parallax: {last / 'checkpoint.json'} is damaged \(.*\); use an earlier checkpoint \(no other checkpoint is "
+        r"whole; another name=NAME starts a new run\)|parallax: .*: it is damaged \(SHA-256\).*starts a new run\)",
         one_line(err),
     ), err
     assert "step " not in out

@@ -79,7 +79,7 @@ def test_states_of_generators_go_on(here: Path, called: Called) -> None:
         ("generator", "(state_dict()) holds a Generator at ['source']['rows']['torch']: accepted"),
         pytest.param(
             "large",
-            "(state_dict()) holds 2,200,002 values, and at most 2,097,152 are kept",
+            "(state_dict()) has 2,200,002 values, and the limit is 2,097,152",
             marks=pytest.mark.faults,
         ),
     ],

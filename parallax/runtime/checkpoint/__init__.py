@@ -1,18 +1,18 @@
-"""Checkpoints by parameter name: any plan can load what another has saved.
+"""Checkpoints by parameter name, which any plan of the model can load.
 
 ::
 
     step-00000030/
         stage-00.safetensors       model/<name>, and <optimizer state>/<name> for each parameter
-        stage-00-001.safetensors   the next of them, where they are many
-        stage-00-replica-01.…      states that a replica keeps for all
+        stage-00-001.safetensors   the next file of that stage, where one is not enough
+        stage-00-replica-01.…      states that only this replica holds
         stage-01.safetensors
         checkpoint.json            step, model fingerprint, plan hash, a checksum per tensor, the SHA-256 of each file
                                    and of itself, the caller's state
 
-Everything is written into a folder with another name, synced, and renamed last, so a folder called ``step-…`` is
-always whole. Nothing is ever unpickled. Where a model trains adapters alone, the base that these were added to is not
-in it, but a mark of each of its tensors, by which it is known again.
+All files are written into a folder of another name and synced, and the folder is renamed last, so a folder called
+``step-…`` is always whole. Nothing is ever unpickled. Where only adapters are trained, the checkpoint holds a mark of
+each base tensor instead of the tensor, to recognize the base when it is loaded.
 """
 
 from parallax.runtime.checkpoint.caller_state import state_text

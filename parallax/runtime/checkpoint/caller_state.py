@@ -1,12 +1,12 @@
-"""What a checkpoint keeps for its caller: where the next rows are, an order of rows, states of random generators.
+"""The caller's state in a checkpoint: the position in the data, an order of rows, states of random generators.
 
-JSON alone would lose some of it in silence: tuples come back as lists and numbers that are keys as text, and tensors do
-not go in at all. So what it cannot hold is written as an object that says its kind::
+JSON alone would silently change some values: tuples become lists and numeric keys become text; tensors it cannot hold.
+So such values are written as objects with a kind::
 
     (3, 4)                ->  {"__kind__": "tuple", "items": [3, 4]}
     generator.get_state() ->  {"__kind__": "tensor", "dtype": "uint8", "shape": [5056], "base64": "…"}
 
-What comes back is equal to what went in, and what cannot be so is refused when it is to be kept, not when it is needed.
+The restored state is equal to the saved one. A value that cannot be restored is refused on saving, not on loading.
 """
 
 from __future__ import annotations
@@ -23,46 +23,46 @@ from torch import Tensor
 from parallax.common.units import format_bytes
 from parallax.errors import CheckpointError, printable
 
-MOST_BYTES = 64 * 2**20  # of a state as text; a checkpoint's index may have four times as many
-MOST_VALUES = 2**21  # of lists and dictionaries in it; half of what is read of an index
-_LARGEST = 2**960  # no whole number beyond is read
+MOST_BYTES = 64 * 2**20  # of a state as text; a quarter of the limit of an index
+MOST_VALUES = 2**21  # in lists and dictionaries; half of the limit of an index
+_LARGEST = 2**960  # larger integers are not read
 _KIND = "__kind__"
-_NUMBERS = "biufc"  # NumPy's kinds of numbers
+_NUMBERS = "biufc"  # NumPy's kinds of numeric types
 _ACCEPTED = (
     "numbers, text, None, lists, tuples, sets, dictionaries, bytes, tensors and NumPy's arrays"
 )
 
 
 def state_text(state: Any) -> str:
-    """``state`` as JSON, of which :func:`thaw` makes an equal one. Raises :class:`CheckpointError` for what cannot be
-    kept."""
+    """Return ``state`` as JSON, from which :func:`thaw` restores an equal one. Raises :class:`CheckpointError` for
+    values that cannot be saved."""
     try:
         text = json.dumps(_plain(state, ""))
     except RecursionError:
         raise CheckpointError(
-            "the state to be kept in checkpoints (state_dict()) is nested too deep, or holds itself"
+            "the state for checkpoints (state_dict()) is nested too deep, or contains itself"
         ) from None
     if len(text) > MOST_BYTES:
         raise CheckpointError(
-            f"the state to be kept in checkpoints (state_dict()) takes {format_bytes(len(text))}, and at most "
-            f"{format_bytes(MOST_BYTES)} are kept: keep what it can be made from, such as a seed"
+            f"the state for checkpoints (state_dict()) has {format_bytes(len(text))}, and the limit is "
+            f"{format_bytes(MOST_BYTES)}: save the inputs to rebuild it from, such as a seed"
         )
     values = text.count(",") + text.count("[") + text.count("{")
     if values > MOST_VALUES:
         raise CheckpointError(
-            f"the state to be kept in checkpoints (state_dict()) holds {values:,} values, and at most {MOST_VALUES:,} "
-            "are kept: give many numbers as one tensor or array, or keep what they can be made from"
+            f"the state for checkpoints (state_dict()) has {values:,} values, and the limit is {MOST_VALUES:,}: give "
+            "many numbers as one tensor or array, or save the inputs to rebuild them from"
         )
     return text
 
 
 def thaw(found: Any) -> Any:
-    """What :func:`state_text` was given, from what its text holds as JSON. Raises ValueError for anything else."""
+    """Return the state that :func:`state_text` was given, from its parsed JSON. Raises ValueError for anything else."""
     try:
         return _restored(found)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    except RuntimeError as error:  # torch's word for bytes that are no such tensor
+    except RuntimeError as error:  # torch raises it for bytes that do not fit dtype and shape
         raise ValueError(str(error)) from None
 
 
@@ -72,7 +72,11 @@ def _plain(value: Any, place: str) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return _array(value, place)
     if isinstance(value, int):
-        return int(value) if abs(value) < _LARGEST else _refuse(place, "a number of 290 digits")
+        return (
+            int(value)
+            if abs(value) < _LARGEST
+            else _refuse(place, "an integer of more than 288 digits")
+        )
     if isinstance(value, float):
         return float(value)
     if isinstance(value, list):
@@ -90,7 +94,7 @@ def _plain(value: Any, place: str) -> Any:
 
 
 def _is_short(numbers: list[Any]) -> bool:
-    """Whether it is a list of whole numbers of usual size, as orders of rows are: these need no look one by one."""
+    """Whether it is a list of 64-bit integers, such as an order of rows, which needs no check of single values."""
     return (
         all(type(number) is int for number in numbers)
         and max(numbers, default=0) < 2**63
@@ -132,12 +136,12 @@ def _numbers(kind: str, dtype: str, shape: tuple[int, ...], data: bytes) -> dict
 
 def _refuse(place: str, what: str) -> Any:
     raise CheckpointError(
-        f"the state to be kept in checkpoints (state_dict()) holds {printable(what)} at "
+        f"the state for checkpoints (state_dict()) holds {printable(what)} at "
         f"{printable(place) or 'its top'}: accepted are {_ACCEPTED}"
     )
 
 
-# ---- and back
+# ---- restoring
 
 
 def _restored(found: Any) -> Any:

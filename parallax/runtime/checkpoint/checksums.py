@@ -1,4 +1,4 @@
-"""Checksums: of tensors, by which damage is named, and of files and of the index, by which none goes unseen."""
+"""Checksums: of tensors, to name damaged ones; of files and of the index, to detect any damage."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch import Tensor
 
 from parallax.errors import CheckpointError, printable
 
-_PIECES, _PIECE_BYTES = 64, 1024  # of a tensor that is left out
+_PIECES, _PIECE_BYTES = 64, 1024  # read for a mark
 _CHUNK_BYTES = 2**20  # read and digested at one time
 SEAL = "sha256"  # the index's own entry
 
 
 def checksum(tensor: Tensor, before: int = 0) -> int:
-    """Of all bytes of a tensor in one run of host memory."""
+    """Return the CRC-32 of all bytes of a contiguous host tensor."""
     return zlib.crc32(bytes_of(tensor), before)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a tensor in one run of host memory."""
+    """Return the memory of a contiguous host tensor."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def mark(tensor: Tensor) -> int:
-    """A checksum of some of the bytes of a tensor that a checkpoint leaves out, to know it by: all of a small one,
-    pieces from everywhere of a large one."""
+    """Return a checksum that identifies a tensor which a checkpoint leaves out: of all bytes of a small tensor, of
+    evenly spaced pieces of a large one."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     if len(flat) > _PIECES * _PIECE_BYTES:
         step = (len(flat) - _PIECE_BYTES) // (_PIECES - 1)
@@ -40,14 +40,14 @@ def mark(tensor: Tensor) -> int:
 
 
 def seal(index: Mapping[str, Any]) -> str:
-    """The SHA-256 of what an index says."""
-    said = {key: value for key, value in index.items() if key != SEAL}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    """Return the SHA-256 of an index, without its own entry."""
+    entries = {key: value for key, value in index.items() if key != SEAL}
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
 def verify_file(path: Path, expected: str, checksums: Mapping[str, int]) -> None:
-    """Read a safetensors file once, from its beginning to its end, and raise :class:`CheckpointError` where its SHA-256
-    is not ``expected``; the message names the tensors whose ``checksums`` are others."""
+    """Read a safetensors file once, from beginning to end. Raises :class:`CheckpointError` where its SHA-256 is not
+    ``expected``, and names the tensors that differ from ``checksums``."""
     whole, damaged = hashlib.sha256(), list[str]()
     with path.open("rb") as file:
         head = file.read(8)
@@ -68,7 +68,7 @@ def verify_file(path: Path, expected: str, checksums: Mapping[str, int]) -> None
 
 
 def _spans(text: bytes) -> list[tuple[str, tuple[int, int]]]:
-    """Where each tensor lies behind a file's header, in order."""
+    """Return the name and the byte range of each tensor after a file's header, in order."""
     header = json.loads(text)
     found = [
         (name, tuple(each["data_offsets"]))

@@ -1,4 +1,4 @@
-"""Where checkpoints are, how they are written and which of them stay."""
+"""The ``checkpoint`` settings: the folder of checkpoints, background writing, and retention."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from parallax.errors import check_choice, check_positive
 from parallax.runtime.checkpoint.retention import Retention
 
 CHECKPOINTS = "checkpoints"  # the folder of a run directory
-METRICS = ("validation_loss", "loss")  # what a checkpoint may be judged by
+METRICS = ("validation_loss", "loss")  # choices of ``checkpoint.metric``
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Where checkpoints are, how they are written and which of them stay.
+    """The folder of checkpoints, background writing, and retention.
 
-    ``directory``: a folder that all nodes share, in which every run has one of its name; auto: the run's own directory,
-    on each node what its ranks hold where nodes do not share it. ``asynchronous``: training waits until everything is
-    copied to host memory, as far as there is room for it, and goes on while it is written; the last checkpoint of a run
-    is waited for. ``keep_every``: of every so many steps the checkpoint stays for ever, whatever
-    ``trainer.keep_checkpoints`` says; 0 is none. ``best``: so many stay besides that are the best by ``metric``,
-    the lowest validation_loss (then each checkpoint has an evaluation) or loss (of the step).
+    ``directory``: a folder that all nodes share; each run uses the subfolder of its name. auto: the run's own
+    directory; where nodes do not share it, each node has the files of its ranks. ``asynchronous``: training waits for
+    the copy to host memory, as far as memory is free for it, and resumes while the files are written; a run waits for
+    its last checkpoint. ``keep_every``: the checkpoint of every n-th step is kept for ever, whatever
+    ``trainer.keep_checkpoints`` says; 0: none. ``best``: the number of checkpoints that are kept besides, the best by
+    ``metric``: the lowest validation_loss (then an evaluation precedes each checkpoint) or loss (of the step).
     """
 
     directory: str = "auto"
@@ -36,13 +36,13 @@ class CheckpointConfig:
         check_choice("checkpoint.metric", self.metric, list(METRICS))
 
     def folder(self, run_directory: Path, name: str) -> Path:
-        """The folder of the checkpoints of the run ``name`` in ``run_directory``."""
+        """Return the folder of the checkpoints of the run ``name`` in ``run_directory``."""
         if self.directory == "auto":
             return run_directory / CHECKPOINTS
         return Path(self.directory).expanduser() / name
 
     def retention(self, keep_last: int) -> Retention:
-        """Which stay, the last ``keep_last`` among them."""
+        """Return the retention, with the last ``keep_last`` checkpoints kept."""
         return Retention(
             keep_last=keep_last,
             keep_every=self.keep_every,

@@ -1,4 +1,4 @@
-"""The folders of checkpoints: their names, how one comes to be whole or not at all, and what tells one from another."""
+"""The folders of checkpoints: their names, their atomic completion, and their identity."""
 
 from __future__ import annotations
 
@@ -22,24 +22,23 @@ UNTOUCHED = "the last checkpoint is untouched"
 
 
 def checkpoint_name(step: int) -> str:
-    """The folder of a step; names sort by step."""
+    """Return the folder name of a step; names sort by step."""
     return f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """The step of a folder that :func:`checkpoint_name` names."""
+    """Return the step of a folder that :func:`checkpoint_name` named."""
     number = path.name.removeprefix("step-")
     return int(number) if number.isdecimal() else None
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """Whole checkpoints below ``directory``, oldest first."""
+    """Return the whole checkpoints in ``directory``, oldest first."""
     return sorted(path for path in directory.glob("step-*") if (path / INDEX).is_file())
 
 
 def remove_partial(directory: Path) -> None:
-    """Delete what an interrupted save or removal left over; a checkpoint that was about to be replaced gets its name
-    back."""
+    """Delete the files of an interrupted save or removal; a checkpoint that was to be replaced gets its name back."""
     for path in directory.glob(f"{_REPLACED}*"):
         final = directory / path.name.removeprefix(_REPLACED)
         if final.exists():
@@ -52,17 +51,17 @@ def remove_partial(directory: Path) -> None:
 
 
 def digest(directory: Path) -> str:
-    """What tells a checkpoint from every other one of the same step."""
+    """Return a digest that distinguishes checkpoints of the same step."""
     return hashlib.sha256((directory / INDEX).read_bytes()).hexdigest()
 
 
 def partial_folder(directory: Path, step: int) -> Path:
-    """The folder that a save of ``step`` writes into."""
+    """Return the folder that a save of ``step`` writes into."""
     return directory / f"{_PARTIAL}{checkpoint_name(step)}"
 
 
 def begin(partial: Path) -> None:
-    """Make the folder, without anything that an interrupted save left in it."""
+    """Make the folder, empty."""
     try:
         remove_partial(partial.parent)
         partial.mkdir(parents=True)
@@ -73,10 +72,10 @@ def begin(partial: Path) -> None:
 
 
 def finish(partial: Path, index: dict[str, Any]) -> None:
-    """Write the index and give the folder its name; replaces a checkpoint of the same step."""
+    """Write the index and rename the folder; replaces a checkpoint of the same step."""
     path = partial / INDEX
-    said = {"version": VERSION, **index}
-    text = json.dumps({SEAL: seal(said), **said}, indent=1)
+    entries = {"version": VERSION, **index}
+    text = json.dumps({SEAL: seal(entries), **entries}, indent=1)
     try:
         path.write_text(text, encoding="utf-8")
         sync(path)
@@ -89,7 +88,7 @@ def finish(partial: Path, index: dict[str, Any]) -> None:
 
 
 def give_name(partial: Path) -> None:
-    """The folder is whole: it replaces a checkpoint of the same step."""
+    """Rename a whole folder; replaces a checkpoint of the same step."""
     name = partial.name.removeprefix(_PARTIAL)
     final, replaced = partial.parent / name, partial.parent / f"{_REPLACED}{name}"
     sync(partial)
@@ -101,7 +100,7 @@ def give_name(partial: Path) -> None:
 
 
 def free_words(path: Path) -> str:
-    """How much room there is, for the end of a message."""
+    """Return the free bytes of the disk, for the end of a message."""
     try:
         return f", {format_bytes(disk_free_bytes(path))} free"
     except OSError:

@@ -1,15 +1,14 @@
-"""What a checkpoint holds of a tensor, in the number format of the run that goes on.
+"""The tensors of a checkpoint in the number format of the run that resumes.
 
-What an optimizer steps are weights in full precision: the weights themselves, or their masters where the weights have
-two bytes. A checkpoint has both under one meaning, so the same masters go on in any format that has them::
+An optimizer steps weights in full precision: the weights themselves, or their masters where the weights have two bytes.
+A checkpoint treats both alike, so a run can resume in another format with the same masters::
 
-    saved in     goes on in     weight                       master
+    saved in     resumed in     weight                       master
     fp32         bf16, fp16     the weight, rounded          the weight
     bf16, fp16   fp32           the master                   (none: the weight is it)
     bf16         fp16           the master, rounded          the master
 
-Weights that are not trained, and buffers, have no masters: they are rounded where they are narrowed, and stay as they
-were saved where they are widened.
+Untrained weights and buffers have no masters: they are rounded to a narrower format, and unchanged in a wider one.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from parallax.swap.weights import stepped_in
 
 
 class HeldMasters:
-    """The tensors of ``reader``, for those of a run by name."""
+    """The tensors of ``reader``, in the formats of a run's tensors."""
 
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
 
     def check(self, names: dict[str, Tensor]) -> None:
-        """Look at everything that a rank with the tensors ``names`` needs, and keep nothing: what is refused is refused
-        before anything is changed."""
+        """Check all tensors that a rank with the tensors ``names`` needs, without keeping them, so that errors are
+        raised before anything is changed."""
         self._reader.check(names)
         held = self._reader.model_tensors()
         for name, mine in names.items():
@@ -42,13 +41,13 @@ class HeldMasters:
             if stepped_in(found.dtype) is not stepped_in(mine.dtype):
                 raise CheckpointError(
                     f"{self._reader.directory}: {printable(name)} is {_word(found)}, and no master of {_word(mine)}: "
-                    f"go on with precision.parameters={_word(found)}, or start a new run"
+                    f"resume with precision.parameters={_word(found)}, or start a new run"
                 )
             if mine.dtype is torch.float16:
                 self._check_range(name, self.weight(name, mine), mine)
 
     def weight(self, name: str, tensor: Tensor) -> Tensor:
-        """The value that ``tensor`` is to have, in the format of its own or of its master."""
+        """Return the new value of ``tensor``, in its own format or in that of its master."""
         found = self._reader.read(f"model/{name}")
         if found.dtype is tensor.dtype:
             return found
@@ -56,7 +55,7 @@ class HeldMasters:
         return found if master is None else master
 
     def states(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """What the optimizer is to know of ``tensor``, with its master where it is too short to be stepped."""
+        """Return the optimizer states of ``tensor``, with its master where it has one."""
         known = self._reader.states(name)
         master = known.pop(MASTER, None)
         if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
@@ -69,16 +68,16 @@ class HeldMasters:
         return known if master is None else {**known, MASTER: master}
 
     def _check_range(self, name: str, found: Tensor, tensor: Tensor) -> None:
-        """Refuse what ``tensor`` has no number for."""
+        """Raise where a value is too large for the format of ``tensor``."""
         lost = torch.isfinite(found) & ~torch.isfinite(found.to(tensor.dtype))
         if bool(lost.any()):
             value = found[lost][0].item()
             raise CheckpointError(
                 f"{self._reader.directory}: {printable(name)} holds {value:g}, which is too large for {_word(tensor)}: "
-                f"go on with precision.parameters=bf16 or {_word(found)}"
+                f"resume with precision.parameters=bf16 or {_word(found)}"
             )
 
 
 def _word(tensor: Tensor) -> str:
-    """Its number format, as settings name it."""
+    """Return the number format, as settings name it."""
     return {dtype: name for name, dtype in DTYPES.items()}.get(tensor.dtype, str(tensor.dtype))

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and how the others go."""
+"""Selects the checkpoints to keep, and removes the others."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from parallax.runtime.checkpoint.folder import REMOVED, checkpoint_name
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """The last ``keep_last`` stay (0: all), those of every ``keep_every``-th step (0: of none), and the ``best`` by
-    ``metric``, of which the lowest value is best."""
+    """Keeps the last ``keep_last`` checkpoints (0: all), those of every ``keep_every``-th step (0: none), and the
+    ``best`` with the lowest ``metric``."""
 
     keep_last: int = 0
     keep_every: int = 0
@@ -23,8 +23,8 @@ class Retention:
     metric: str = "validation_loss"
 
     def superseded(self, held: Mapping[int, float | None], step: int) -> list[int]:
-        """Steps of ``held`` whose checkpoints may go after that of ``step``; ``held`` says their metrics, of those that
-        have one. Later ones, which this training did not go on from, do not count."""
+        """Return the steps in ``held`` whose checkpoints may be removed after that of ``step``. ``held``: step →
+        metric, or None. Later steps, which the run did not resume from, are ignored."""
         steps = sorted(each for each in held if each <= step)
         if not self.keep_last:
             return []
@@ -45,8 +45,8 @@ ALL_STAY = Retention()
 
 
 def remove(directory: Path, steps: Iterable[int]) -> None:
-    """Remove the checkpoints of ``steps``: each loses its name first, so that what is left where this is interrupted
-    is no checkpoint, and goes with the next start."""
+    """Remove the checkpoints of ``steps``. Each folder is renamed first, so that an interrupted removal leaves no
+    checkpoint, and its files are removed by the next start."""
     for step in steps:
         name = checkpoint_name(step)
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Tensors into the files of a checkpoint: copied by who trains, written by a thread.
+"""Writes tensors into the files of a checkpoint: the main thread copies them, another thread writes them.
 
-What a file will hold is collected in one buffer of :class:`~.snapshot.SnapshotMemory`; the thread goes through it once,
-which gives the checksums of the tensors, the digest of the file and the file itself.
+The tensors of a file are collected in one buffer of :class:`~.snapshot.SnapshotMemory`. The thread reads the buffer
+once to compute the tensors' checksums and the file's digest and to write the file.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from parallax.runtime.checkpoint.checksums import bytes_of
 from parallax.runtime.checkpoint.folder import UNTOUCHED, free_words
 from parallax.runtime.checkpoint.snapshot import SnapshotMemory
 
-PART_BYTES = 64 * 2**20  # of a file; they are copied before they are written
+PART_BYTES = 64 * 2**20  # of a file, which is copied before it is written
 _CHUNK_BYTES = 2**20  # written and digested at one time
 _ALIGNMENT = 64  # bytes at which a tensor begins in its buffer
-WRITER = "parallax-checkpoint"  # what the names of threads that write begin with
+WRITER = "parallax-checkpoint"  # prefix of the names of writing threads
 
 Check = Callable[[str, Tensor], None]
-"""Looks at a tensor, by its name, before it is written; raises where it must not be."""
+"""Called with name and tensor before it is written; raises where it must not be written."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenParts:
-    """What was written: the checksum of each tensor, and the bytes and the SHA-256 of each file."""
+    """The checksum of each written tensor, and the bytes and the SHA-256 of each file."""
 
     checksums: dict[str, int] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def contents_of(parts: Iterable[WrittenParts]) -> dict[str, Any]:
-    """What the index of a checkpoint says of its files."""
+    """Return the entries of a checkpoint's index about its files."""
     whole = WrittenParts()
     for part in parts:
         whole.checksums.update(part.checksums)
@@ -58,8 +58,8 @@ def contents_of(parts: Iterable[WrittenParts]) -> dict[str, Any]:
 
 
 class PartWriter:
-    """Writes what one rank saves into ``folder``, in files called ``part``, of about ``part_bytes``, so that never more
-    than ``memory`` holds need be in memory. ``expected_bytes``: how much there will be, about."""
+    """Writes one rank's tensors into ``folder``, in files named after ``part``, of about ``part_bytes`` each, so that
+    copies never exceed the buffers of ``memory``. ``expected_bytes``: the approximate size of all tensors."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class PartWriter:
         self._folder, self._part, self._check = folder, part, check
         self._memory, self._thread, self._part_bytes = memory, thread, part_bytes
         self._expected = expected_bytes
-        self._count, self._ended = 0, threading.Event()
+        self._count, self._cancelled = 0, threading.Event()
         self._written = WrittenParts()
         self._futures: list[Future[None]] = []
         self._batch: dict[str, Tensor] = {}
@@ -85,32 +85,32 @@ class PartWriter:
     def add(self, name: str, tensor: Tensor) -> None:
         if tensor.dtype not in FORMAT_NAMES:
             raise CheckpointError(
-                f"{printable(name)} is of {tensor.dtype}, which no safetensors file holds; {UNTOUCHED}"
+                f"{printable(name)} is of {tensor.dtype}, which safetensors does not have; {UNTOUCHED}"
             )
         start = -(-self._at // _ALIGNMENT) * _ALIGNMENT
         if self._buffer is not None and start + tensor.nbytes > len(self._buffer):
-            self._hand_over()
+            self._submit()
         if self._buffer is None:
             start, size = 0, max(tensor.nbytes, min(self._part_bytes, self._expected), _ALIGNMENT)
-            self._buffer = self._memory.take(size)
+            self._buffer = self._memory.acquire(size)
         place = self._buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         place.copy_(tensor.detach())
         self._batch[name], self._at = place, start + tensor.nbytes
 
     def end(self) -> Future[WrittenParts]:
-        """All tensors are copied; what comes of it."""
+        """Close the last file; return the future of all written files."""
         if self._batch or not self._count:
-            self._hand_over()
+            self._submit()
         return self._thread.submit(self._collect)
 
     def cancel(self) -> None:
-        """What is not written yet need not be."""
-        self._ended.set()
+        """Skip the files that are not written yet."""
+        self._cancelled.set()
         if self._buffer is not None:
-            self._memory.give(self._buffer)
+            self._memory.release(self._buffer)
             self._buffer = None
 
-    def _hand_over(self) -> None:
+    def _submit(self) -> None:
         number = f"-{self._count:03d}" if self._count else ""
         path = self._folder / f"{self._part}{number}.safetensors"
         self._futures.append(self._thread.submit(self._write, path, self._batch, self._buffer))
@@ -119,27 +119,27 @@ class PartWriter:
 
     def _write(self, path: Path, tensors: dict[str, Tensor], buffer: Tensor | None) -> None:
         try:
-            if not self._ended.is_set():
+            if not self._cancelled.is_set():
                 for name, value in tensors.items():
                     self._check(name, value)
                 self._written.files[path.name] = write_file(path, tensors, self._written.checksums)
         except BaseException:
-            self._ended.set()
+            self._cancelled.set()
             raise
         finally:
             if buffer is not None:
-                self._memory.give(buffer)
+                self._memory.release(buffer)
 
     def _collect(self) -> WrittenParts:
-        for future in self._futures:  # all are over: there is one thread
+        for future in self._futures:  # all are done: there is one thread
             future.result()
         return self._written
 
 
 def write_file(path: Path, tensors: dict[str, Tensor], checksums: dict[str, int]) -> dict[str, Any]:
-    """Write host tensors to a safetensors file, and wait until it is on the disk; its bytes and SHA-256. Adds to
-    ``checksums``. Raises :class:`CheckpointError`."""
-    # The largest numbers first, so that all are aligned.
+    """Write host tensors to a safetensors file and sync it; return its bytes and SHA-256. Adds to ``checksums``. Raises
+    :class:`CheckpointError`."""
+    # The widest types first, so that all tensors are aligned.
     ordered = sorted(tensors.items(), key=lambda entry: (-entry[1].element_size(), entry[0]))
     head, size = file_head(dict(ordered)), sum(tensor.nbytes for _, tensor in ordered)
     whole = hashlib.sha256()
@@ -158,7 +158,7 @@ def write_file(path: Path, tensors: dict[str, Tensor], checksums: dict[str, int]
 
 
 def _put(file: BinaryIO, data: bytes | memoryview, whole: Any) -> int:
-    """Write ``data``, in chunks while these are in the processor's caches; their checksum."""
+    """Write ``data`` in chunks, each while it is in the processor's caches; return their checksum."""
     found = 0
     for start in range(0, len(data), _CHUNK_BYTES):
         chunk = data[start : start + _CHUNK_BYTES]
@@ -171,7 +171,7 @@ def _put(file: BinaryIO, data: bytes | memoryview, whole: Any) -> int:
 def write_parts(
     folder: Path, part: str, tensors: Iterable[tuple[str, Tensor]], part_bytes: int = PART_BYTES
 ) -> WrittenParts:
-    """Write named tensors and wait for it; see :class:`PartWriter`."""
+    """Write named tensors and wait for them; see :class:`PartWriter`."""
     memory = SnapshotMemory(PlainArena, 2 * part_bytes)
     with ThreadPoolExecutor(1, WRITER) as thread:
         writer = PartWriter(folder, part, memory, thread, part_bytes=part_bytes)

@@ -1,1 +1,1 @@
-"""The update: on the device, on the host, below."""
+"""The optimizer step: on the device, on the host, and with offloaded states."""

@@ -1,7 +1,7 @@
-"""Copies of parameters that live below the device: no optimizer may take them for the parameters.
+"""Marks copies of offloaded parameters, so that no optimizer steps them in place of the parameters.
 
-:attr:`Engine.parameters` gives them to whoever looks. An optimizer of the user's own that was built of them would step
-copies without gradients, which trains nothing.
+:attr:`Engine.parameters` returns such copies. A user's optimizer built on them would step copies without gradients,
+which trains nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _NAME = "_parallax_copy_of"
 
 
 def mark_copy(value: Tensor, name: str) -> Tensor:
-    """``value``, a copy of the parameter ``name``. An optimizer that has it raises :class:`ConfigError` in its step."""
+    """Mark ``value`` as a copy of the parameter ``name``: an optimizer that has it raises :class:`ConfigError` in its
+    step."""
     _watch_optimizers()
     setattr(value, _NAME, name)
     return value
@@ -35,7 +36,7 @@ def _refuse_copies(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     copied = [getattr(p, _NAME, "") for group in optimizer.param_groups for p in group["params"]]
     if any(copied):
         raise ConfigError(
-            f"{type(optimizer).__name__} has {sum(map(bool, copied))} copies of parameters that live below the device "
-            f"({next(filter(None, copied))}), so it would train nothing: let the build() of an OptimizerConfig of your "
-            "own make it, given as Engine.build(optimizer=...), and call engine.step(); or plan.parameters=device"
+            f"{type(optimizer).__name__} has {sum(map(bool, copied))} copies of offloaded parameters "
+            f"({next(filter(None, copied))}), so it would train nothing: build it in OptimizerConfig.build of a "
+            "subclass, given as Engine.build(optimizer=...), and call engine.step(); or set plan.parameters=device"
         )

@@ -1,4 +1,5 @@
-"""A stage's optimizer: what is stepped on the device, what below it, and how fast the rate falls."""
+"""A stage's optimizer: its settings, its learning rate, and the parameters that it steps on the device and on the
+host."""
 
 from __future__ import annotations
 
@@ -29,18 +30,18 @@ from parallax.swap.statistics import SwapStatistics
 from parallax.swap.stores.store import Store
 from parallax.swap.weights import stepped_in
 
-Deal = Callable[[Sequence[nn.Parameter]], Exchange]
-# Given the bytes of states and the places they lie in; None where states stay in host memory.
+OpenExchange = Callable[[Sequence[nn.Parameter]], Exchange]
+# From the bytes of states and the number of their slots; None where the tier steps them in place.
 OpenStore = Callable[[int, int], Store | None]
 
-# Lion makes a direction for each number. Of a run of small parameters all are there at one time, beside which the
-# largest parameter's alone are counted, and the reserve of a device, twice as much.
+# Lion allocates a direction for each weight, for a run of small parameters at one time. The plan counts the largest
+# parameter's directions, and a run's are covered by the reserve of a device, twice as large.
 _RUN_BYTES = 4 * 2**20
 
 
 class Lion(Uncompiled):
-    """Evolved sign momentum (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2): one
-    state per parameter, steps of one size in every direction."""
+    """Evolved sign momentum (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2): one state
+    per parameter, updates of the same magnitude for all weights."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Lion(Uncompiled):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update; ``closure``, if given, computes the loss first."""
+        """Run one update; ``closure``, if given, computes the loss first."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -64,7 +65,7 @@ class Lion(Uncompiled):
         return loss
 
     def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Five kernels, which know nothing of each other's numbers."""
+        """Update one run of parameters with five multi-tensor kernels."""
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
@@ -80,8 +81,8 @@ class Lion(Uncompiled):
 
 
 def _together(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Those with gradients, in runs of one type and place and at most ``_RUN_BYTES``; a larger parameter is a run of
-    its own."""
+    """Yield the parameters with gradients in runs of one type and device and at most ``_RUN_BYTES``; a larger parameter
+    is a run of its own."""
     given = [parameter for parameter in parameters if parameter.grad is not None]
     for alike in by_kind(given):
         run: list[nn.Parameter] = []
@@ -96,8 +97,9 @@ def _together(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]
 
 
 class Momentum(SGD):
-    """SGD with momentum, whose parameters may have their first gradients at different steps: torch's fused kernel asks
-    of one parameter whether it is the first step of all. Zeros as the velocity before the first step are the same."""
+    """SGD with momentum for parameters whose first gradients come at different steps: torch's fused kernel takes one
+    parameter's state for whether it is the first step of all. A velocity of zeros before the first step gives the
+    same update."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -109,8 +111,8 @@ class Momentum(SGD):
         return super().step(closure)
 
 
-# Habits of each. AdamW: of decoders (Brown et al. 2020, appendix B; Touvron et al. 2023, section 2.3). SGD: of torch's
-# own examples; a constant rate, and nothing that changes the gradient. Lion: a third of AdamW's rate and three times
+# Usual values. AdamW: of decoders (Brown et al. 2020, appendix B; Touvron et al. 2023, section 2.3). SGD: of torch's
+# own examples; a constant rate, no decay and no clipping. Lion: a third of AdamW's rate and three times
 # its decay, so that their product is the same (Chen et al. 2023, section 5), and the betas of its algorithm 2.
 _ADAMW = {
     "lr": 1e-3,
@@ -127,20 +129,20 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "sgd": _ADAMW | _SGD,
     "lion": _ADAMW | _LION,
 }
-_OF_NAME: Any = "auto"  # the value that DEFAULTS has for the optimizer's name
+_OF_NAME: Any = "auto"  # replaced by the value in DEFAULTS for the optimizer's name
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer. ``weight_decay`` acts on matrices, not on vectors, and not through the gradient (Loshchilov and
-    Hutter 2019); sgd's does.
+    """The optimizer. ``weight_decay`` applies to matrices only, and not through the gradient (Loshchilov and Hutter
+    2019); sgd's does.
 
-    ``name``: adamw, sgd (with ``momentum``) or lion; what is auto depends on it. adamw: ``lr`` 0.001, ``betas`` 0.9 and
-    0.95, ``weight_decay`` 0.1, ten ``warmup_steps``, ``final_rate`` 0.1, ``clip_norm`` 1. sgd: ``lr`` 0.01, constant,
-    without decay, warm-up and clipping. lion: as adamw, but ``lr`` 0.0003, ``betas`` 0.9 and 0.99, ``weight_decay``
-    0.3. ``eps`` is AdamW's. The learning rate rises linearly over ``warmup_steps`` and falls along a cosine to
-    ``final_rate`` × ``lr`` at the last step. ``clip_norm`` bounds the global gradient norm over all stages; 0 leaves
-    gradients as they are.
+    ``name``: adamw, sgd (with ``momentum``) or lion; the values of auto depend on it. adamw: ``lr`` 0.001, ``betas``
+    0.9 and 0.95, ``weight_decay`` 0.1, ten ``warmup_steps``, ``final_rate`` 0.1, ``clip_norm`` 1. sgd: ``lr`` 0.01,
+    constant, without decay, warm-up and clipping. lion: as adamw, but ``lr`` 0.0003, ``betas`` 0.9 and 0.99,
+    ``weight_decay`` 0.3. ``eps`` is AdamW's. The learning rate rises linearly over ``warmup_steps`` and decays along a
+    cosine to ``final_rate`` × ``lr`` at the last step. ``clip_norm`` bounds the global gradient norm over all stages;
+    0: no clipping.
     """
 
     name: str = "adamw"
@@ -170,7 +172,7 @@ class OptimizerConfig:
             raise ConfigError(f"optimizer.momentum={self.momentum}: accepted are numbers in [0, 1)")
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate of ``step`` (from 0) in a run of ``steps``."""
+        """Return the learning rate of ``step`` (from 0) in a run of ``steps``."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / (self.warmup_steps + 1)
         done = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
@@ -180,14 +182,14 @@ class OptimizerConfig:
 
     @property
     def states(self) -> int:
-        """Numbers that are kept for each weight."""
+        """States for each weight."""
         return {"adamw": 2, "sgd": int(self.momentum > 0), "lion": 1}[self.name]
 
     def build(
         self, parameters: Iterable[nn.Parameter], device: torch.device
     ) -> torch.optim.Optimizer:
-        """The optimizer over the trainable ``parameters`` of one stage, in two weight-decay groups; over an empty one
-        on ``device`` where a stage trains nothing, which torch would refuse."""
+        """Return the optimizer over the trainable ``parameters`` of one stage, in two weight-decay groups; over an
+        empty parameter on ``device`` where a stage trains nothing, because torch refuses an empty list."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         trained = trained or [nn.Parameter(torch.empty(0, device=device))]
         decaying = {
@@ -198,7 +200,7 @@ class OptimizerConfig:
         groups = [group for group in (decaying, others) if group["params"]]
         fused = not any(
             parameter.is_complex() for parameter in trained
-        )  # there are no such kernels
+        )  # no fused kernels for complex types
         match self.name:
             case "sgd":
                 kind = Momentum if self.momentum else SGD
@@ -209,11 +211,11 @@ class OptimizerConfig:
 
 
 class StageOptimizer:
-    """Steps one stage's parameters: the first ones on the device, at once; the last ones, a share ``below`` of their
-    bytes, on the host, beside the next forward (:mod:`parallax.swap.optimizer.host`). ``lowest`` are among the latter
-    in any case: other stages have them too, and step them there, with kernels that may round otherwise than the
-    device's. Where replicas ``share`` what is below, or ``shard`` what is on the device, each parameter is stepped by
-    one of them; both functions deal out the parameters they are given."""
+    """Steps one stage's parameters: the first ones on the device, at once; the last ones, a share ``offload`` of their
+    bytes, on the host, while the next forward runs (:mod:`parallax.swap.optimizer.host`). ``always_offloaded`` are
+    parameters that other stages hold too and step on the host, whose kernels may round differently from the
+    device's; they are stepped there here as well. Where replicas ``share`` offloaded states, or ``shard`` those on
+    the device, one replica steps each parameter; both functions assign the given parameters to replicas."""
 
     def __init__(
         self,
@@ -221,132 +223,135 @@ class StageOptimizer:
         config: OptimizerConfig,
         device: torch.device,
         *,
-        below: float,
-        lowest: Collection[Tensor],
+        offload: float,
+        always_offloaded: Collection[Tensor],
         copies: CopyEngine,
         open_store: OpenStore,
-        share: Deal | None,
+        share: OpenExchange | None,
         streamed: Stream,
-        shard: Deal | None = None,
+        shard: OpenExchange | None = None,
     ) -> None:
         self._config, self._streamed = config, streamed
-        self._counted = 0.0  # seconds of stalls that were told
+        self._counted = 0.0  # seconds of stalls that were reported
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        falling = sorted(trained, key=lambda parameter: parameter in lowest)
-        first = first_offloaded([parameter.nbytes for parameter in falling], below)
-        self._below: set[Tensor] = {*falling[first:], *(p for p in falling if p in lowest)}
-        upper = [parameter for parameter in trained if parameter not in self._below]
-        lower = [parameter for parameter in trained if parameter in self._below]
-        spread = shard(upper) if shard is not None and upper else None
+        ordered = sorted(trained, key=lambda parameter: parameter in always_offloaded)
+        first = first_offloaded([parameter.nbytes for parameter in ordered], offload)
+        self._offloaded: set[Tensor] = {
+            *ordered[first:],
+            *(p for p in ordered if p in always_offloaded),
+        }
+        resident = [parameter for parameter in trained if parameter not in self._offloaded]
+        offloaded = [parameter for parameter in trained if parameter in self._offloaded]
+        sharded = shard(resident) if shard is not None and resident else None
         self._device = device
-        self._on_device = DeviceOptimizer(config.build(upper, device), upper, spread)
-        self._sharded = frozenset(upper if spread is not None else ())
-        self._shared = frozenset(lower if share is not None else ())
-        self._exchange = share(lower) if share is not None else None
+        self._on_device = DeviceOptimizer(config.build(resident, device), resident, sharded)
+        self._sharded = frozenset(resident if sharded is not None else ())
+        self._shared = frozenset(offloaded if share is not None else ())
+        self._exchange = share(offloaded) if share is not None else None
         chunks = streamed.chunks
-        streaming = list(dict.fromkeys(s.parameter for chunk in chunks for s in chunk.segments))
-        self._below |= set(streaming)
-        owned = [p for p in lower if owns(self._exchange, p)]
-        needed = _state_bytes(config, owned) + _state_bytes(config, streaming, masters=False)
-        stepped = [*lower, *streaming]  # where there are none, the host optimizer steps nothing
+        chunked = list(dict.fromkeys(s.parameter for chunk in chunks for s in chunk.segments))
+        self._offloaded |= set(chunked)
+        owned = [p for p in offloaded if owns(self._exchange, p)]
+        needed = _state_bytes(config, owned) + _state_bytes(config, chunked, masters=False)
+        stepped = [*offloaded, *chunked]  # where it is empty, the host optimizer steps nothing
         self._host = HostOptimizer(
             config.build(stepped, device) if stepped else SGD([torch.empty(0)], lr=config.lr),
-            lower,
+            offloaded,
             copies=copies,
-            store=open_store(needed, _places([*owned, *streaming])) if stepped else None,
+            store=open_store(needed, _places([*owned, *chunked])) if stepped else None,
             exchange=self._exchange,
             extra=chunks,
         )
 
     @property
     def waiting(self) -> tuple[HostOptimizer, Stream]:
-        """Those whose ``stall_seconds`` are how long forwards and backwards have waited for weights."""
+        """The objects whose ``stall_seconds`` count how long forwards and backwards have waited for weights."""
         return self._host, self._streamed
 
     def zero_grad(self) -> None:
-        """Gradients are zero, or will be before a backward adds to them."""
+        """Set gradients to zero, or mark offloaded ones to be overwritten by the next backward."""
         self._on_device.zero_grad()
         self._streamed.zero_gradients()
         self._host.zero_grad()
 
     def reduced(self, parameter: Tensor) -> None:
-        """The gradient of ``parameter`` is final."""
+        """Accept the gradient of ``parameter``, which is final."""
         self._host.reduced(parameter)
 
     def step(self, norm: Tensor, rate: float, scale: float = 1.0) -> None:
-        """Update everything, at learning rate ``rate``. Gradients are ``scale`` times too large; without that their
-        global norm is ``norm``, on the host, by which they are clipped."""
+        """Update all parameters at learning rate ``rate``. Gradients are ``scale`` times too large; ``norm``, on the
+        host, is their global norm without the scale, by which they are clipped."""
         self._on_device.set_rate(rate, self._config.lr)
-        # Not a copy, for which the host would wait.
+        # Filled on the device: a copy would synchronize.
         there = torch.full((), norm.item(), dtype=norm.dtype, device=self._device)
         self._on_device.step(GradientCorrection(there, self._config.clip_norm, scale))
         self._host.set_rate(rate, self._config.lr)
-        if self._below:
+        if self._offloaded:
             self._host.commit(GradientCorrection(norm, self._config.clip_norm, scale).coefficient)
 
     def skip(self) -> None:
-        """Update nothing: the gradients, which overflowed, are dropped."""
+        """Drop the gradients without an update."""
         self._host.skip()
         self.zero_grad()
 
     def ready(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Return when ``parameters`` may be used."""
+        """Wait until ``parameters`` are updated."""
         self._host.ready(parameters)
 
     def finish(self) -> None:
-        """Return when all may be used."""
+        """Wait until all parameters are updated."""
         self._host.finish()
 
     def states(self, parameter: Tensor) -> dict[str, Tensor]:
-        """What is known of ``parameter``; nothing where another replica steps it."""
-        if parameter in self._below:
+        """Return the states of ``parameter``; empty where another replica steps it."""
+        if parameter in self._offloaded:
             return self._host.states(parameter)
         return self._on_device.states(parameter)
 
     @property
     def state_bytes(self) -> int:
-        """Of all states on this rank, in whatever tier."""
+        """Bytes of all states on this rank, in all tiers."""
         return self._on_device.state_bytes + self._host.state_bytes
 
     def alone_knows(self, parameter: Tensor) -> bool:
-        """Whether replicas share the states of ``parameter``, and this one has them."""
+        """Whether replicas share the states of ``parameter``, and this one holds them."""
         if parameter in self._sharded:
             return self._on_device.owns(parameter)
         return parameter in self._shared and owns(self._exchange, parameter)
 
     def bytes_of_states(self, tensor: Tensor) -> int:
-        """What the states of a parameter take, once there are any; its full-precision weights among them."""
+        """Return the bytes of a parameter's states after its first step, with its master weights."""
         if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
             return 0
         return _state_bytes(self._config, [tensor])
 
     def reset(self) -> None:
-        """Forget all states, and a step that failed: everything is about to be set."""
+        """Drop all states and a failed step; the caller sets everything next."""
         self._on_device.reset()
         self._host.reset()
         self._streamed.zero_gradients()
 
     @property
     def name(self) -> str:
-        """Which optimizer the states are of: a name of :data:`DEFAULTS`, or the class that a subclass of the settings
+        """The optimizer of the states: a name in :data:`DEFAULTS`, or the class that a subclass of the settings
         builds."""
         if type(self._config).build is OptimizerConfig.build:
             return self._config.name
         return type(self._on_device.optimizer).__name__
 
     def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
-        """``parameter`` has been set; what is known of it is ``states``."""
-        if parameter in self._below:
+        """Set the states of ``parameter``, whose value has been set."""
+        if parameter in self._offloaded:
             self._host.restore(parameter, states)
         elif isinstance(parameter, nn.Parameter) and parameter.requires_grad:
             self._on_device.restore(parameter, states)
 
     def close(self) -> None:
-        """End the threads; a step that has begun is let end."""
+        """End the threads, after a step that is running."""
         self._host.close()
 
     def add_statistics(self, statistics: SwapStatistics) -> None:
-        """Count what parameters moved, and how long training waited for weights, among what the swap did."""
+        """Add the traffic of offloaded parameters, and the time that training waited for weights."""
         streamed = self._streamed.take_statistics()
         statistics.bytes_out += streamed.bytes_out
         statistics.bytes_in += streamed.bytes_in
@@ -358,7 +363,7 @@ class StageOptimizer:
 def _state_bytes(
     config: OptimizerConfig, parameters: Sequence[nn.Parameter], *, masters: bool = True
 ) -> int:
-    """Bytes of the states of ``parameters``; ``masters`` says whether full-precision copies lie with them."""
+    """Return the bytes of the states of ``parameters``; ``masters``: with the master weights."""
     wide = [(parameter, stepped_in(parameter.dtype)) for parameter in parameters]
     return sum(
         (config.states + (masters and p.dtype is not dtype)) * p.numel() * dtype.itemsize
@@ -367,5 +372,6 @@ def _state_bytes(
 
 
 def _places(parameters: Sequence[nn.Parameter]) -> int:
-    """The most buckets that ``parameters`` are in, and one that is written while the old one is there."""
+    """Return the most slots that the states of ``parameters`` use: one for each bucket, and one for a bucket that is
+    rewritten."""
     return 1 + sum(parameter.nbytes // STATE_BUCKET_BYTES + 1 for parameter in parameters)

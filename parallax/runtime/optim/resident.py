@@ -1,18 +1,17 @@
-"""The optimizer on the device: plain where it can be, bucket by bucket where weights are short or replicas share.
+"""The optimizer on the device: torch's own step, or bucket by bucket for short weights and sharded states.
 
-torch's own step does all parameters at once, with states beside each. Two wishes need more. Weights of two bytes are
-stepped as copies in fp32, the masters: their gradients are widened bucket by bucket, so that no second set of all
-gradients is ever there. And replicas need not all hold the same states: each steps the parameters that it owns and
-gives the others the new weights (ZeRO's first stage; Rajbhandari et al. 2020, section 5.1), so of ``r`` replicas each
-holds an r-th of states and masters.
+torch's step updates all parameters at once, with states beside each. Two cases need more. Weights of two bytes are
+stepped as fp32 copies, the masters: their gradients are widened bucket by bucket, so that there is never a second set
+of all gradients. And replicas may shard the states: each steps the parameters that it owns and broadcasts the new
+weights (ZeRO stage 1; Rajbhandari et al. 2020, section 5.1), so each of ``r`` replicas holds 1/r of states and masters.
 
 ::
 
     replica 0    step A ─▶ step B ─▶┐ broadcast A, B ─▶ receive C, D           (A … D: buckets, of one owner each)
     replica 1    step C ─▶ step D ─▶┘ receive A, B ──▶ broadcast C, D
 
-Both do the same arithmetic as the plain step, to the last bit: the buckets are those of the optimizer below the device
-(:mod:`parallax.swap.optimizer.buckets`), whose kernels do not know where a run of weights was cut.
+Both are bit-identical to the plain step: the buckets are those of the offloaded optimizer
+(:mod:`parallax.swap.optimizer.buckets`), whose kernels are elementwise, so bucket boundaries do not matter.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from parallax.swap.optimizer.buckets import MASTER, Bucket, GroupRates, joined, 
 from parallax.swap.optimizer.host import Exchange, owner_of, owns
 from parallax.swap.weights import ResidentWeights, aligned_runs, stepped_in
 
-# Of weights; gradients are widened, and new weights sent, for so many at one time.
+# Bytes of weights of a bucket: gradients are widened, and new weights broadcast, bucket by bucket.
 UPDATE_BUCKET_BYTES = 32 * 2**20
 
 
 class DeviceOptimizer:
-    """Steps ``parameters``, which ``optimizer`` has in its groups: these say how. ``exchange``: replicas that share the
-    states."""
+    """Steps ``parameters`` as the groups of ``optimizer`` say. ``exchange``: assigns the states to replicas that share
+    them."""
 
     def __init__(
         self,
@@ -61,14 +60,14 @@ class DeviceOptimizer:
                 self._buckets.append(Bucket(ResidentWeights(run), optimizer, groups, owner))
 
     def set_rate(self, rate: float, whole: float) -> None:
-        """The learning rate of the next step; see :class:`~parallax.swap.optimizer.buckets.GroupRates`."""
+        """Set the learning rate of the next step; see :class:`~parallax.swap.optimizer.buckets.GroupRates`."""
         self._rates.set(rate, whole)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=False)
 
     def step(self, correction: GradientCorrection) -> None:
-        """Update all parameters, with gradients corrected. Replicas that share all call it."""
+        """Update all parameters with corrected gradients. All replicas that share states call it."""
         if not self._buckets:
             correction.apply(self._parameters)
             self.optimizer.step()
@@ -81,7 +80,7 @@ class DeviceOptimizer:
             for bucket in self._buckets:
                 if self.owns(bucket.segments[0].parameter):
                     bucket.step(settings, coefficient)
-            if self._exchange is not None:  # or all views would be made for nobody
+            if self._exchange is not None:  # otherwise the views would be made in vain
                 for bucket in self._buckets:
                     self._exchange.broadcast(
                         bucket.segments[0].parameter, bucket.weights.exchange_tensors()
@@ -92,8 +91,8 @@ class DeviceOptimizer:
         return owns(self._exchange, parameter)
 
     def states(self, parameter: Tensor) -> dict[str, Tensor]:
-        """What is known of ``parameter``: states, and its weights in full precision (``master``) where its own are not.
-        Nothing where another replica steps it."""
+        """Return the states of ``parameter``, and its weights in full precision (``master``) where its own are shorter;
+        empty where another replica steps it."""
         if self._buckets:
             return joined(
                 (part for bucket in self._buckets for part in bucket.copies(parameter)), parameter
@@ -102,7 +101,7 @@ class DeviceOptimizer:
         return {key: value for key, value in found.items() if isinstance(value, Tensor)}
 
     def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
-        """``parameter`` has been set; what is known of it is ``states``."""
+        """Set the states of ``parameter``, whose value has been set."""
         if self._buckets and self.owns(parameter):
             for bucket in self._buckets:
                 bucket.restore(parameter, states)
@@ -118,19 +117,20 @@ class DeviceOptimizer:
         return sum(value.nbytes for value in states if isinstance(value, Tensor))
 
     def reset(self) -> None:
-        """Forget all states: everything is about to be set."""
+        """Drop all states; the caller sets everything next."""
         self.optimizer.state.clear()
         for bucket in self._buckets:
             bucket.reset()
 
 
 def _is_short(parameter: Tensor) -> bool:
-    """Whether its type is too short to be stepped in."""
+    """Whether its type is too short for optimizer steps."""
     return stepped_in(parameter.dtype) is not parameter.dtype
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:
-    """A copy of a state on the parameter's device that lies in memory as the parameter does: kernels walk along it."""
+    """Return a copy of a state on the parameter's device, with the parameter's strides, in which kernels traverse
+    it."""
     if value.shape != parameter.shape:
         return value.to(parameter.device, copy=True)
     return torch.empty_like(parameter, dtype=value.dtype).detach().copy_(value)

@@ -1,13 +1,13 @@
-"""Loss scaling: keeps the gradients of a step in the range of fp16, and says which steps may be taken.
+"""Loss scaling: keeps the gradients of a step in the range of fp16, and decides which steps are skipped.
 
-The smallest gradients of a model are below 6e-8, where fp16 has only zero, and the largest far from 65504, where it
-ends. So the loss is multiplied by a factor, which multiplies every gradient, and the optimizer divides again before it
-clips and steps. The best factor is the largest that nothing overflows with, and it is found by trying: doubled after
-many good steps, halved after an overflow, whose step is skipped (Micikevicius et al. 2018, section 3.2). Factors are
-powers of two, so multiplying and dividing loses nothing.
+The smallest gradients of a model are below 6e-8, where fp16 rounds to zero, and the largest far below 65504, its
+maximum. So the loss is multiplied by a factor, which multiplies every gradient, and the optimizer divides by it before
+it clips and steps. The best factor is the largest without overflows. It is searched for: doubled after many good steps,
+halved after an overflow, whose step is skipped (Micikevicius et al. 2018, section 3.2). Factors are powers of two, so
+scaling is exact.
 
-An overflow anywhere makes the norm over all gradients infinite or NaN. That norm is agreed on by all ranks for
-clipping anyway, so all skip the same steps and have the same factor, without a word more between them.
+An overflow anywhere makes the norm over all gradients Inf or NaN. All ranks agree on that norm for clipping anyway, so
+all skip the same steps and have the same factor without further communication.
 
 ::
 
@@ -29,15 +29,16 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.private import multiply_each, norm_of_each
 
 FIRST_FACTOR = 2.0**16
-GROWTH_STEPS = 2000  # good ones in a row, before the factor doubles
+GROWTH_STEPS = 2000  # good steps in a row, before the factor doubles
 T = TypeVar("T", bound=Tensor)
-SMALLEST_FACTOR = 1.0  # where even this overflows, the loss does
-PATIENCE = 16  # overflows in a row that a fixed factor may have: as many as lead from the first to the smallest
+SMALLEST_FACTOR = 1.0  # an overflow with it is one of the loss itself
+PATIENCE = 16  # overflows in a row with a constant factor: as many as halve the first factor to the smallest
 
 
 class LossScale:
-    """The factor of the loss under ``precision``: fixed at a number given, dynamic in fp16, otherwise one, with which
-    every overflow is an error unless up to ``skips`` steps in a row may be skipped, whatever the factor."""
+    """The factor of the loss under ``precision``: a given constant, dynamic in fp16, otherwise 1, with which an
+    overflow is an error. ``skips``, if not 0, is the number of steps in a row that may be skipped, whatever the
+    factor."""
 
     def __init__(self, precision: PrecisionConfig, skips: int = 0) -> None:
         given = precision.loss_scale
@@ -46,13 +47,13 @@ class LossScale:
         self._patience = skips or (0 if given == "auto" else PATIENCE)
         self.expects_overflows = self._dynamic or given != "auto"
         self.factor = FIRST_FACTOR if self._dynamic else 1.0 if isinstance(given, str) else given
-        self.skipped = 0  # steps so far
+        self.skipped = 0  # skipped steps so far
         self._good = self._bad = 0  # steps in a row
 
     def accepts(self, loss: float, norm: float) -> bool:
-        """Whether a step with this loss and this norm of all gradients, both without the factor, may be taken; where
-        not, gradients are to be dropped. Called once a step, by every rank with the same numbers. Raises
-        :class:`NonFiniteError` where skipping leads nowhere."""
+        """Return whether a step with this loss and this norm of all gradients, both without the factor, is accepted;
+        otherwise its gradients are to be dropped. Every rank calls it once a step with the same numbers. Raises
+        :class:`NonFiniteError` where no more steps may be skipped."""
         if norm < float("inf") and abs(loss) < float("inf"):
             self._good, self._bad = self._good + 1, 0
             if self._dynamic and self._good >= GROWTH_STEPS:
@@ -70,11 +71,11 @@ class LossScale:
 
     @property
     def skips(self) -> bool:
-        """Whether there are steps that it does not accept and does not end the run for."""
+        """Whether steps may be skipped."""
         return self._dynamic or self._patience > 0
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON has it."""
+        """Return the state for a checkpoint, as JSON values."""
         return {
             "dynamic": self._dynamic,
             "factor": self.factor,
@@ -84,8 +85,8 @@ class LossScale:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from :meth:`state`; a factor that is fixed stays what it is now, and one that was fixed, in another
-        number format, is nothing to begin with."""
+        """Restore from :meth:`state`. A constant factor keeps its present value, and a dynamic one ignores a saved
+        constant."""
         self.skipped = int(state.get("skipped", 0))
         if self._limit:
             self._bad = int(state.get("bad_steps", 0))
@@ -107,8 +108,8 @@ class LossScale:
 
 @dataclass(frozen=True)
 class GradientCorrection:
-    """What gradients that are ``scale`` times too large are multiplied by before a step: their global ``norm``, without
-    the scale, becomes ``clip_norm`` where it is above that (0: whatever it is), as in torch.nn.utils."""
+    """The factor of gradients before a step. They are ``scale`` times too large; ``norm`` is their global norm without
+    the scale, which is clipped to ``clip_norm`` (0: no clipping), as in torch.nn.utils."""
 
     norm: Tensor
     clip_norm: float
@@ -116,7 +117,7 @@ class GradientCorrection:
 
     @property
     def coefficient(self) -> Tensor | None:
-        """The factor, on the device of the norm; None is one."""
+        """The factor, on the device of the norm; None stands for 1."""
         if self.clip_norm > 0:
             return torch.clamp(self.clip_norm / (self.norm + 1e-6), max=1.0) / self.scale
         return torch.full_like(self.norm, 1 / self.scale) if self.scale != 1 else None
@@ -126,7 +127,7 @@ class GradientCorrection:
         given = [parameter for parameter in parameters if parameter.grad is not None]
         coefficient = self.coefficient
         if self.scale == 1 and self.clip_norm > 0:
-            # A few kernels for all of them.
+            # Multi-tensor kernels.
             torch.nn.utils.clip_grads_with_norm_(given, self.clip_norm, self.norm)
         elif coefficient is not None:
             for gradients in by_kind([p.grad for p in given if p.grad is not None]):
@@ -134,22 +135,22 @@ class GradientCorrection:
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm of all ``gradients``, where they are, summed in fp32 at least: squares of fp16 overflow, norms in bf16
-    have two digits. For other types it is torch.nn.utils.get_total_norm, to the last bit."""
+    """Return the norm of all ``gradients``, on their device, summed in fp32 at least: squares of fp16 overflow, and
+    norms in bf16 have two digits. For other types it is bit-identical to torch.nn.utils.get_total_norm."""
     if all(gradient.dtype.itemsize >= 4 for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
     found: dict[int, Tensor] = {}
     for alike in by_kind(gradients):
         wide = torch.promote_types(alike[0].dtype, torch.float32)
         found |= zip(map(id, alike), norm_of_each(alike, 2, dtype=wide))
-    # In their order: the norms of gradients that are elsewhere, which stand for these, have one type.
+    # In the order of the gradients: norms that replace offloaded gradients have one type.
     norms = [found[id(gradient)] for gradient in gradients]
     widest = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
     return torch.linalg.vector_norm(torch.stack([norm.to(widest) for norm in norms]))
 
 
 def by_kind(tensors: Iterable[T]) -> list[list[T]]:
-    """Those of one type and device together: kernels for many tensors take such."""
+    """Group the tensors by type and device, as multi-tensor kernels need them."""
     found: dict[object, list[T]] = {}
     for tensor in tensors:
         found.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -157,7 +158,7 @@ def by_kind(tensors: Iterable[T]) -> list[list[T]]:
 
 
 def numbers(one: Tensor, other: Tensor) -> tuple[float, float]:
-    """Two tensors of one number each, read together: of a device, each reading is a wait."""
+    """Return the values of two one-element tensors with one synchronization."""
     if one.device != other.device:
         return one.item(), other.item()
     found: list[float] = torch.stack([one.double(), other.double()]).tolist()

@@ -1,4 +1,4 @@
-"""The stores below one rank: each is opened with the bytes that the plan gives it, and closed at the end."""
+"""The stores of one rank's offload tier: each is opened with the bytes that the plan assigns to it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from parallax.swap.config import SwapConfig
 from parallax.swap.parameters.offloaded import OffloadedParameters
 from parallax.swap.stores.store import Store
 
-# Every place in a store begins at a page, and what a plan gives are bytes of data.
+# Every slot of a store begins at a page; a plan counts bytes of data.
 PAGE_BYTES = 4096
 
 
 class Tiers:
     """Opens stores in ``tier`` for the ``stages`` of one rank.
 
-    What a store must hold is known here to the byte; where that is more than the plan gives, the plan is of another
-    model, optimizer or precision, or somebody has changed it, and it is refused with :class:`PlanError`.
+    The exact bytes of each store's content are known here. Where they exceed those of the plan, the plan is of another
+    model, optimizer or precision, or was edited, and :class:`PlanError` is raised.
     """
 
     def __init__(
@@ -43,14 +43,15 @@ class Tiers:
         self._opened: list[Store] = []
 
     def open_activations(self) -> Store:
-        """A store for offloaded activations."""
+        """Open the store for offloaded activations."""
         return self._open(sum(stage.tier_bytes for stage in self._stages if stage.offloads))
 
-    def open_states(self, needed: int, places: int) -> Store | None:
-        """A store for ``needed`` bytes of optimizer states in ``places``; none where they step where they lie."""
+    def open_states(self, needed: int, slots: int) -> Store | None:
+        """Open a store for ``needed`` bytes of optimizer states in ``slots`` slots; return None where the tier steps
+        them in place."""
         given = sum(stage.state_bytes for stage in self._stages)
         self._check("the optimizer's states", needed, given)
-        return None if tier_named(self._tier).steps else self._open(given + PAGE_BYTES * places)
+        return None if tier_named(self._tier).steps else self._open(given + PAGE_BYTES * slots)
 
     def open_stream(
         self,
@@ -59,8 +60,8 @@ class Tiers:
         share: float,
         blocks: Iterable[Iterable[nn.Parameter]],
     ) -> OffloadedParameters:
-        """A store for ``share`` of the parameters of ``indices``, which ``blocks`` gives, and for their gradients. New
-        ones are written before the old are given up."""
+        """Open a store for ``share`` of the parameters of ``indices``, which ``blocks`` yields, and for their
+        gradients. It also holds the new values of one block while the old ones are still there."""
         described = [list(chain.blocks[index].module.parameters()) for index in indices]
         sizes = [_bytes(block, chain.dtype) for block in described]
         trained = [_bytes([p for p in b if p.requires_grad], chain.dtype) for b in described]
@@ -69,12 +70,12 @@ class Tiers:
             size // STATE_BUCKET_BYTES + 1 + len(b)
             for size, b in zip(sizes[first:], described[first:])
         )
-        # What is trained has gradients; of two bytes there are full-precision masters.
+        # Trained parameters have gradients, and those of two bytes have full-precision masters.
         more = 3 if chain.dtype.itemsize == 2 else 1
         needed = sum(sizes[first:]) + more * sum(trained[first:])
         needed += max(sizes[first:]) + max(trained[first:])
         given = sum(stage.streamed_bytes for stage in self._stages)
-        self._check("parameters that stream", needed, given)
+        self._check("offloaded parameters", needed, given)
         store = self._open(given + (1 + more) * chunks * PAGE_BYTES)
         return OffloadedParameters(blocks, store, verify=self._config.verify)
 
@@ -91,9 +92,9 @@ class Tiers:
         if needed > given:
             blocks = " and ".join(f"{stage.start}..{stage.stop - 1}" for stage in self._stages)
             raise PlanError(
-                f"blocks {blocks}: {what} take {format_bytes(needed)} ({needed} bytes) below the device, and the plan "
-                f"gives them {format_bytes(given)} ({given} bytes) in tier {self._tier}: plan again, for this model, "
-                "optimizer and precision"
+                f"blocks {blocks}: {what} need {format_bytes(needed)} ({needed} bytes) of tier {self._tier}, and the "
+                f"plan gives them {format_bytes(given)} ({given} bytes): plan again for this model, optimizer and "
+                "precision"
             )
 
 

@@ -1,7 +1,7 @@
-"""Torch's optimizers without its compiler, which they load in order to keep it away from themselves.
+"""torch's optimizers without ``torch._compile``, with which they exclude themselves from compilation.
 
-That takes a second of computing in every process that makes an optimizer, and here no step is ever compiled: a stage's
-blocks may be, each by itself. What torch wraps in this way it keeps as ``__wrapped__``, and that is called.
+It loads the compiler, which takes a second in every process that builds an optimizer. No optimizer step is compiled
+here (blocks may be, each on its own), so the functions that torch keeps as ``__wrapped__`` are used directly.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch.optim import Optimizer
 
 
 class Uncompiled(Optimizer):
-    """What all optimizers do, as torch does it."""
+    """An optimizer whose base methods are torch's, unwrapped."""
 
     add_param_group: Any = inspect.unwrap(Optimizer.add_param_group)
     zero_grad: Any = inspect.unwrap(Optimizer.zero_grad)
 
 
 class AdamW(Uncompiled, torch.optim.AdamW):
-    """``torch.optim.AdamW``, to the last bit."""
+    """``torch.optim.AdamW``, bit-identical."""
 
     step: Any = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
 class SGD(Uncompiled, torch.optim.SGD):
-    """``torch.optim.SGD``, to the last bit."""
+    """``torch.optim.SGD``, bit-identical."""
 
     step: Any = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))

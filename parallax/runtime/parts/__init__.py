@@ -1,1 +1,2 @@
-"""A checkpoint whose parts lie on several nodes: which are whole, what is copied where, and which start may save."""
+"""Checkpoints whose parts are on several nodes: which are whole, which files to copy, and which start of a run may
+save."""

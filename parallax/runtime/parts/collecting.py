@@ -1,10 +1,10 @@
-"""Files of a checkpoint that this node's ranks need and another node has written.
+"""Copies the files of a checkpoint that ranks of this node need and another node has written.
 
-Where nodes share no directory, each has what its own ranks saved. A run that goes on may need more there: a parameter
-that two stages share, the states that one replica keeps for all, or everything, where ranks come in another order. The
-files are copied over the network into the folder beside the node's own, and are read like these::
+Where nodes share no directory, each has the files of its own ranks. A run that resumes may need others: a parameter
+that two stages share, the states that one replica holds for all, or all files, where ranks are on other nodes than
+before. The files are copied over the network into the node's own folder::
 
-    node a    stage-00 ──copied, where a rank of node b lacks something of it──> node b    stage-00, stage-01
+    node a    stage-00 ──copied, where a rank of node b needs a tensor of it──> node b    stage-00, stage-01
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from parallax.nodes.together import from_all
 from parallax.runtime.checkpoint import CheckpointReader
 
 _CHUNK_BYTES = 16 * 2**20
-_PART_BYTES = 2**30  # after which all ranks meet
+_PART_BYTES = 2**30  # after which all ranks synchronize
 
 _Done = TypeVar("_Done")
 
 
 def collect(directory: Path, names: Iterable[str], sites: Sites) -> None:
-    """Bring the files with what this rank needs of the parameters ``names``; called by every rank of torch's world.
-    What no node has stays missing."""
+    """Copy the files with the tensors that this rank needs of the parameters ``names``. Every rank of torch's world
+    calls it. Tensors that no node has stay missing."""
     if sites.shared:
         return
-    lacking, files = zip(*from_all(lambda: _look(CheckpointReader(directory), names, sites)))
-    wanted: dict[str, set[int]] = {}  # file: the leaders that it goes to
+    lacking, files = zip(*from_all(lambda: _search(CheckpointReader(directory), names, sites)))
+    wanted: dict[str, set[int]] = {}  # file → the leaders to copy it to
     holders: dict[str, int] = {}
     for rank, missing in enumerate(lacking):
         for name in missing:
@@ -51,16 +51,16 @@ def collect(directory: Path, names: Iterable[str], sites: Sites) -> None:
         _Copy(directory / file, holders[file], wanted[file], sites.rank).run()
 
 
-def _look(
+def _search(
     reader: CheckpointReader, names: Iterable[str], sites: Sites
 ) -> tuple[list[str], dict[str, str]]:
-    """What this rank lacks; and, for its site, where everything is that this one has."""
+    """Return the tensors that this rank lacks, and, for its site, the file of each tensor that it has."""
     return reader.missing(names), reader.files() if sites.leads else {}
 
 
 class _Copy:
-    """One file, from the rank ``holder`` to those that take it. All ranks meet now and then, for nobody waits for ever,
-    and learn there what has failed."""
+    """The copy of one file from the rank ``holder`` to the ranks ``takers``. After each part all ranks synchronize, to
+    learn of failures and to wait for less than the timeout of collectives."""
 
     def __init__(self, path: Path, holder: int, takers: Collection[int], rank: int) -> None:
         self._path, self._holder, self._takers = path, holder, sorted(takers)
@@ -68,7 +68,7 @@ class _Copy:
         self._file: BinaryIO | None = None
 
     def run(self) -> None:
-        """Copy it. Raises :class:`CheckpointError` on all ranks where one cannot."""
+        """Copy the file. Raises :class:`CheckpointError` on all ranks where one cannot."""
         with contextlib.ExitStack() as stack:
             left = from_all(lambda: self._checked(lambda: self._open(stack)))[self._holder]
             while left:
@@ -78,7 +78,7 @@ class _Copy:
             from_all(lambda: self._checked(stack.close))
 
     def _open(self, stack: contextlib.ExitStack) -> int:
-        """The size, of who holds it."""
+        """Open the file; return its size on the holder, 0 on the others."""
         if self._holds:
             self._file = stack.enter_context(self._path.open("rb"))
             return self._path.stat().st_size
@@ -87,7 +87,8 @@ class _Copy:
         return 0
 
     def _move(self, left: int) -> None:
-        """The next ``left`` bytes. Whatever fails here, the others get theirs."""
+        """Copy the next ``left`` bytes. Where a rank's file fails, it keeps sending or receiving, and raises at the
+        end."""
         failure: OSError | None = None
         file = self._file
         while file is not None and left:
@@ -116,6 +117,6 @@ class _Copy:
         except OSError as error:
             raise CheckpointError(
                 f"cannot copy {printable(str(self._path))} between nodes ({node_name()}: {error.strerror}), of which "
-                "another node's ranks need parts: make room, or name a place that all nodes share "
-                "(checkpoint.directory)"
+                "another node's ranks need parts: free disk space, or set checkpoint.directory to a folder that all "
+                "nodes share"
             ) from error

@@ -1,8 +1,8 @@
-"""No split brain: of the starts of a run, the last one alone saves.
+"""Only the last start of a run may save.
 
-Half of a run may be cut off, or stopped and continued much later, while the other half has started again and trains.
-It must not save over what the others have saved since. So every start leaves its own word in the folder of the
-checkpoints, in place of the one before, and nobody gives a checkpoint its name where a later word is found.
+Part of a run may be cut off by a network partition, or be stopped and continued much later, while the run has been
+started again and trains. It must not overwrite the newer checkpoints. So every start writes its fencing token into the
+folder of the checkpoints, and no start completes a checkpoint where it finds a later token.
 """
 
 from __future__ import annotations
@@ -19,45 +19,46 @@ from parallax.errors import LaterStartError, printable
 from parallax.machine.host import node_name
 from parallax.runtime.checkpoint import partial_folder
 
-_WORD = "last-start.json"
+_TOKEN_FILE = "last-start.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """The ``word`` of one start, which was ``started`` at that time; the same on all ranks."""
+    """The fencing ``token`` of one start, and the time at which it ``started``; the same on all ranks."""
 
-    word: str
+    token: str
     started: float
 
     @classmethod
     def new(cls, directory: Path) -> Fence:
-        """Of a start now, later than the one that left its word in ``directory``."""
+        """Return the fence of a start now, later than the one whose token is in ``directory``."""
         return cls(secrets.token_hex(16), max(time.time(), _time_of(_read(directory)) + 1.0))
 
     def hold(self, directory: Path) -> None:
-        """Leave this start's word in ``directory``, if that is there. Raises :class:`LaterStartError` where a later
-        start has left its own."""
+        """Write this start's token into ``directory``, if that exists. Raises :class:`LaterStartError` where a later
+        start has written its own."""
         found = _read(directory)
-        if found.get("word") == self.word or not directory.is_dir():
+        if found.get("token") == self.token or not directory.is_dir():
             return
         if _time_of(found) > self.started:
             raise LaterStartError(
-                f"{printable(str(directory))}: this run was started again meanwhile, on "
-                f"{printable(str(found.get('node')))}, and goes on there; this start of it ends here, and saves nothing"
+                f"{printable(str(directory))}: this run was started again on {printable(str(found.get('node')))}, and "
+                "continues there; this start ends without saving"
             )
-        told = {"word": self.word, "started": self.started, "node": node_name()}
-        # Made where whatever an interrupted save leaves is swept. Whoever saves says what is wrong with the folder.
+        entry = {"token": self.token, "started": self.started, "node": node_name()}
+        # Written in a folder that the removal of interrupted saves covers. Errors are left to the save, which reports
+        # them.
         with contextlib.suppress(OSError):
-            made = partial_folder(directory, 0) / _WORD
+            made = partial_folder(directory, 0) / _TOKEN_FILE
             made.parent.mkdir(exist_ok=True)
-            made.write_text(json.dumps(told), encoding="utf-8")
-            made.replace(directory / _WORD)
+            made.write_text(json.dumps(entry), encoding="utf-8")
+            made.replace(directory / _TOKEN_FILE)
             made.parent.rmdir()
 
 
 def _read(directory: Path) -> dict[str, object]:
     try:
-        found = read_json(directory / _WORD, SMALL_BYTES)
+        found = read_json(directory / _TOKEN_FILE, SMALL_BYTES)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -1,13 +1,13 @@
-"""Which checkpoints the nodes that are there hold together, where they share no folder.
+"""Finds the checkpoints of which the present nodes together hold all parts, where they share no folder.
 
-A node may have been lost with what it had saved, come back with what it has, or never have seen the run. What counts is
-whether all parts of a checkpoint are somewhere::
+A node may have been lost with its files, have come back with older ones, or be new to the run. A checkpoint is whole if
+each part is on some node::
 
     node a    step-20  stage-00, stage-01      step-40  stage-00       step 40: its stage-01 was on b, and is lost
     node c    has just joined                                          step 20: whole; c gets its index, and the
                                                                        files that its ranks need when it is loaded
 
-Of two starts of a run the later one counts, however far the other has come: a half that was cut off has trained alone.
+Of two starts of a run the later one is preferred, even with fewer steps: the other was cut off and trained alone.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from parallax.runtime.checkpoint.folder import INDEX
 
 @dataclass(frozen=True, slots=True)
 class HeldParts:
-    """What a node has of a checkpoint: all but the tensors that are ``absent``, each with the node that saved it.
-    ``started``: when its run was started."""
+    """A node's part of a checkpoint: all tensors but the ``absent`` ones, each with the node that saved it.
+    ``started``: the time at which its run was started."""
 
     digest: str
     started: float
@@ -36,7 +36,7 @@ class HeldParts:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """A checkpoint that is whole: its folder's name, and the ranks that have its index."""
+    """A whole checkpoint: the name of its folder, and the ranks that have its index."""
 
     name: str
     started: float
@@ -46,16 +46,16 @@ class Together:
 def whole_checkpoints(
     directory: Path, sites: Sites, nodes: Nodes
 ) -> tuple[list[Together], list[str]]:
-    """The checkpoints below ``directory`` of which the nodes have all parts, with their index on every node; and what
-    is to be said of others. Called by every rank of torch's world."""
-    told = from_all(lambda: _held(directory, nodes) if sites.leads else ({}, []))
-    damaged = [line for _, lines in told for line in lines]
-    whole, lost = _sorted_out([held for held, _ in told])
+    """Return the checkpoints in ``directory`` of which the nodes have all parts, after writing their index on every
+    node, and messages about the others. Every rank of torch's world calls it."""
+    found = from_all(lambda: _held(directory, nodes) if sites.leads else ({}, []))
+    damaged = [line for _, lines in found for line in lines]
+    whole, lost = _sorted_out([held for held, _ in found])
     lost = [
-        f"{directory}: {words}: start the nodes that have saved it, or copy its folder here; "
-        "checkpoint.directory=FOLDER names a place that all nodes share, and trainer.resume=never with another name "
-        "starts anew"
-        for words in lost
+        f"{directory}: {text}: start the nodes that saved it, or copy its folder here; "
+        "checkpoint.directory=FOLDER sets a folder that all nodes share, and trainer.resume=never with another name "
+        "starts a new run"
+        for text in lost
     ]
     for each in whole:
         _make_known(directory, each, sites)
@@ -63,9 +63,9 @@ def whole_checkpoints(
 
 
 def _held(directory: Path, nodes: Nodes) -> tuple[dict[str, HeldParts], list[str]]:
-    """What this node has, and what is wrong with the rest."""
+    """Return this node's parts, and messages about damaged ones."""
     held, damaged = dict[str, HeldParts](), list[str]()
-    # One that has lost its index says so, as any other that is damaged.
+    # A folder without its index is reported as damaged.
     named = {path for path in directory.glob("step-*") if step_of(path) is not None}
     for path in sorted({*list_checkpoints(directory), *named}):
         try:
@@ -78,7 +78,7 @@ def _held(directory: Path, nodes: Nodes) -> tuple[dict[str, HeldParts], list[str
 
 
 def _sorted_out(found: Sequence[Mapping[str, HeldParts]]) -> tuple[list[Together], list[str]]:
-    """Those that are whole, and why others are not, the last first."""
+    """Return the whole checkpoints, and why others are not whole, the last first."""
     whole, lost = dict[str, Together](), list[str]()
     every = {(name, each.digest) for held in found for name, each in held.items()}
     for name, mark in sorted(every, reverse=True):
@@ -102,7 +102,7 @@ def _sorted_out(found: Sequence[Mapping[str, HeldParts]]) -> tuple[list[Together
 
 
 def _make_known(directory: Path, wanted: Together, sites: Sites) -> None:
-    """Put the index of a checkpoint where a node does not have it; another one of its name goes aside."""
+    """Write the index of a checkpoint on nodes that lack it; another checkpoint of that name is renamed."""
     leaders = sorted(set(sites.leaders))
     if all(rank in wanted.holders for rank in leaders):
         return
@@ -120,6 +120,8 @@ def _make_known(directory: Path, wanted: Together, sites: Sites) -> None:
             path.parent.mkdir(parents=True)
             path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise CheckpointError(f"cannot write {path}: {error.strerror}; make room") from error
+            raise CheckpointError(
+                f"cannot write {path}: {error.strerror}; free disk space"
+            ) from error
 
     from_all(write)

@@ -138,8 +138,8 @@ def test_what_is_not_trained_has_nothing_but_itself_below(
 @pytest.mark.parametrize(
     ("key", "share", "words"),
     [
-        ("state_bytes", 0.0, "the optimizer's states take"),
-        ("streamed_bytes", 1.0, "parameters that stream take"),
+        ("state_bytes", 0.0, "the optimizer's states need"),
+        ("streamed_bytes", 1.0, "offloaded parameters need"),
     ],
 )
 @pytest.mark.parametrize("left", [0.0, 0.7])
@@ -212,8 +212,8 @@ def test_replicas_take_no_more_than_their_part(seed: int, precision: str) -> Non
             parameters,
             OptimizerConfig(),
             CPU,
-            below=share,
-            lowest=(),
+            offload=share,
+            always_offloaded=(),
             copies=CpuCopies(),
             open_store=note,
             share=share_out if replicas > 1 else None,

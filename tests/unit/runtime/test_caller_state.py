@@ -125,9 +125,9 @@ def itself() -> list[Any]:
         ({"a": torch.eye(2).to_sparse()}, "a tensor of another kind"),
         ({"a": torch.zeros(2, device="meta")}, "a tensor of another kind"),
         ({"a": np.array(["x"])}, "holds an array of <U1 at ['a']"),
-        ({"a": 10**400}, "holds a number of 290 digits"),
-        ({"a": [10**400]}, "holds a number of 290 digits"),
-        ({"a": itself()}, "nested too deep, or holds itself"),
+        ({"a": 10**400}, "holds an integer of more than 288 digits"),
+        ({"a": [10**400]}, "holds an integer of more than 288 digits"),
+        ({"a": itself()}, "nested too deep, or contains itself"),
         ({"a\n": Holds()}, r"at ['a\n']"),
     ],
 )
@@ -139,7 +139,7 @@ def test_what_cannot_be_kept_is_refused_with_its_place(state: Any, said: str) ->
 
 
 def test_what_is_too_large_to_be_read_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CheckpointError, match=r"holds 2,100,00\d values, and at most 2,097,152"):
+    with pytest.raises(CheckpointError, match=r"has 2,100,00\d values, and the limit is 2,097,152"):
         state_text({"order": list(range(2_100_000))})
     assert there_and_back({"order": np.arange(2_100_000)})["order"][-1] == 2_099_999
     monkeypatch.setattr(caller_state, "MOST_BYTES", 1000)

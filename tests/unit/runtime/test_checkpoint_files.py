@@ -140,15 +140,15 @@ def test_a_number_format_that_no_file_holds(tmp_path: Path) -> None:
 
 def test_memory_is_taken_again_and_never_exceeded() -> None:
     memory = SnapshotMemory(PlainArena, 100)
-    first, second = memory.take(60), memory.take(40)
+    first, second = memory.acquire(60), memory.acquire(40)
     taken: list[int] = []
-    waiting = threading.Thread(target=lambda: taken.append(memory.take(60).data_ptr()))
+    waiting = threading.Thread(target=lambda: taken.append(memory.acquire(60).data_ptr()))
     waiting.start()
     waiting.join(0.05)
     assert not taken
-    memory.give(second)
+    memory.release(second)
     address = first.data_ptr()
-    memory.give(first)
+    memory.release(first)
     waiting.join(5)
     assert taken == [address]
     assert memory.held_bytes <= 100
@@ -158,8 +158,8 @@ def test_memory_is_taken_again_and_never_exceeded() -> None:
 
 def test_what_is_larger_than_the_room_is_held_alone() -> None:
     memory = SnapshotMemory(PlainArena, 10)
-    memory.give(memory.take(50))
-    memory.give(memory.take(8))
+    memory.release(memory.acquire(50))
+    memory.release(memory.acquire(8))
     assert memory.held_bytes == 8
 
 
@@ -172,14 +172,14 @@ def test_memory_that_is_not_there_is_waited_for_where_some_is() -> None:
 
     made: list[int] = []
     memory = SnapshotMemory(two, 1000)
-    first, _ = memory.take(10), memory.take(10)
-    timer = threading.Timer(0.05, lambda: memory.give(first))
+    first, _ = memory.acquire(10), memory.acquire(10)
+    timer = threading.Timer(0.05, lambda: memory.release(first))
     timer.start()
-    assert memory.take(10).data_ptr() == first.data_ptr()
+    assert memory.acquire(10).data_ptr() == first.data_ptr()
     timer.join()
     none = SnapshotMemory(two, 1000)
-    with pytest.raises(CheckpointError, match=r"no host memory for 20 B of a checkpoint"):
-        none.take(20)
+    with pytest.raises(CheckpointError, match=r"cannot allocate 20 B of host memory"):
+        none.acquire(20)
 
 
 # ---- which stay

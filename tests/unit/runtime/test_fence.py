@@ -14,9 +14,7 @@ def test_of_two_starts_the_later_one_saves(tmp_path: Path) -> None:
     second = Fence.new(tmp_path)
     first.hold(tmp_path)  # the second one has not come here yet
     second.hold(tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"was started again meanwhile, on .*, and goes on there"
-    ):
+    with pytest.raises(CheckpointError, match=r"was started again on .*, and continues there"):
         first.hold(tmp_path)
     second.hold(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["last-start.json"]
