@@ -14,7 +14,7 @@ from parallax.machine.device import CopyEngine
 from parallax.mesh import Mesh
 from parallax.runtime.batch import Rows
 from parallax.runtime.health import nonfinite
-from parallax.runtime.health.nonfinite import Losses, NamedValue, Verdict
+from parallax.runtime.health.nonfinite import Losses, NamedValue, StepVerdict
 from parallax.runtime.health.row_comparison import RowComparison
 from parallax.runtime.optim.optimizer import OpenExchange, OptimizerConfig, StageOptimizer
 from parallax.runtime.optim.scaling import LossScale, gradient_norm, numbers
@@ -50,7 +50,7 @@ class Update:
             torch.promote_types(dtype, torch.float32),
         )
         self.loss = self.norm = self.rate = 0.0
-        self.verdict = Verdict()
+        self.verdict = StepVerdict()
         self.rows = RowComparison(mesh)
         self._batch: Rows | None = None
         self._numbers: list[float] = []

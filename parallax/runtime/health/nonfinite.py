@@ -35,7 +35,7 @@ _TRAINING = "lower optimizer.lr, or raise optimizer.warmup_steps"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class StepVerdict:
     """Whether a step is ``accepted``. Where it is not, ``what`` is non-finite, ``why`` is the cause, and ``refusal`` is
     the error that ends the run, empty where training continues."""
 
@@ -51,7 +51,7 @@ class Verdict:
         return f"{self.what}: {self.why}" if self.why else ""
 
 
-def judge(scale: LossScale, loss: float, norm: float, find: Callable[[], str]) -> Verdict:
+def judge(scale: LossScale, loss: float, norm: float, find: Callable[[], str]) -> StepVerdict:
     """Return the verdict of ``scale`` on a step with this loss and norm, which are equal on all ranks. ``find`` locates
     the cause; it is not called for overflows that a loss scale makes now and then."""
     why = find() if not math.isfinite(loss) else None
@@ -60,13 +60,13 @@ def judge(scale: LossScale, loss: float, norm: float, find: Callable[[], str]) -
     except NonFiniteError as error:
         accepted, (refusal, _, _) = False, str(error).partition(": ")
     if accepted:
-        return Verdict()
+        return StepVerdict()
     if refusal or not scale.expects_overflows:
         why = why or find()
     what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm}"
     if why is None:
-        return Verdict(accepted=False)
-    return Verdict(False, what, why, refusal)
+        return StepVerdict(accepted=False)
+    return StepVerdict(False, what, why, refusal)
 
 
 class NamedValue(NamedTuple):

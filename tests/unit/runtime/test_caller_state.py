@@ -143,7 +143,7 @@ def test_what_is_too_large_to_be_read_again_is_refused(monkeypatch: pytest.Monke
         state_text({"order": list(range(2_100_000))})
     assert there_and_back({"order": np.arange(2_100_000)})["order"][-1] == 2_099_999
     monkeypatch.setattr(caller_state, "MOST_BYTES", 1000)
-    with pytest.raises(CheckpointError, match="at most 1000 B are kept: keep what it can be made"):
+    with pytest.raises(CheckpointError, match="the limit is 1000 B: save the inputs to rebuild it"):
         state_text({"order": "x" * 1001})
 
 
