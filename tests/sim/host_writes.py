@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from parallax.machine.device import StagingRing, StreamCopies
-from parallax.runtime.channels.staging import Buffers, Lent
+from parallax.runtime.channels.staging import Buffers, Lease
 from parallax.swap.weights import CopiedWeights
 from tests.sim.device import C
 
@@ -21,18 +21,18 @@ def _told(*tensors: Tensor) -> None:
 
 
 _take, _copy, _up, _stepped = (
-    Buffers.take,
+    Buffers.acquire,
     StreamCopies.copy,
     StagingRing.to_device,
     CopiedWeights.round_masters,
 )
 
 
-def _taking(self: Buffers, count: int) -> Lent:
+def _taking(self: Buffers, count: int) -> Lease:
     """Who takes a buffer fills it, or receives into it."""
-    lent = _take(self, count)
-    _told(lent.data)
-    return lent
+    lease = _take(self, count)
+    _told(lease.data)
+    return lease
 
 
 def _copying(self: StreamCopies, source: Tensor, target: Tensor, *after: Any) -> Any:
@@ -55,7 +55,7 @@ def _stepping(self: CopiedWeights) -> None:
     _stepped(self)
 
 
-Buffers.take = _taking  # type: ignore[method-assign]
+Buffers.acquire = _taking  # type: ignore[method-assign]
 StreamCopies.copy = _copying  # type: ignore[method-assign]
 StagingRing.to_device = _filling  # type: ignore[method-assign]
 CopiedWeights.round_masters = _stepping  # type: ignore[method-assign]

@@ -29,7 +29,7 @@ from parallax.runtime.channels.group_channel import (
     GroupReceiver,
     GroupSender,
 )
-from parallax.runtime.channels.staging import Lent, PinnedStaging
+from parallax.runtime.channels.staging import Lease, PinnedStaging
 from parallax.runtime.engine import Engine
 from tests.plans import described, make_plan
 from tests.sim import group, stumbling
@@ -150,15 +150,15 @@ def gives_up(rank: int) -> None:
     staging, taken = PinnedStaging(SIM, StreamCopies(SIM)), threading.Event()
     buffers = staging.buffers()
 
-    def post(lent: Lent) -> None:
+    def post(lease: Lease) -> None:
         taken.wait()
-        buffers.give([lent])
+        buffers.release([lease])
 
     for number in range(3):
-        lent = buffers.take(1000)
+        lease = buffers.acquire(1000)
         source = torch.full((1000,), number, dtype=torch.uint8, device=SIM)
-        staging.send([source], [lent.data], partial(post, lent))
-        del lent, source
+        staging.send([source], [lease.data], partial(post, lease))
+        del lease, source
     staging.close()
     taken.set()
     for thread in threading.enumerate():

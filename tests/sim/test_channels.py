@@ -21,23 +21,23 @@ def arrived_after() -> tuple[float, float, float]:
     from tests.sim.device import SIM, C
 
     staging = PinnedStaging(SIM, StreamCopies(SIM))
-    buffers, landing = staging.buffers(), staging.landing()
-    lent = buffers.take(1000)
-    lent.data.fill_(1)
-    message, _ = landing.up(lent.data)
+    buffers, device_buffer = staging.buffers(), staging.device_buffer()
+    lease = buffers.acquire(1000)
+    lease.data.fill_(1)
+    message, _ = device_buffer.upload(lease.data)
     kept = message.clone()
-    landing.left()
+    device_buffer.mark_read()
     other = torch.zeros(1000, 1000, device=SIM)
     torch.accelerator.synchronize()
     C.speeds(1e9, 1e12, 1e6, 1e6, 0.0, 0.0)
     begun = C.host_seconds()
     other @ other
-    lent.data.fill_(2)
-    message, read = landing.up(lent.data)
+    lease.data.fill_(2)
+    message, read = device_buffer.upload(lease.data)
     read.wait_host()
     risen = C.host_seconds() - begun
     kept += message
-    landing.left()
+    device_buffer.mark_read()
     torch.accelerator.synchronize()
     done = C.host_seconds() - begun
     C.speeds()
@@ -87,9 +87,9 @@ def unpinned_too_early(left: str) -> tuple[int, list[tuple[str, str]]]:
         elif left == "closed":
             gives_up(0)
         else:
-            lent = staging.buffers().take(1000)
+            lease = staging.buffers().acquire(1000)
             sources.append(torch.zeros(1000, dtype=torch.uint8, device=SIM))
-            StreamCopies(SIM).copy(sources[0], lent.data)
+            StreamCopies(SIM).copy(sources[0], lease.data)
 
     sources: list[torch.Tensor] = []
     before = C.pinned_bytes()

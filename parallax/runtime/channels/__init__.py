@@ -1,1 +1,1 @@
-"""Tensors between ranks."""
+"""Channels: tensors between ranks."""

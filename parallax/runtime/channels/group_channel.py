@@ -1,14 +1,13 @@
-"""Channels over gloo: between hosts, and for tensors of devices that are staged through the host.
+"""Channels over gloo: between hosts, and for device tensors that are staged through the host.
 
-A message is packed behind a header that says what it holds. Because shapes rarely change, the receiver posts the
-buffer of the next message before it is due, guessing that it is like the last one but for its number of rows, so that
-bytes flow while it computes. The sender makes the same guess: a message that fits travels in that buffer; of a longer
-one only the header's beginning does, and the whole message follows. One buffer, because gloo charges for messages, not
-for bytes: header and payload apart made a round trip three times as long.
+A message is packed behind a header that describes it. Shapes rarely change, so the receiver posts the buffer of the
+next message ahead, on the guess that it is like the last one but for its number of rows; the bytes then arrive while
+the receiver computes. The sender makes the same guess. A message that fits is sent into that buffer; for a larger one
+only the start of the header is, and the whole message follows. Header and payload share one buffer because gloo's cost
+is per message, not per byte: apart, a round trip took three times as long.
 
-gloo carries host buffers only: tensors of a device are staged (:mod:`parallax.runtime.channels.staging`), which is the
-way between devices that have no link, or where ranks share one. Devices that have links:
-:mod:`parallax.runtime.channels.direct_channel`.
+gloo carries host buffers only. Device tensors are staged (:mod:`parallax.runtime.channels.staging`) where devices have
+no link, or ranks share one device. For devices with links: :mod:`parallax.runtime.channels.direct_channel`.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from parallax.runtime.channels.message import (
     read_numbers,
     spec_of,
 )
-from parallax.runtime.channels.staging import Lent, Staging
+from parallax.runtime.channels.staging import Lease, Staging
 
 
 class _Guess:
-    """What both ends expect the next message to take: that of the last one with another number of rows."""
+    """The size of the next message that both ends guess: that of the last one, with another number of rows."""
 
     def __init__(self) -> None:
         self._spec: Spec = ()
         self._rows = 0
 
     def size(self, rows: int) -> int:
-        """Bytes, if it will have ``rows`` rows."""
+        """Return the bytes of a message of ``rows`` rows."""
         spec = tuple([(d, (rows, *s[1:]) if s[:1] == (self._rows,) else s) for d, s in self._spec])
         return max(LEAST, header_of(spec).numel() + lay_out(spec).size)
 
@@ -53,14 +52,14 @@ class _Guess:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a channel leads: its group, the place in it of the rank at the other end, and its tag."""
+    """The destination of a channel: its group, the peer's rank in it, and the channel's tag."""
 
     group: dist.ProcessGroup | None
     peer: int
     tag: int
 
     def send(self, buffer: Tensor) -> dist.Work:
-        """Begin to send; ``buffer`` must live and stay as it is until that has ended."""
+        """Start to send; ``buffer`` must stay allocated and unchanged until the work ends."""
         assert self.group is not None
         return self.group.send([buffer], self.peer, self.tag)
 
@@ -70,28 +69,28 @@ class Address:
 
 
 class Underway:
-    """Messages that the peer has perhaps not taken yet: buffers that must stay as they are until then."""
+    """Sent messages that the peer may not have received yet: their buffers must stay unchanged."""
 
     def __init__(self) -> None:
         self._sent: deque[tuple[list[tuple[dist.Work, Tensor]], Callable[[], object]]] = deque()
 
     def add(
-        self, sent: list[tuple[dist.Work, Tensor]], taken: Callable[[], object] = lambda: None
+        self, sent: list[tuple[dist.Work, Tensor]], received: Callable[[], object] = lambda: None
     ) -> None:
-        """One more message has begun; ``taken`` is called when the peer has it."""
-        self._sent.append((sent, taken))
+        """Add a message; ``received`` is called when the peer has it."""
+        self._sent.append((sent, received))
 
     def wait(self, left: int) -> None:
-        """Wait until no more than ``left`` messages are under way: gloo does not tell without waiting."""
+        """Wait until at most ``left`` messages are under way, the oldest first: gloo cannot be polled."""
         while len(self._sent) > left:
-            sent, taken = self._sent.popleft()
+            sent, received = self._sent.popleft()
             for work, _ in sent:
                 work.wait()
-            taken()
+            received()
 
 
 class GroupSender:
-    """The sending end of one channel; at most ``ahead`` messages wait for the peer to take them."""
+    """The sending end of one channel; at most ``ahead`` messages are unreceived."""
 
     def __init__(self, address: Address, staging: Staging, ahead: int) -> None:
         self._address, self._staging, self._ahead = address, staging, ahead
@@ -99,29 +98,29 @@ class GroupSender:
         self._guess, self._underway = _Guess(), Underway()
 
     def send(self, tensors: Sequence[Tensor], rows: int) -> None:
-        """Send one message, due to have ``rows`` rows; blocks only while the peer is ``ahead`` messages behind."""
+        """Send one message, expected to have ``rows`` rows; blocks only while the peer is ``ahead`` messages behind."""
         spec = spec_of(tensors)
         layout, header = lay_out(spec), header_of(spec)
         whole, guess = header.numel() + layout.size, self._guess.size(rows)
         self._guess.learn(spec, rows)
         sizes = [guess] if whole <= guess else [guess, whole]
-        buffers = [self._buffers.take(size) for size in sizes]
-        for lent in buffers:
+        buffers = [self._buffers.acquire(size) for size in sizes]
+        for lease in buffers:
             begin = min(guess, header.numel())
-            lent.data[:begin].copy_(header[:begin])
+            lease.data[:begin].copy_(header[:begin])
         last = buffers[-1].data
         last[: header.numel()].copy_(header)
         self._staging.send(tensors, layout.views(last, header.numel()), lambda: self._post(buffers))
 
     def flush(self) -> None:
-        """Wait until the peer has everything; the caller has drained the staging."""
+        """Wait until the peer has all messages; the caller has drained the staging."""
         self._underway.wait(0)
 
-    def _post(self, buffers: list[Lent]) -> None:
+    def _post(self, buffers: list[Lease]) -> None:
         self._underway.wait(self._ahead - 1)
         self._underway.add(
-            [(self._address.send(lent.data), lent.data) for lent in buffers],
-            partial(self._buffers.give, buffers),
+            [(self._address.send(lease.data), lease.data) for lease in buffers],
+            partial(self._buffers.release, buffers),
         )
 
 
@@ -132,9 +131,9 @@ class GroupReceiver:
 
     def __init__(self, address: Address, staging: Staging) -> None:
         self._address = address
-        self._buffers, self._landing = staging.buffers(), staging.landing()
+        self._buffers, self._device_buffer = staging.buffers(), staging.device_buffer()
         self._guess = _Guess()
-        self._posted: tuple[dist.Work, Lent] | None = None
+        self._posted: tuple[dist.Work, Lease] | None = None
 
     def post(self, rows: int) -> None:
         """Post the buffer of the next message, expected to have ``rows`` rows."""
@@ -142,26 +141,25 @@ class GroupReceiver:
             self._posted = self._begin(self._guess.size(rows))
 
     def receive(self, rows: int, copy: Copy = torch.clone) -> tuple[Tensor, ...]:
-        """Wait for the next message."""
         self.post(rows)
         assert self._posted is not None
-        (work, lent), self._posted = self._posted, None
+        (work, lease), self._posted = self._posted, None
         work.wait()
-        whole, numbers = read_header(lent.data)
-        if whole > lent.data.numel():
-            self._buffers.give([lent])
-            work, lent = self._begin(whole)
+        whole, numbers = read_header(lease.data)
+        if whole > lease.data.numel():
+            self._buffers.release([lease])
+            work, lease = self._begin(whole)
             work.wait()
-            whole, numbers = read_header(lent.data)
+            whole, numbers = read_header(lease.data)
         layout = read_numbers(numbers)
         self._guess.learn(layout.spec, rows)
-        message, arrived = self._landing.up(lent.data[whole - layout.size : whole])
-        self._buffers.give([lent], arrived)
-        # Memory of their own: what swaps them out, or changes them in place, is to see no more than one of them.
+        message, arrived = self._device_buffer.upload(lease.data[whole - layout.size : whole])
+        self._buffers.release([lease], arrived)
+        # Each tensor gets its own memory: offloading it, or changing it in place, must not affect the others.
         found = tuple([copy(part) for part in layout.views(message)])
-        self._landing.left()
+        self._device_buffer.mark_read()
         return found
 
-    def _begin(self, size: int) -> tuple[dist.Work, Lent]:
-        lent = self._buffers.take(size)
-        return self._address.receive(lent.data), lent
+    def _begin(self, size: int) -> tuple[dist.Work, Lease]:
+        lease = self._buffers.acquire(size)
+        return self._address.receive(lease.data), lease

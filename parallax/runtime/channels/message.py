@@ -1,7 +1,7 @@
-"""How the tensors of one message lie in bytes, and how a peer is told.
+"""The byte layout of a message's tensors, and its description for the peer.
 
-A message is a flat tuple of tensors of any shapes. Both ends of a channel work out the same layout from the same
-description, so only the description has to travel, and only where it has changed.
+A message is a flat tuple of tensors of any shapes. Both ends of a channel compute the same layout from the same
+description, so only the description travels, and only when it has changed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from parallax.model.block import RAGGED_HELP
 
 Copy = Callable[[Tensor], Tensor]
 Tensors = tuple[Tensor, ...]
-Gradients = tuple[Tensor | None, ...]  # None: nothing depends on it
-Spec = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # of each tensor the type and the shape
+Gradients = tuple[Tensor | None, ...]  # None: no gradient
+Spec = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # type and shape of each tensor
 
-ALIGNMENT = 64  # bytes; what torch gives its own tensors
-LEAST = 512  # bytes of a message over gloo: what the header of a few tensors takes
+ALIGNMENT = 64  # bytes, as of torch's own tensors
+LEAST = 512  # bytes of the smallest message over gloo: the header of a few tensors
 _DTYPES = [
     torch.float32,
     torch.float64,
@@ -45,15 +45,15 @@ _DTYPES = [
 
 
 def aligned(count: int) -> int:
-    """``count`` bytes rounded up to where the next tensor may begin."""
+    """Return ``count`` bytes rounded up to the alignment of tensors."""
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How tensors lie one after the other: the first byte of each and the bytes of them all.
+    """The layout of tensors, one after the other: the first byte of each, and the bytes of all.
 
-    ``numbers`` is the description that :func:`read_numbers` understands.
+    ``numbers`` is the description for :func:`read_numbers`.
     """
 
     spec: Spec
@@ -62,8 +62,8 @@ class Layout:
     size: int
 
     def views(self, buffer: Tensor, offset: int = 0) -> list[Tensor]:
-        """The tensors that begin at byte ``offset`` of ``buffer``, whose memory begins aligned. Each counts its own
-        in-place changes, as if it had its own memory."""
+        """Return the tensors at byte ``offset`` of ``buffer``, whose memory is aligned. Each has its own version
+        counter, as if it had its own memory."""
         storage, first = buffer.untyped_storage(), buffer.storage_offset() + offset
         return [
             torch.empty(0, dtype=dtype, device=buffer.device).set_(
@@ -73,29 +73,29 @@ class Layout:
         ]
 
 
-# Stands for a gradient that there is not: of a type that no gradient has. Zeros would be another thing: weight decay
-# and momentum act on a parameter whose gradient is zero, and leave one without a gradient as it is.
+# Placeholder for None, of a type that no gradient has. Zeros would not do: weight decay and momentum change a parameter
+# whose gradient is zero, but not one without a gradient.
 _NO_GRADIENT = torch.empty(0, dtype=torch.bool)
 
 
 def packed(gradients: Gradients) -> Tensors:
-    """Gradients as tensors that a message can hold."""
+    """Return gradients as tensors, with a placeholder for None."""
     return tuple([_NO_GRADIENT if each is None else each for each in gradients])
 
 
 def unpacked(tensors: Tensors) -> Gradients:
-    """What :func:`packed` was given."""
+    """Return the gradients that :func:`packed` was given."""
     return tuple([None if each.dtype is torch.bool else each for each in tensors])
 
 
 def spec_of(tensors: Sequence[Tensor]) -> Spec:
-    """What ``tensors`` are."""
+    """Return type and shape of each tensor."""
     return tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
 
 
 @lru_cache(maxsize=256)
 def lay_out(spec: Spec) -> Layout:
-    """The layout of such tensors."""
+    """Return the layout of tensors of this spec."""
     numbers = [len(spec)]
     for dtype, shape in spec:
         if not all(type(size) is int for size in shape):
@@ -116,7 +116,7 @@ def lay_out(spec: Spec) -> Layout:
 
 @lru_cache(maxsize=256)
 def read_numbers(numbers: tuple[int, ...]) -> Layout:
-    """The layout that was described."""
+    """Return the layout that ``numbers`` describe."""
     spec, at = [], 1
     for _ in range(numbers[0]):
         dtype, dims = _DTYPES[numbers[at]], numbers[at + 1]
@@ -127,7 +127,8 @@ def read_numbers(numbers: tuple[int, ...]) -> Layout:
 
 @lru_cache(maxsize=256)
 def header_of(spec: Spec) -> Tensor:
-    """The bytes before the payload: those of the whole message, how many numbers describe it, and these."""
+    """Return the bytes before the payload: the size of the whole message, the count of the layout's numbers, and
+    these."""
     layout = lay_out(spec)
     count = _header_bytes(len(layout.numbers))
     numbers = torch.zeros(count // 8, dtype=torch.int64)
@@ -137,7 +138,7 @@ def header_of(spec: Spec) -> Tensor:
 
 
 def read_header(buffer: Tensor) -> tuple[int, tuple[int, ...]]:
-    """The bytes of the whole message, and the numbers that describe it, as far as ``buffer`` holds them."""
+    """Return the size of the whole message, and the numbers of its layout, as far as ``buffer`` holds them."""
     numbers = buffer[:LEAST].view(torch.int64).tolist()
     whole, count = numbers[:2]
     if 2 + count > len(numbers):
@@ -146,7 +147,7 @@ def read_header(buffer: Tensor) -> tuple[int, tuple[int, ...]]:
 
 
 def header_size(buffer: Tensor) -> int:
-    """The bytes of the whole header that ``buffer`` begins with."""
+    """Return the bytes of the whole header at the start of ``buffer``."""
     return _header_bytes(int(buffer[8:16].view(torch.int64)))
 
 

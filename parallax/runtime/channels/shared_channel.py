@@ -1,18 +1,18 @@
 """Channels between two processes of one host, through memory that both have mapped.
 
-A process group carries bytes through the kernel with a thread of its own: whatever a message holds, it wakes that
-thread and then the one that waits for it. Here the sender copies its tensors into a free slot of a shared ring and
-writes one byte, the slot's number, into a Unix socket; the receiver copies them out and writes one byte back. What the
-tensors are is told ahead only when it is not as last time, and a larger ring is made when a message does not fit. ::
+A process group sends bytes through the kernel with a thread of its own: each message wakes that thread, and then the
+thread that waits for the message. Here the sender copies its tensors into a free slot of a shared ring and writes one
+byte, the slot's number, to a Unix socket; the receiver copies them out and writes one byte back. The layout is sent
+ahead only when it has changed, and a larger ring is made when a message does not fit. ::
 
     sender                          socket                     receiver
     copy into slot 3                ring, layout, 3  ->        copy out of slot 3
     (slot 3 is free again)          <- 1 byte
 
-What is received is the receiver's own memory: it may be saved, swapped and freed as any other.
+Received tensors are in the receiver's own memory: they may be saved, swapped and freed as any other.
 
-The ring is a file in memory only, its descriptor passed through the socket, and the socket's name is no file: however
-a process ends, nothing is left over, and its peer reads the end of the stream at once.
+The ring is an anonymous file in memory, whose descriptor is passed through the socket, and the socket's name is
+abstract: however a process ends, nothing remains in the file system, and its peer reads the end of the stream at once.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ from parallax.mesh import Route
 from parallax.plan.edge import Edge
 from parallax.runtime.channels.message import Copy, Layout, Spec, lay_out, read_numbers, spec_of
 
-_MOST = 128  # messages under way: as many as the buffer of any socket takes
-_LAYOUT, _RING = 254, 255  # no slot's number: a layout or a ring follows
+_MOST = 128  # messages under way, whose bytes fit into the buffer of any socket
+_LAYOUT, _RING = 254, 255  # in place of a slot's number: a layout or a ring follows
 _BYTES = [bytes([number]) for number in range(256)]
 _HELLO = struct.Struct("qqqqq?")
-_TAKEN = _BYTES[0]
+_RECEIVED = _BYTES[0]
 _SIZES = struct.Struct("qq")  # of a ring: slots, and the bytes of one
 _COUNT = struct.Struct("q")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
-# Bytes; smaller slots are filled in turn, larger ones again as soon as they are free.
+# Bytes. Smaller messages fill the slots in turn; larger ones reuse a slot as soon as it is free.
 _LARGE = 64 * 1024
-_KEPT = 32  # layouts whose views into the ring are kept
-# Seconds of looking before going to sleep: to be woken takes half of it, on both sides.
+_KEPT = 32  # layouts with cached views into the ring
+# Seconds of polling before a blocking wait; a wake-up takes half of it on each side.
 _PATIENCE = 100e-6
 
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """In a forked child: sockets that it held open would hide this process's end from its peers."""
+    """Close inherited sockets in a forked child: open copies would hide this process's end from its peers."""
     for each in list(_sockets):
         each.close()
 
@@ -68,7 +68,8 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 class Contact(NamedTuple):
-    """How a process is reached: two with the same ``place`` can share memory, at the name ``listener``."""
+    """The address of a process: two processes with the same ``place`` can share memory; senders connect to
+    ``listener``."""
 
     place: str | None
     listener: str
@@ -76,20 +77,20 @@ class Contact(NamedTuple):
 
 
 class Listener:
-    """Where the senders to this process connect."""
+    """The socket to which senders to this process connect."""
 
     def __init__(self) -> None:
         self._socket = _new_socket()
         self._connections: dict[Route, socket.socket] = {}
         self.close = weakref.finalize(self, _close, self._socket, self._connections)
-        # \0: no file.
+        # \0: an abstract name, not a file.
         self.contact = Contact(_place(), f"\0parallax-{secrets.token_hex(16)}", os.getpid())
         if self.contact.place is not None:
             self._socket.bind(self.contact.listener)
             self._socket.listen(socket.SOMAXCONN)
 
     def accept(self, route: Route, process: int) -> socket.socket:
-        """The connection of ``route``, whose sender is ``process``."""
+        """Return the connection of ``route``, whose sender is ``process``."""
         while route not in self._connections:
             self._wait(process)
             found, _ = self._socket.accept()
@@ -109,12 +110,12 @@ class Listener:
             either.register(self._socket, select.POLLIN)
             either.register(life, select.POLLIN)
             events = either.poll(mesh.TIMEOUT.total_seconds() * 1000)
-        if not connected.poll(0):  # it may have connected and then ended
+        if not connected.poll(0):  # the process may have connected and then ended
             raise EOFError if events else BlockingIOError
 
 
 class SharedSender:
-    """The sending end of one channel; at most ``ahead`` messages wait for the peer to take them."""
+    """The sending end of one channel; at most ``ahead`` messages are unreceived."""
 
     def __init__(self, route: Route, contact: Contact, ahead: int) -> None:
         self._peer, self._slots = route.receiver, min(ahead, _MOST)
@@ -123,14 +124,14 @@ class SharedSender:
         self._last: Spec | None = None
         self._large = False
         self._free: list[int] = []
-        self._sent: deque[int] = deque()  # slots of the messages under way; -1: of a ring given up
+        self._sent: deque[int] = deque()  # slots of the messages under way; -1: of a replaced ring
         self._socket = _new_socket()
         self.close = weakref.finalize(self, self._socket.close)
         try:
             self._socket.connect(contact.listener)
             if not _is_own(self._socket):
                 raise TransportError(
-                    f"a process of another user answers for rank {self._peer}: channels stay closed"
+                    f"a process of another user accepts connections for rank {self._peer}: no channel is opened"
                 )
             self._socket.sendall(
                 _HELLO.pack(route.sender, route.receiver, *route.edge, route.backward)
@@ -140,7 +141,7 @@ class SharedSender:
 
     def send(self, tensors: Sequence[Tensor], rows: int) -> None:
         """Send one message; blocks only while the peer is ``ahead`` messages behind."""
-        del rows  # there is nothing to guess
+        del rows  # sizes are not guessed
         spec = spec_of(tensors)
         try:
             if spec != self._last:
@@ -157,26 +158,26 @@ class SharedSender:
             raise _failure(self._peer, error) from error
 
     def flush(self) -> None:
-        """Nothing to wait for: what was sent lies in memory of the peer, too."""
+        """No-op: sent messages are in memory that the peer has mapped."""
 
     def _settle(self) -> None:
-        """Free the slots of what the peer has taken; wait for one where there is none."""
+        """Free the slots of received messages; wait for one where none is free."""
         full = len(self._sent) == self._slots
         try:
-            taken = self._socket.recv(_MOST, 0 if full else socket.MSG_DONTWAIT)
+            received = self._socket.recv(_MOST, 0 if full else socket.MSG_DONTWAIT)
         except BlockingIOError:
             if full:
                 raise
             return
-        if not taken:
+        if not received:
             raise EOFError
-        for _ in taken:
+        for _ in received:
             slot = self._sent.popleft()
             if slot >= 0:
                 self._free.append(slot)
 
     def _describe(self, spec: Spec) -> None:
-        """Tell the layout of the messages that follow, and give a ring that holds them if the last one does not."""
+        """Send the layout of the messages that follow, and a larger ring where the last one is too small."""
         layout = lay_out(spec)
         if self._ring is None or layout.size > self._ring.size:
             self._ring = self._grow(layout.size)
@@ -186,8 +187,8 @@ class SharedSender:
         self._targets = self._ring.views(layout)
 
     def _grow(self, count: int) -> _Ring:
-        """A new ring. The old one lives on at the peer until all messages in it are taken."""
-        size = 1 << max(12, (count - 1).bit_length())  # pages that nobody touches take no memory
+        """Return a new ring. The peer keeps the old one until all messages in it are received."""
+        size = 1 << max(12, (count - 1).bit_length())  # untouched pages use no memory
         file = os.memfd_create("parallax-ring")
         try:
             os.ftruncate(file, size * self._slots)
@@ -202,8 +203,8 @@ class SharedSender:
 
 
 class SharedReceiver:
-    """The receiving end of one channel. It takes the connection when it is first asked for a message, so that no order
-    in which ranks make their channels can lead them to wait for each other."""
+    """The receiving end of one channel. It accepts the connection when the first message is asked for, so that ranks
+    cannot deadlock by making their channels in different orders."""
 
     posts = False  # messages wait in the ring
 
@@ -215,11 +216,10 @@ class SharedReceiver:
         self._awake = True
 
     def post(self, rows: int) -> None:
-        """Nothing to do."""
+        """No-op: messages wait in the ring."""
 
     def receive(self, rows: int, copy: Copy = torch.clone) -> tuple[Tensor, ...]:
-        """Wait for the next message."""
-        del rows  # there is nothing to guess
+        del rows  # sizes are not guessed
         try:
             connection = self._connection
             if connection is None:
@@ -232,9 +232,9 @@ class SharedReceiver:
             tensors = tuple([copy(source) for source in self._sources[slot]])
         except (OSError, EOFError) as error:
             raise _failure(self._route.sender, error) from error
-        # The sender may have ended after this message; if not, the next one says so.
+        # The sender may have ended after this message; the next receive reports it.
         with contextlib.suppress(OSError):
-            connection.send(_TAKEN)
+            connection.send(_RECEIVED)
         return tensors
 
     def _next_byte(self, connection: socket.socket) -> int:
@@ -247,8 +247,8 @@ class SharedReceiver:
         return found[0]
 
     def _wait(self, connection: socket.socket) -> bytes:
-        """Wait for a byte. A peer that answers within microseconds, as the last time, is met awake; whoever else
-        wants the core meanwhile gets it."""
+        """Wait for a byte. While the peer answers within microseconds, as it did the last time, poll and yield the core
+        instead of sleeping."""
         start = time.perf_counter()
         while self._awake and time.perf_counter() < start + _PATIENCE:
             os.sched_yield()
@@ -261,7 +261,7 @@ class SharedReceiver:
         return found
 
     def _learn(self, connection: socket.socket, what: int) -> None:
-        """A new ring or a new layout."""
+        """Read a new ring or a new layout."""
         if what == _RING:
             sizes, (file,), _, _ = socket.recv_fds(connection, _SIZES.size, 1)
             try:
@@ -276,7 +276,7 @@ class SharedReceiver:
 
 
 class _Ring:
-    """Slots in memory that two processes share. Each process has its own of these."""
+    """Slots in memory that two processes share; each process has an object of its own."""
 
     def __init__(self, file: int, slots: int, size: int) -> None:
         self.size = size
@@ -284,7 +284,7 @@ class _Ring:
         self._views: dict[Layout, _Views] = {}
 
     def views(self, layout: Layout) -> _Views:
-        """The tensors of a message that is laid out so, by slot."""
+        """Return slot → the tensors of a message with this layout."""
         if layout not in self._views:
             if len(self._views) == _KEPT:
                 self._views.clear()
@@ -293,7 +293,7 @@ class _Ring:
 
 
 class _Views(dict[int, list[Tensor]]):
-    """Slot → its tensors, made when first asked for."""
+    """Slot → its tensors, made on first access."""
 
     def __init__(self, memory: Tensor, size: int, layout: Layout) -> None:
         super().__init__()
@@ -305,7 +305,7 @@ class _Views(dict[int, list[Tensor]]):
 
 
 def _place() -> str | None:
-    """What two processes must have in common to share memory in this way; None where it cannot be done at all."""
+    """Return a string that is equal for processes that can share memory; None where memory cannot be shared at all."""
     try:
         os.close(os.memfd_create("parallax"))
         os.close(os.pidfd_open(os.getpid()))
@@ -318,7 +318,7 @@ def _place() -> str | None:
 
 @contextlib.contextmanager
 def _open_process(process: int) -> Iterator[int]:
-    """A descriptor that becomes readable when ``process`` ends."""
+    """Yield a descriptor that becomes readable when ``process`` ends."""
     life = os.pidfd_open(process)
     try:
         yield life
@@ -327,7 +327,7 @@ def _open_process(process: int) -> Iterator[int]:
 
 
 def _read(connection: socket.socket, count: int) -> bytes:
-    """Exactly ``count`` bytes."""
+    """Return exactly ``count`` bytes."""
     found = connection.recv(count, socket.MSG_WAITALL)
     if len(found) < count:
         raise EOFError
@@ -335,14 +335,14 @@ def _read(connection: socket.socket, count: int) -> bytes:
 
 
 def _new_socket() -> socket.socket:
-    """A socket whose waits end with an error after the time that operations on any group have."""
+    """Return a socket whose waits fail after the timeout of process groups."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     _limit_waits(made)
     return made
 
 
 def _limit_waits(connection: socket.socket) -> None:
-    """In the kernel: a timeout of Python's would cost another call for each wait."""
+    """Set timeouts in the kernel: Python's own would cost another call for each wait."""
     _sockets.add(connection)
     limit = struct.pack("ll", int(mesh.TIMEOUT.total_seconds()), mesh.TIMEOUT.microseconds)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -350,7 +350,7 @@ def _limit_waits(connection: socket.socket) -> None:
 
 
 def _is_own(connection: socket.socket) -> bool:
-    """Whether the process at the other end belongs to the same user: any may try the name."""
+    """Whether the process at the other end belongs to the same user: any user may connect to the name."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(found)[1] == os.geteuid())
 
@@ -361,7 +361,7 @@ def _close(listener: socket.socket, connections: dict[Route, socket.socket]) -> 
 
 
 def _failure(rank: int, error: Exception) -> TransportError:
-    """What has happened, in words."""
+    """Return a :class:`TransportError` that describes ``error``."""
     if isinstance(error, EOFError | BrokenPipeError | ConnectionError):
         return TransportError(f"rank {rank} has ended or given up: its own messages say why")
     if isinstance(error, BlockingIOError):

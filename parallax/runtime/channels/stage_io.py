@@ -1,9 +1,9 @@
-"""What crosses the edges of one rank's stages: which rows go to and come from whom, and in what form.
+"""The messages on the edges of one rank's stages: which rows go to and come from which rank, and in what form.
 
-Replicas at both ends of an edge share a micro-batch's rows in different ways, so a channel carries the overlap of two
-row intervals (:mod:`parallax.plan.rows`). What has no rows, such as a table of positions, is sent whole to every peer;
-the first peer's copy is used, and gradients are added up instead of laid one after the other. A gradient that there is
-not, because the loss ignores a tensor, travels as none: a parameter without a gradient is not updated at all.
+Replicas at the two ends of an edge partition a micro-batch's rows differently, so a channel carries the overlap of two
+row intervals (:mod:`parallax.plan.rows`). A tensor without rows, such as a table of positions, is sent whole to every
+peer; the first peer's copy is used, and gradients are summed instead of concatenated. A gradient that is None, because
+the loss ignores a tensor, is sent as None: a parameter without a gradient is not updated at all.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _GRADIENTS = (Kind.RECEIVE_GRADIENT, Kind.SEND_GRADIENT)
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """This rank's part of the micro-batches of one size: its first row, counted from theirs, how many it has, and by
-    the stage at the other end of an edge the rows that it shares with each replica there, counted from this rank's
-    first."""
+    """This rank's part of the micro-batches of one size: its first row, counted from the micro-batch's; its number of
+    rows; and, by the stage at the other end of an edge, the rows that it shares with each replica there, counted
+    from its own first."""
 
     start: int
     rows: int
@@ -40,7 +40,7 @@ class _Part:
 
 
 class StageIO:
-    """The channels of one rank, and the rows that they carry. :meth:`begin` says what a step's micro-batches are."""
+    """The channels of one rank, and the rows that they carry. :meth:`begin` sets a step's micro-batches."""
 
     def __init__(self, chain: Chain, mesh: Mesh, channels: Channels) -> None:
         self._mesh, self._channels = mesh, channels
@@ -48,7 +48,7 @@ class StageIO:
         self._senders: dict[tuple[Kind, int], list[Sender]] = {}
         self._edges: dict[tuple[Kind, int], Edge] = {}
         self._rowless = {edge: chain.blocks[edge.block].unbatched for edge in mesh.plan.edges()}
-        self._summed: dict[Edge, frozenset[int]] = {}  # which of its gradients have no rows
+        self._summed: dict[Edge, frozenset[int]] = {}  # indices of its gradients without rows
         self._sizes: list[int] = []
         self._parts: list[tuple[int, _Part]] = []
         self._parts_by_size: dict[int, _Part] = {}
@@ -77,8 +77,8 @@ class StageIO:
         ]
 
     def _ahead(self, sender: int) -> int:
-        """Messages that may be under way along an edge: no more than micro-batches are in flight on the stage that
-        sends, so that a send does not wait. Where all are in flight, as many as there are stages."""
+        """Return how many messages may be under way on an edge, so that a send does not wait: as many as micro-batches
+        are in flight on the stage that sends; the number of stages where all are in flight."""
         plan = self._mesh.plan
         count, most = len(plan.stages), plan.micro_batches(plan.global_batch)
         if plan.schedule.holds_all:
@@ -86,34 +86,34 @@ class StageIO:
         return 1 + plan.schedule.in_flight(count, sender, most, plan.interleave)
 
     def begin(self, rows: int, micro_batches: int) -> None:
-        """A step over ``rows`` rows begins."""
+        """Start a step over ``rows`` rows."""
         bounds = [micro_batch_rows(rows, micro_batches, micro) for micro in range(micro_batches)]
         self._sizes = [high - low for low, high in bounds]
         self._parts = [(low, self._part(high - low)) for low, high in bounds]
 
     def rows(self, micro: int) -> tuple[int, int]:
-        """The first row of a micro-batch that this rank computes on, counted from the batch's, and their number."""
+        """Return the first row of a micro-batch on this rank, counted from the batch's, and their number."""
         low, part = self._parts[micro]
         return low + part.start, part.rows
 
     def size(self, micro: int) -> int:
-        """Rows of a micro-batch over all replicas."""
+        """Return the rows of a micro-batch over all replicas."""
         return self._sizes[micro]
 
     @property
     def posts(self) -> bool:
-        """Whether any channel makes room for messages ahead."""
+        """Whether any channel posts receives ahead."""
         return any(receiver.posts for ends in self._receivers.values() for receiver in ends)
 
     def post(self, action: Action) -> None:
-        """Make room for a message that will be received."""
+        """Post the receive of a message."""
         ends = self._receivers[action.kind, action.stage]
         for other, (low, high) in self._shares(action):
             ends[other].post(high - low)
 
     def receive(self, action: Action, copy: Copy = torch.clone) -> Tensors | None:
-        """Wait for what ``action`` brings; None where this rank has no rows. What comes from one peer alone has been
-        through ``copy``, which makes the caller's tensor of the channel's."""
+        """Wait for the tensors of ``action`` and return them; None where this rank has no rows. ``copy`` makes the
+        caller's tensor from the channel's; it is used where there is one peer."""
         ends, shares = self._receivers[action.kind, action.stage], self._shares(action)
         if not shares:
             return None
@@ -134,7 +134,7 @@ class StageIO:
         )
 
     def receive_gradients(self, action: Action) -> Gradients | None:
-        """The same of gradients. Where rows of one peer have none and rows of another have, the former are zeros."""
+        """Wait for the gradients of ``action``. Where some peers' rows have none, these are zeros."""
         ends, shares = self._receivers[action.kind, action.stage], self._shares(action)
         if not shares:
             return None
@@ -154,7 +154,7 @@ class StageIO:
         )
 
     def send(self, action: Action, tensors: Tensors) -> None:
-        """Hand over what ``action`` sends."""
+        """Send ``tensors`` to all peers."""
         ends, shares = self._senders[action.kind, action.stage], self._shares(action)
         if len(shares) == 1:
             other, (low, high) = shares[0]
@@ -169,7 +169,7 @@ class StageIO:
             ends[other].send(pieces, high - low)
 
     def send_gradients(self, action: Action, gradients: Gradients) -> None:
-        """The same of gradients; without rows, only to the first peer: the others' copies were not those used."""
+        """Send gradients to all peers; those without rows only to the first peer, whose tensor was used."""
         ends, shares = self._senders[action.kind, action.stage], self._shares(action)
         if len(shares) == 1:
             other, (low, high) = shares[0]
@@ -186,7 +186,7 @@ class StageIO:
             ends[other].send(packed(tuple(pieces)), high - low)
 
     def floating(self, edge: Edge, tensors: Tensors) -> list[Tensor]:
-        """Those of the ``tensors`` that cross ``edge`` whose gradients come back."""
+        """Return the ``tensors`` on ``edge`` whose gradients travel back."""
         places = [index for index, tensor in enumerate(tensors) if can_require_grad(tensor)]
         if edge not in self._summed:
             self._summed[edge] = frozenset(
@@ -195,7 +195,7 @@ class StageIO:
         return [tensors[index] for index in places]
 
     def flush(self) -> None:
-        """Return when every message has been taken, or cannot change any more."""
+        """Wait until every message is received, or is in memory that cannot change any more."""
         self._channels.drain()
         for senders in self._senders.values():
             for sender in senders:
@@ -206,14 +206,14 @@ class StageIO:
         return self._parts[action.micro][1].shares[_other_end(edge, action.stage)]
 
     def _without_rows(self, action: Action) -> frozenset[int]:
-        """Which of the tensors that a send or receive is about have no rows."""
+        """Return the indices of a message's tensors that have no rows."""
         edge = self._edges[action.kind, action.stage]
-        if action.kind in _GRADIENTS:  # none are known, nor come back, where no forward has run
+        if action.kind in _GRADIENTS:  # without a forward there are no gradients
             return self._summed.get(edge, frozenset())
         return self._rowless[edge]
 
     def _part(self, size: int) -> _Part:
-        """This rank's part of a micro-batch of ``size`` rows; a step has micro-batches of two sizes at most."""
+        """Return this rank's part of a micro-batch of ``size`` rows; a step has at most two sizes."""
         if size not in self._parts_by_size:
             count, replica, plan = self._mesh.replica_count, self._mesh.replica, self._mesh.plan
             start, stop = replica_rows(size, count, replica)
@@ -230,19 +230,19 @@ def _other_end(edge: Edge, stage: int) -> int:
 
 
 def _laid_together(action: Action, parts: Sequence[Tensor]) -> Tensor:
-    """Rows of several peers, one after the other."""
+    """Concatenate the rows of several peers."""
     sizes = list(dict.fromkeys(tuple(part.shape[1:]) for part in parts))
     if len(sizes) > 1:
         raise TransportError(
-            f"{action}: rows of sizes {sizes[0]} and {sizes[1]} arrived from two replicas, and those of a micro-batch "
-            "are one tensor: pad them to one size for the whole batch (pad_packed_sequence(total_length=...), or the "
-            "batch's longest), or use plan.replicas=1"
+            f"{action}: rows of sizes {sizes[0]} and {sizes[1]} arrived from two replicas, and a micro-batch's rows "
+            "must have one size: pad them to one size for the whole batch (pad_packed_sequence(total_length=...), or "
+            "the batch's longest), or use plan.replicas=1"
         )
     return torch.cat(list(parts))
 
 
 def _joined(parts: Gradients, counts: Sequence[int]) -> Tensor | None:
-    """Gradients of so many rows each, one after the other; zeros where one has none and another has."""
+    """Concatenate gradients of ``counts`` rows each; zeros for None, or None where all are."""
     known = next((part for part in parts if part is not None), None)
     if known is None:
         return None
@@ -256,9 +256,9 @@ def _joined(parts: Gradients, counts: Sequence[int]) -> Tensor | None:
 
 
 def _summed(parts: Gradients) -> Tensor | None:
-    """Of what has no rows."""
-    there = [part for part in parts if part is not None]
-    return torch.stack(there).sum(0) if there else None
+    """Sum the gradients of a tensor without rows."""
+    present = [part for part in parts if part is not None]
+    return torch.stack(present).sum(0) if present else None
 
 
 def _check_rows(action: Action, tensors: Gradients, rows: int, unbatched: frozenset[int]) -> None:
@@ -267,6 +267,6 @@ def _check_rows(action: Action, tensors: Gradients, rows: int, unbatched: frozen
             continue
         if not tensor.dim() or tensor.shape[0] != rows:
             raise TransportError(
-                f"{action}: a tensor of shape {tuple(tensor.shape)} arrived where {rows} rows were due: every tensor "
-                "between blocks must have the micro-batch's rows in its first dimension"
+                f"{action}: a tensor of shape {tuple(tensor.shape)} arrived where {rows} rows were expected: every "
+                "tensor between blocks must have the micro-batch's rows in its first dimension"
             )

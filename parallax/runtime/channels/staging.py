@@ -1,12 +1,12 @@
-"""The way of messages between a device and a process group that carries host memory alone.
+"""Staging of messages between a device and a process group that carries host memory alone.
 
-Each end of a channel keeps the host buffers that its messages pass through: to pin one takes milliseconds, and torch's
-own pinned memory comes in powers of two. A message takes a buffer that is free and large enough; where there is none
-one more is made, in the place of those that were too small.
+Each end of a channel keeps its host buffers: pinning one takes milliseconds, and torch's own pinned memory comes in
+powers of two. A message gets a free buffer that is large enough; where there is none, one more is made, in place of
+free ones that were too small.
 
-A received message comes up on a stream of its channel, into memory of the device that the channel keeps. Such a copy
-waits for no more than the last reader of that memory and passes what the device has still to compute; into memory that
-was just allocated it would have to wait for all of that, because the device may still use what it was before.
+A received message is copied to the device on a stream of its channel, into device memory that the channel keeps. Such a
+copy waits only for the last reader of that memory, and overlaps with queued computation. A copy into newly allocated
+memory would wait for all queued work, because the device may still use the memory for its previous owner.
 """
 
 from __future__ import annotations
@@ -23,96 +23,97 @@ from torch import Tensor
 from parallax.machine.device import CopyEngine, CpuCopies, DoneEvent, Event
 from parallax.machine.pinned import Arena
 
-_QUEUED = 4  # messages that may wait for their copies down
-_PARTS = 8  # sizes of buffers between a power of two and the next
+_QUEUED = 4  # messages that may wait for their copies to the host
+_PARTS = 8  # buffer sizes between a power of two and the next
 
 
-class Lent(NamedTuple):
-    """A buffer of one message, which is the beginning of ``arena``."""
+class Lease(NamedTuple):
+    """A leased buffer of one message: the first bytes of ``arena``."""
 
     data: Tensor
     arena: Arena
 
 
 class Buffers:
-    """The host buffers of one end of a channel. They are taken by one thread, and given back by any."""
+    """The host buffers of one end of a channel. One thread acquires them; any thread may release them."""
 
     def __init__(self, copies: CopyEngine) -> None:
         self._copies = copies
-        self._size = 0  # of new ones: that of the largest message so far
-        self._back: deque[tuple[Arena, Event]] = deque()
+        self._size = 0  # bytes of a new buffer: the largest message so far
+        self._released: deque[tuple[Arena, Event]] = deque()
 
-    def take(self, count: int) -> Lent:
-        """A buffer of ``count`` bytes. Raises :class:`SwapError` where so much cannot be pinned."""
-        while self._back and self._back[0][1].done():
-            arena, _ = self._back.popleft()
+    def acquire(self, count: int) -> Lease:
+        """Lease a buffer of ``count`` bytes. Raises :class:`SwapError` where they cannot be pinned."""
+        while self._released and self._released[0][1].done():
+            arena, _ = self._released.popleft()
             if arena.data.numel() >= count:
-                return Lent(arena.data[:count], arena)
+                return Lease(arena.data[:count], arena)
             arena.close()
         self._size = max(self._size, _rounded(count))
         arena = self._copies.arena(self._size)
-        return Lent(arena.data[:count], arena)
+        return Lease(arena.data[:count], arena)
 
-    def give(self, lent: Iterable[Lent], read: Event | None = None) -> None:
-        """What :meth:`take` lent may be filled again after ``read``."""
-        self._back.extend([(each.arena, read or DoneEvent()) for each in lent])
+    def release(self, leases: Iterable[Lease], read: Event | None = None) -> None:
+        """Return leases of :meth:`acquire`; they may be filled again after ``read``."""
+        self._released.extend([(each.arena, read or DoneEvent()) for each in leases])
 
     def close(self) -> None:
-        """Release those that were given back and are no longer read; the others go with who has them."""
-        with contextlib.suppress(RuntimeError):  # a device that failed tells nothing any more
-            while self._back and self._back[0][1].done():
-                self._back.popleft()[0].close()
+        """Free the released buffers that are no longer read; leased ones are freed with their leases."""
+        with contextlib.suppress(RuntimeError):  # queries of a failed device raise
+            while self._released and self._released[0][1].done():
+                self._released.popleft()[0].close()
 
 
-class Landing(Protocol):
-    """Where the messages of one channel come up."""
+class StagingBuffer(Protocol):
+    """The device memory into which the messages of one channel are copied."""
 
-    def up(self, data: Tensor) -> tuple[Tensor, Event]:
-        """``data`` on the device, for the stream that computes, and the event after which the host's bytes are free."""
+    def upload(self, data: Tensor) -> tuple[Tensor, Event]:
+        """Return ``data`` on the device, for the stream that computes, and the event after which the host's bytes are
+        free."""
 
-    def left(self) -> None:
-        """All that reads what came up last has been given to the stream that computes."""
+    def mark_read(self) -> None:
+        """Note that all reads of the last upload are queued on the stream that computes."""
 
 
 class Staging(Protocol):
-    """The way between a device's tensors and buffers that a process group can carry."""
+    """Copies between a device's tensors and host buffers that a process group can carry."""
 
     def buffers(self) -> Buffers:
-        """Those of one end of a channel."""
+        """Return the host buffers of one end of a channel."""
 
-    def landing(self) -> Landing:
-        """That of one receiving end."""
+    def device_buffer(self) -> StagingBuffer:
+        """Return the device memory of one receiving end."""
 
     def send(
         self, tensors: Sequence[Tensor], targets: Sequence[Tensor], post: Callable[[], None]
     ) -> None:
-        """Copy ``tensors`` into ``targets``, parts of a buffer, then call ``post``: in order with all earlier sends,
-        and without blocking the device."""
+        """Copy ``tensors`` into ``targets``, parts of a host buffer, then call ``post``: in the order of the sends, and
+        without blocking the device."""
 
     def drain(self) -> None:
-        """Wait until everything has been handed to the group; raise what a send raised."""
+        """Wait until all messages are posted; raise the error of a failed send."""
 
     def close(self) -> None:
-        """Nothing more will be sent."""
+        """Stop; no more messages are sent."""
 
 
 class _InPlace:
-    """The host's memory is the device's."""
+    """No-op: the host's memory is the device's."""
 
-    def up(self, data: Tensor) -> tuple[Tensor, Event]:
+    def upload(self, data: Tensor) -> tuple[Tensor, Event]:
         return data, DoneEvent()
 
-    def left(self) -> None:
-        """Nothing is kept."""
+    def mark_read(self) -> None:
+        """No-op: nothing was copied."""
 
 
 class NoStaging:
-    """The device's memory is the host's: gloo sends by itself."""
+    """No-op: gloo sends from the device's memory, which is the host's."""
 
     def buffers(self) -> Buffers:
         return Buffers(CpuCopies())
 
-    def landing(self) -> Landing:
+    def device_buffer(self) -> StagingBuffer:
         return _InPlace()
 
     def send(
@@ -123,37 +124,38 @@ class NoStaging:
         post()
 
     def drain(self) -> None:
-        """Nothing is queued on the host."""
+        """No-op: nothing is queued."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """No-op: nothing is held."""
 
 
-class DeviceLanding:
-    """Memory of ``device``, as much as the largest message so far took, beside which ``copies`` have their streams."""
+class DeviceBuffer:
+    """Memory of ``device``, as large as the largest message so far; ``copies`` run on streams of their own."""
 
     def __init__(self, device: torch.device, copies: CopyEngine) -> None:
         self._device, self._copies = device, copies
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._read: Event | None = None
 
-    def up(self, data: Tensor) -> tuple[Tensor, Event]:
-        """Copy beside the stream that computes, which waits for it; this thread does not."""
+    def upload(self, data: Tensor) -> tuple[Tensor, Event]:
+        """Copy on a side stream; the stream that computes waits for the copy, this thread does not."""
         if self._memory.numel() < data.numel():
             self._memory = torch.empty(data.numel(), dtype=torch.uint8, device=self._device)
-            self._read = None  # whoever had these bytes before
+            self._read = None  # the copy then waits for all queued work, whichever used this memory
         target = self._memory[: data.numel()]
         arrived = self._copies.copy(data, target, self._read)
         arrived.wait_stream()
         return target, arrived
 
-    def left(self) -> None:
-        """The next message comes up after that."""
+    def mark_read(self) -> None:
+        """Make the next upload wait for the reads that are queued so far."""
         self._read = self._copies.mark()
 
 
 class PinnedStaging:
-    """Through pinned memory; one thread waits for the copies down, so that the main thread keeps feeding the device."""
+    """Stages through pinned memory. A thread waits for the copies to the host, so that the main thread can queue more
+    work."""
 
     def __init__(self, device: torch.device, copies: CopyEngine) -> None:
         self._device, self._copies = device, copies
@@ -165,14 +167,13 @@ class PinnedStaging:
         self._buffers.append(Buffers(self._copies))
         return self._buffers[-1]
 
-    def landing(self) -> Landing:
-        """Memory of the device, and a stream of its own."""
-        return DeviceLanding(self._device, self._copies.on_own_streams())
+    def device_buffer(self) -> StagingBuffer:
+        return DeviceBuffer(self._device, self._copies.on_own_streams())
 
     def send(
         self, tensors: Sequence[Tensor], targets: Sequence[Tensor], post: Callable[[], None]
     ) -> None:
-        """Copy down on the side stream and post from the thread."""
+        """Copy to the host on a side stream, and post from the thread."""
         sources = list(tensors)
         events: list[Event] = [
             self._copies.copy(source, target) for source, target in zip(sources, targets)
@@ -193,9 +194,8 @@ class PinnedStaging:
             self._queued.popleft().result()
 
     def close(self) -> None:
-        """End the thread, but not by waiting for a peer that may be gone: only for the device, since what waits to be
-        sent is let go of."""
-        with contextlib.suppress(RuntimeError):  # a device that failed copies nothing any more
+        """End the thread. It waits for the device only, not for a peer that may be gone: queued sends are dropped."""
+        with contextlib.suppress(RuntimeError):  # a failed device raises
             self._copies.synchronize()
         self._thread.shutdown(wait=False, cancel_futures=True)
         for each in self._buffers:
@@ -203,11 +203,11 @@ class PinnedStaging:
 
 
 def staging_for(device: torch.device, copies: CopyEngine) -> Staging:
-    """The staging of a rank's device."""
+    """Return the staging of a rank's device."""
     return NoStaging() if device.type == "cpu" else PinnedStaging(device, copies)
 
 
 def _rounded(count: int) -> int:
-    """``count`` up to the next size of a buffer: messages that grow little by little are not worth a new one each."""
+    """Return ``count`` rounded up to a size of buffers, so that messages that grow slowly reuse a buffer."""
     step = max(1, (1 << max(0, count - 1).bit_length()) // (2 * _PARTS))
     return -(-count // step) * step

@@ -1,7 +1,7 @@
-"""Channels between stages: messages in order, along each route of the mesh.
+"""Channels between stages: ordered messages along each route of the mesh.
 
-A message is a flat tuple of tensors of any shapes. How it travels depends on where the two ranks are: through shared
-memory within a host, over gloo between hosts, by NCCL between GPUs; whoever sends and receives need not know.
+A message is a flat tuple of tensors of any shapes. Its transport depends on the two ranks: shared memory within a host,
+gloo between hosts, NCCL between GPUs. Senders and receivers have the same interface for all.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ class Sender(Protocol):
 
     def send(self, tensors: Sequence[Tensor], rows: int) -> None:
         """Send one message of a micro-batch's ``rows`` rows; blocks only while the peer is too far behind. The caller
-        may let go of the tensors at once, but not change them before the channels are drained."""
+        may drop the tensors at once, but not change them before the channels are drained."""
 
     def flush(self) -> None:
-        """Wait until the peer has everything; the channels have been drained."""
+        """Wait until the peer has all messages; the channels have been drained."""
 
 
 class Receiver(Protocol):
-    """The receiving end of one channel; with ``posts`` it wants to be told of messages ahead."""
+    """The receiving end of one channel; with ``posts`` its receives are posted ahead."""
 
     posts: bool
 
     def post(self, rows: int) -> None:
-        """Get ready for the next message, expected to be of ``rows`` rows."""
+        """Post the receive of the next message, expected to be of ``rows`` rows."""
 
     def receive(self, rows: int, copy: Copy = torch.clone) -> tuple[Tensor, ...]:
-        """Wait for the next message. Each tensor is the caller's own and counts its own in-place changes: ``copy`` has
-        made it out of one in the channel's memory."""
+        """Wait for the next message. Each tensor is the caller's own, with its own version counter: ``copy`` makes it
+        from a tensor in the channel's memory."""
 
 
 class Channels:
-    """All channels of one rank. Made on every rank of the mesh together."""
+    """All channels of one rank. All ranks of the mesh build theirs together."""
 
     def __init__(self, mesh: Mesh, copies: CopyEngine) -> None:
-        # Messages do not queue behind what is swapped.
+        # Streams of their own: messages do not queue behind swap traffic.
         self._mesh, self._staging = mesh, staging_for(mesh.device, copies.on_own_streams())
         self._senders: list[SharedSender] = []
         self._listener: Listener | None = None
@@ -60,7 +60,7 @@ class Channels:
             self._contacts = mesh.gather_objects(self._listener.contact)
 
     def sender(self, route: Route, ahead: int) -> Sender:
-        """The end at ``route.sender``, this rank; at most ``ahead`` messages wait for the peer to take them."""
+        """Return the sending end of ``route`` on this rank; at most ``ahead`` messages are unreceived."""
         if self._mesh.direct(route):
             return DirectSender(*self._addresses(route), self._mesh.device, ahead)
         if not self._shares_memory(route.receiver):
@@ -69,7 +69,7 @@ class Channels:
         return self._senders[-1]
 
     def receiver(self, route: Route) -> Receiver:
-        """The end at ``route.receiver``, this rank."""
+        """Return the receiving end of ``route`` on this rank."""
         if self._mesh.direct(route):
             return DirectReceiver(*self._addresses(route), self._mesh.device)
         if self._listener is None or not self._shares_memory(route.sender):
@@ -77,7 +77,7 @@ class Channels:
         return SharedReceiver(route, self._listener, self._contacts[route.sender])
 
     def transports(self) -> dict[str, str]:
-        """How messages travel along each route that this rank sends on."""
+        """Return the transport of each route that this rank sends on."""
         routes = (each for each in routes_of(self._mesh.plan) if each.sender == self._mesh.rank)
         return {f"{each.sender} -> {each.receiver}": self._transport(each) for each in routes}
 
@@ -89,11 +89,11 @@ class Channels:
         return "gloo" if self._mesh.device.type == "cpu" else "gloo, staged through the host"
 
     def drain(self) -> None:
-        """Wait until all that was sent is on its way; raise what a send raised."""
+        """Wait until all messages are posted; raise the error of a failed send."""
         self._staging.drain()
 
     def close(self) -> None:
-        """Give everything back. A peer that still waits for this rank learns that it has given up."""
+        """Release everything. A peer that still waits for this rank gets an error."""
         for sender in self._senders:
             sender.close()
         if self._listener is not None:
@@ -101,7 +101,7 @@ class Channels:
         self._staging.close()
 
     def _addresses(self, route: Route) -> tuple[Address, Address]:
-        """The ways of device buffers, and of what tells about them."""
+        """Return the addresses of device buffers and of headers."""
         return Address(*self._mesh.channel(route)), Address(*self._mesh.host_channel(route))
 
     def _shares_memory(self, rank: int) -> bool:

@@ -53,7 +53,7 @@ def test_one_buffer_serves_messages_that_follow_each_other() -> None:
     copies = Counting()
     buffers = Buffers(copies)
     for _ in range(100):
-        buffers.give([buffers.take(100 * KIB)])
+        buffers.release([buffers.acquire(100 * KIB)])
     assert copies.made == 1
     buffers.close()
     assert copies.open == []
@@ -61,19 +61,19 @@ def test_one_buffer_serves_messages_that_follow_each_other() -> None:
 
 def test_a_buffer_that_is_still_read_is_not_filled() -> None:
     buffers = Buffers(Counting())
-    first, read = buffers.take(KIB), Late()
-    buffers.give([first], read)
-    second = buffers.take(KIB)
+    first, read = buffers.acquire(KIB), Late()
+    buffers.release([first], read)
+    second = buffers.acquire(KIB)
     assert second.arena is not first.arena
     read.over = True
-    assert buffers.take(KIB).arena is first.arena
+    assert buffers.acquire(KIB).arena is first.arena
 
 
 @pytest.mark.parametrize("count", [1, 511, 512, 513, 65 * KIB, 65 * KIB + 1, 3_000_001])
 def test_no_power_of_two(count: int) -> None:
     copies = Counting()
-    lent = Buffers(copies).take(count)
-    assert lent.data.numel() == count
+    lease = Buffers(copies).acquire(count)
+    assert lease.data.numel() == count
     assert copies.held_bytes <= 1.125 * count
 
 
@@ -82,11 +82,11 @@ def test_messages_of_any_sizes_take_as_many_buffers_as_are_under_way() -> None:
     draw, copies = random.Random(0), Counting()
     buffers = Buffers(copies)
     for number in range(1000):
-        under_way = [buffers.take(draw.randint(1, 100 * KIB + 100 * number)) for _ in range(3)]
-        for place, lent in enumerate(under_way):
-            lent.data.fill_(place)
-        assert [int(lent.data.max()) for lent in under_way] == [0, 1, 2]
-        buffers.give(under_way)
+        under_way = [buffers.acquire(draw.randint(1, 100 * KIB + 100 * number)) for _ in range(3)]
+        for place, lease in enumerate(under_way):
+            lease.data.fill_(place)
+        assert [int(lease.data.max()) for lease in under_way] == [0, 1, 2]
+        buffers.release(under_way)
     assert len(copies.open) == 3
     assert copies.held_bytes <= 3 * 1.125 * 200 * KIB
     assert copies.made <= 40
@@ -96,6 +96,6 @@ def test_what_came_up_is_the_hosts_on_a_cpu() -> None:
     from parallax.runtime.channels.staging import NoStaging
 
     data = torch.arange(10, dtype=torch.uint8)
-    found, read = NoStaging().landing().up(data)
+    found, read = NoStaging().device_buffer().upload(data)
     assert found is data
     assert read.done()
