@@ -37,7 +37,9 @@ def refused(called: Called, here: Path, *settings: str) -> str:
 )
 def test_more_memory_of_the_devices(here: Path, called: Called, settings: list[str]) -> None:
     line = refused(called, here, *settings)
-    found = re.search(r"what fits: cluster.device_memory=(\d+)MiB \([\d,]+ bytes more\)", line)
+    found = re.search(
+        r"these changes fit: cluster.device_memory=(\d+)MiB \([\d,]+ bytes more\)", line
+    )
     assert found, line
     less = refused(called, here, *settings, f"cluster.device_memory={int(found[1]) - 1}MiB")
     assert f"cluster.device_memory={found[1]}MiB" in less
@@ -51,7 +53,7 @@ def test_more_of_the_tier_that_was_asked_for(here: Path, called: Called) -> None
     asked = [*ALL_TIERS, "plan.optimizer=host"]
     line = refused(called, here, *asked, "cluster.host_memory=1GiB", "cluster.device_memory=800MiB")
     found = re.fullmatch(
-        r"parallax: 512.0 MiB per device in tier host cannot hold what must be offloaded; what fits: "
+        r"parallax: 512.0 MiB per device in tier host cannot hold what must be offloaded; these changes fit: "
         r"cluster.host_memory=(\d+)MiB (cluster.device_memory=\d+MiB) \((\d+)MiB per device, [\d,]+ bytes more\)",
         line,
     )

@@ -190,7 +190,7 @@ def test_a_run_that_measured_nothing_cannot_be_calibrated(
     assert "runs/run has measured no steps" in one_line(capfd.readouterr().err)
 
 
-@pytest.mark.thorough  # as a trillion parameters on a thousand devices, in tests/unit/plan/test_survey.py
+@pytest.mark.thorough  # as a trillion parameters on a thousand devices, in tests/unit/plan/test_candidates.py
 def test_a_thousand_devices_are_planned_for(said: Callable[..., Any]) -> None:
     """How long deeper models take is kept by benchmarks/regret.py."""
     model = [

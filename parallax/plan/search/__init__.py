@@ -1,1 +1,1 @@
-"""From a question to one plan."""
+"""Search: from a profile, a cluster and constraints to one plan."""

@@ -1,8 +1,9 @@
-"""Swap limits that leave an allocator room for what is freed.
+"""Choose swap limits that let the allocator keep freed memory.
 
-The search gives offloaded activations all of the budget that is left. On a CPU the peak is then so near the budget that
-all freed memory has to go back at once, and computing takes longer. With a smaller limit more is read back before it
-is used, and the allocator may keep its memory. The simulator says which of both is faster.
+The search gives offloaded activations all of the remaining budget. On a CPU the peak is then so near the budget that
+all freed memory must be returned to the system at once, which slows computing down. With a smaller limit more
+activations are read back before they are used, and the allocator may keep its memory. The simulator decides which of
+the two is faster.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from parallax.plan.simulation.predict import Forecast, predict
 def with_ample_memory(
     profile: ModelProfile, cluster: Cluster, pipeline: Pipeline, forecast: Forecast
 ) -> tuple[Pipeline, Forecast]:
-    """``pipeline``, of this ``forecast``, with smaller swap limits at pipeline ranks where that makes no step longer.
-    They leave a fifth of the budget free, or at least what the allocator keeps."""
+    """Return ``pipeline``, whose forecast is ``forecast``, with smaller swap limits at pipeline ranks where the step
+    does not become longer. The limits keep a fifth of the budget free, or at least the bytes that the allocator
+    keeps."""
     for pipeline_rank in range(pipeline.pipeline_ranks):
         ranks, mine = pipeline.ranks(pipeline_rank), set(pipeline.stages_of(pipeline_rank))
         limit = sum(_limit(pipeline.stages[stage]) for stage in mine)
@@ -45,12 +47,12 @@ def with_ample_memory(
 
 
 def _limit(stage: StagePlan) -> int:
-    """The most bytes of offloaded activations that it holds on the device."""
+    """Return the largest number of bytes of offloaded activations that the stage holds on the device."""
     return stage.swap_limit_bytes if stage.offloads else 0
 
 
 def _with_less(stages: Sequence[StagePlan], mine: set[int], share: float) -> tuple[StagePlan, ...]:
-    """``stages`` whose offloaded activations hold less on the device, by a share of their limits."""
+    """Return ``stages`` with swap limits reduced by the fraction ``share``."""
     return tuple(
         replace(each, swap_limit_bytes=max(0, math.floor(_limit(each) * (1 - share)) - 1))
         if stage in mine and each.offloads

@@ -1,29 +1,29 @@
-"""What no even pipeline of a shape can do better than: seconds of a step, before and after it was looked at closely.
+"""Lower bounds on the step seconds of every even pipeline of a shape, before and after the shape is evaluated.
 
-A pipeline rank p with t seconds per micro-batch begins when the first micro-batch has come through those before it,
-works ``M · t``, waits for what comes back from those after it, and ends before the last gradient has gone back through
-those before it::
+A pipeline rank p with t seconds per micro-batch begins after the first micro-batch has passed the earlier ranks, works
+``M · t``, waits for gradients of the later ranks, and ends before the last gradient has passed back through the earlier
+ranks::
 
     step >= Σ of all pipeline ranks
-            + t_p · (M − 1 − forwards of p that fit into its first wait · forward's share of t_p)
+            + t_p · (M − 1 − forwards of p that fit into its first wait · forward's fraction of t_p)
 
-for every p. What stands behind t_p is its *weight*: most for the last pipeline rank, least for the first. How little
-the most of weight times t can be over all cuts is found by cutting the blocks so
-(:class:`~parallax.plan.search.greedy.GreedySearch`); before that, pipeline ranks are taken to be as even as the weights
-allow. No rank updates before all have reduced their gradients, so an update comes on top.
+for every p. The factor of t_p is its *weight*: largest for the last pipeline rank, smallest for the first. The minimum
+over all partitions of the largest weight · t is found by partitioning the blocks
+(:class:`~parallax.plan.search.greedy.GreedySearch`); before that, pipeline ranks are assumed to be as even as the
+weights allow. No rank updates before all ranks have reduced their gradients, so the update is added.
 
-The parts cannot be less than these, whatever is cut where and whatever becomes of activations:
+These bounds on the terms hold for every partition and for every directive:
 
 * **max t**: the mean of all pipeline ranks; the largest block; the ⌈blocks / pipeline ranks⌉ cheapest blocks, since
-  some pipeline rank has as many. Where one was shown to need more to fit its memory, that.
-* **Σ**: all blocks, for as many rows as the fullest rank has; what of them cannot keep its activations is computed
-  again or copied beside the computing; and the messages of a micro-batch that passes through.
-* **M micro-batches, of which so many are in flight at most**: each is there for Σ at least, so the step takes
-  ``M / in flight`` times that (Little 1961, "A proof for the queuing formula L = λW").
-* **Weight halves** of a zero-bubble schedule: only blocks that keep their activations can put them off. What all
-  pipeline ranks together can keep is what their memory leaves beside parameters and what training adds to them.
-* **Once**: a loss of all rows, where there is one, and the update of the mean share of the parameters, by whichever
-  way is fastest.
+  some pipeline rank has as many. If a pipeline rank was shown to need more seconds to fit its memory, that number.
+* **Σ**: all blocks, for the rows of the fullest rank; the blocks that cannot keep their activations are recomputed, or
+  copied in parallel with computing; and the messages of one micro-batch through the pipeline.
+* **M micro-batches with a limit on those in flight**: each is in flight for Σ at least, so the step needs ``M / in
+  flight`` times that (Little 1961, "A proof for the queuing formula L = λW").
+* **Weight-gradient passes** of a zero-bubble schedule: only blocks that keep their activations can defer them. Together
+  the pipeline ranks can keep the activations that fit their memory beside parameters, gradients and optimizer states.
+* **Once**: the loss over all rows, if there is one, and the update of the mean share of the parameters, with the
+  fastest offload.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from parallax.plan.search.request import ROUNDING, Request, Shape
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """All blocks for so many rows on the fullest rank: the largest share of forward in any, their seconds in all, those
-    of the weight halves, and the least seconds of so many blocks. ``common`` is the kind of block that takes most of
-    them, there are ``count`` of it; one takes ``again`` seconds to compute again, ``copying`` to leave and
-    come back."""
+    """All blocks for the rows of the fullest rank: the largest fraction of forward in any block, the seconds of all
+    blocks, the seconds of their weight-gradient passes, and the least seconds of 0, 1, … blocks. ``common`` is the
+    kind of block with the most seconds in total, which occurs ``count`` times; one such block needs ``again``
+    seconds to recompute and ``copying`` seconds to offload and prefetch."""
 
     forward_share: float
     seconds: float
@@ -69,17 +69,17 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Terms:
-    """Of a shape, in seconds: all pipeline ranks for one micro-batch (``total``), what the ``slowest`` takes
-    at least, the way of one micro-batch through all of them (``path``), the mean share's ``update``, the weight halves
-    that can be put off (``deferred``) and what they save at most of the ramp (``halves``); the least ``ramp`` of
-    pipeline ranks that are equally slow."""
+    """Terms of a shape, in seconds: all pipeline ranks for one micro-batch (``total``), the least of the ``slowest``,
+    the latency of one micro-batch through all of them (``path``), the ``update`` of the mean share, the
+    weight-gradient passes that can be deferred (``deferred``) and the most that they save of the ramp (``saved``),
+    and the least ``ramp`` of equally slow pipeline ranks."""
 
     total: float
     slowest: float
     path: float
     update: float
     deferred: float
-    halves: float
+    saved: float
     ramp: float
     forward_share: float
 
@@ -100,9 +100,9 @@ class StepBound:
         self._update = lru_cache(maxsize=None)(self._find_update)
 
     def seconds(self, shape: Shape, least_cost: float = 0.0, least_weighted: float = 0.0) -> float:
-        """No even pipeline of ``shape`` takes less; ``least_cost`` is what is known of the slowest pipeline rank:
-        seconds per micro-batch, its part of what comes after the last one included; ``least_weighted`` of the one that
-        is slowest by :meth:`weights`."""
+        """Return a lower bound of every even pipeline of ``shape``. ``least_cost`` is the known least of the slowest
+        pipeline rank: seconds per micro-batch with its part of the seconds after the last one; ``least_weighted`` is
+        the same for the rank that is slowest by :meth:`weights`."""
         terms, micro_batches, fullness = (
             self._terms(shape),
             self.request.count(shape),
@@ -111,7 +111,7 @@ class StepBound:
         least_cost, least_weighted = fullness * least_cost, fullness * least_weighted
         work = max(micro_batches * terms.slowest + terms.update, micro_batches * least_cost)
         if shape.interleave > 1:
-            return float(max(work, self._dealt(shape) + terms.update) * ROUNDING)
+            return float(max(work, self._virtual_stages(shape) + terms.update) * ROUNDING)
         if not shape.schedule.searched:
             return float(work * ROUNDING)
         waits = self._waits(shape, terms.forward_share)
@@ -123,12 +123,12 @@ class StepBound:
         queued = (
             micro_batches / self._in_flight(shape) * (terms.path - terms.deferred) + terms.update
         )
-        return float(max(work, max(0.0, terms.path - terms.halves) + slowest, queued) * ROUNDING)
+        return float(max(work, max(0.0, terms.path - terms.saved) + slowest, queued) * ROUNDING)
 
-    def _dealt(self, shape: Shape) -> float:
-        """Of several virtual stages per pipeline rank, whose cuts are known: a pipeline rank begins when the first
-        stages of those before it have had their forward, and these have their backward after its last one, which weight
-        halves of the pipeline rank may run beside."""
+    def _virtual_stages(self, shape: Shape) -> float:
+        """Return the bound of a shape with several virtual stages per pipeline rank, whose boundaries are known. A
+        pipeline rank begins after the first stages of the earlier ranks have run forward, and these run backward
+        after its last backward, which may overlap with weight-gradient passes of the pipeline rank."""
         if self.request.mixed:
             return 0.0
         rows = self._rows(self._mean_rows(shape), shape.split)
@@ -145,25 +145,25 @@ class StepBound:
         return max(first + rest for first, rest in zip(before, work))
 
     def likely(self, shape: Shape) -> float:
-        """What a pipeline of ``shape`` takes whose pipeline ranks are equally slow, as far as that is known before it
-        is looked at: ``M · max + ramp · (Σ − max)``."""
+        """Return an estimate for a pipeline of ``shape`` with equally slow pipeline ranks, as known before the shape is
+        evaluated: ``M · max + ramp · (Σ − max)``."""
         terms, micro_batches = self._terms(shape), self.request.count(shape)
         return max(micro_batches * terms.slowest + terms.ramp + terms.update, self.seconds(shape))
 
     def weighs(self, shape: Shape) -> bool:
-        """Whether the pipeline ranks of ``shape`` are known to weigh anything."""
+        """Return whether weights are known for the pipeline ranks of ``shape``."""
         return shape.schedule.searched and shape.interleave == 1
 
     def weights(self, shape: Shape) -> list[float]:
-        """What a second of each pipeline rank's micro-batch costs a step, in seconds of the last one's."""
+        """Return the step seconds per micro-batch second of each pipeline rank, relative to the last rank."""
         if not self.weighs(shape):
             return [1.0] * shape.pipeline_ranks
         waits = self._waits(shape, self._terms(shape).forward_share)
         return [wait / waits[-1] for wait in waits]
 
     def ceiling(self, shape: Shape, most_seconds: float) -> float:
-        """What the slowest pipeline rank may cost per micro-batch in a pipeline of ``shape`` that takes up to
-        ``most_seconds``, all pipeline ranks being about equally slow: then a step takes ``M · max + ramp · (Σ −
+        """Return the largest cost per micro-batch of the slowest pipeline rank in a pipeline of ``shape`` that needs up
+        to ``most_seconds``, if all pipeline ranks are about equally slow: then a step needs ``M · max + ramp · (Σ −
         max)``."""
         terms, micro_batches = self._terms(shape), self.request.count(shape)
         if not shape.schedule.searched or most_seconds == math.inf:
@@ -171,11 +171,11 @@ class StepBound:
         return max(0.0, most_seconds - terms.ramp) / micro_batches
 
     def weighted_ceiling(self, shape: Shape, most_seconds: float) -> float:
-        """What the pipeline rank that is slowest by :meth:`weights` may cost per micro-batch in any pipeline that takes
-        up to ``most_seconds``."""
+        """Return the largest cost per micro-batch of the pipeline rank that is slowest by :meth:`weights`, in any
+        pipeline that needs up to ``most_seconds``."""
         terms = self._terms(shape)
         wait = self._waits(shape, terms.forward_share)[-1]
-        rest = most_seconds - max(0.0, terms.path - terms.halves)
+        rest = most_seconds - max(0.0, terms.path - terms.saved)
         return max(0.0, rest / wait / self._fullness(shape))
 
     def _terms(self, shape: Shape) -> _Terms:
@@ -185,22 +185,22 @@ class StepBound:
         total, deferred = self._total(shape, rows, replicas), self._deferred(shape, rows, replicas)
         slowest = max(total / pipeline_ranks, rows.largest, float(rows.cheapest[least]))
         path = total + self._messages(shape, rows)
-        halves = shape.schedule.ramp.halves * deferred * (pipeline_ranks - 1) / pipeline_ranks
+        saved = shape.schedule.ramp.halves * deferred * (pipeline_ranks - 1) / pipeline_ranks
         return _Terms(
             total=total,
             slowest=slowest,
             path=path,
             update=self._update(pipeline_ranks, replicas),
             deferred=deferred,
-            halves=halves,
-            ramp=max(0.0, (path - slowest) / shape.interleave - halves),
+            saved=saved,
+            ramp=max(0.0, (path - slowest) / shape.interleave - saved),
             forward_share=rows.forward_share,
         )
 
     def _waits(self, shape: Shape, forward_share: float) -> list[float]:
-        """For each pipeline rank how many of its micro-batches' seconds a step has besides the way of one through all
-        pipeline ranks: all but one, less the forwards that can run while the first is on its way through those
-        above."""
+        """Return, for each pipeline rank, the number of its micro-batches that a step needs in addition to the latency
+        of one through all pipeline ranks: all but one, less the forwards that run while the first micro-batch passes
+        the later ranks."""
         micro_batches, pipeline_ranks = self.request.count(shape), shape.pipeline_ranks
         ahead = shape.schedule.ramp.ahead
         hidden = [
@@ -209,8 +209,8 @@ class StepBound:
         return [max(micro_batches - 1 - count * forward_share, 1e-9) for count in hidden]
 
     def _mean_rows(self, shape: Shape) -> float:
-        """Rows of a micro-batch on the fullest rank, the mean over all: micro-batches of a batch that they do not
-        divide differ by a row."""
+        """Return the rows of a micro-batch on the fullest rank, averaged over all micro-batches: their rows differ by
+        one if they do not divide the batch."""
         replicas, count = self._replicas(shape), self.request.count(shape)
         fewest, more = divmod(self.request.global_batch, count)
         return (
@@ -218,31 +218,32 @@ class StepBound:
         ) / count
 
     def _fullness(self, shape: Shape) -> float:
-        """What of the cost of a micro-batch with most rows the mean one costs at least."""
+        """Return the smallest cost of a mean micro-batch as a fraction of the cost of the largest one."""
         return self._mean_rows(shape) / -(-shape.microbatch // self._replicas(shape))
 
     def _replicas(self, shape: Shape) -> int:
-        """Of the pipeline rank that has most."""
+        """Return the replicas of the pipeline rank with the most."""
         asked = self.request.config.replicas
         if isinstance(asked, list | tuple):
             return max(int(count) for count in asked)
         return -(-len(self.request.devices) // shape.pipeline_ranks)
 
     def _messages(self, shape: Shape, rows: _Rows) -> float:
-        """Seconds that a micro-batch spends between pipeline ranks, up and down."""
+        """Return the seconds that a micro-batch spends between pipeline ranks, forward and backward."""
         cluster = self.request.cluster
         fast = max((cluster.local, cluster.remote), key=lambda link: link.bytes_per_second)
         return 2 * (shape.pipeline_ranks - 1) * fast.seconds(rows.message_bytes)
 
     def _in_flight(self, shape: Shape) -> int:
-        """The most micro-batches that a pipeline has under way."""
+        """Return the most micro-batches in flight in a pipeline."""
         micro_batches = self.request.count(shape)
         if not shape.schedule.searched:
             return micro_batches
         return shape.schedule.in_flight(shape.pipeline_ranks, 0, micro_batches)
 
     def _deferred(self, shape: Shape, rows: _Rows, replicas: int) -> float:
-        """The most seconds of weight halves of one micro-batch that all pipeline ranks together can put off."""
+        """Return the most seconds of weight-gradient passes of one micro-batch that all pipeline ranks together can
+        defer."""
         if not shape.split:
             return 0.0
         allowed = self.request.allowed_in(shape)
@@ -252,8 +253,8 @@ class StepBound:
         return rows.weight - common + common * self._kept_share(shape, rows, replicas)
 
     def _total(self, shape: Shape, rows: _Rows, replicas: int) -> float:
-        """Seconds of all blocks for one micro-batch: what of the common ones cannot stay is computed again, or copied
-        beside the computing of all."""
+        """Return the seconds of all blocks for one micro-batch. The common blocks that cannot keep their activations
+        are recomputed, or copied in parallel with computing."""
         allowed = self.request.allowed_in(shape)
         gone = 1.0 - (self._kept_share(shape, rows, replicas) if Directive.KEEP in allowed else 0.0)
         again, copied = rows.count * rows.again, rows.count * rows.copying
@@ -267,8 +268,8 @@ class StepBound:
         return max(rows.seconds, copied * gone if Directive.OFFLOAD in allowed else 0.0)
 
     def _kept_share(self, shape: Shape, rows: _Rows, replicas: int) -> float:
-        """The most of the common blocks whose activations can stay: on each pipeline rank beside their own parameters,
-        and on all together beside those of all."""
+        """Return the largest fraction of the common blocks that can keep their activations: on each pipeline rank
+        beside its own parameters, and on all together beside those of all."""
         held = rows.common.held_bytes
         if held <= 0 or not shape.schedule.searched:
             return 1.0
@@ -290,7 +291,7 @@ class StepBound:
         return min(1.0, max(0.0, min(apart, together)) / rows.count)
 
     def _static(self, replicas: int) -> float:
-        """The fewest bytes on the device for the parameters of the common blocks."""
+        """Return the fewest bytes on the device for the parameters of the common blocks."""
         profile, (parameters, trained) = self.request.profile, self._common_bytes
         states = profile.optimizer_bytes + profile.master_bytes
         return min(
@@ -300,8 +301,8 @@ class StepBound:
         )
 
     def _parameters(self, numbers: tuple[int, ...]) -> tuple[int, int]:
-        """Bytes of parameters of the common blocks, and of those that are trained, each that is shared counted once
-        and given away."""
+        """Return the bytes of parameters of the common blocks, and of the trained ones. Shared parameters are
+        subtracted, to stay a lower bound."""
         common, profile = self._common(), self.request.profile
         costs = [cost for number, cost in zip(numbers, profile.blocks) if number == common]
         parameters = sum(cost.parameter_bytes for cost in costs)
@@ -355,8 +356,8 @@ class StepBound:
         ).moved_bytes
 
     def _find_update(self, pipeline_ranks: int, replicas: int) -> float:
-        """Seconds of the update of the mean share of the parameters, by whichever way is fastest, and of a loss of all
-        rows: what a step has once."""
+        """Return the seconds that a step spends once: the update of the mean share of the parameters with the fastest
+        offload, and the loss over all rows."""
         profile = self.request.profile
         every = range(len(profile.blocks))
         whole, trained = profile.unique_parameter_bytes(every), profile.unique_trained_bytes(every)

@@ -1,8 +1,8 @@
-"""Settings that no plan can follow, found from a few numbers before anything is measured.
+"""Find settings that no plan can satisfy, before anything is measured.
 
-How many stages, replicas, devices, blocks and rows there are decides whether a pipeline has a shape at all. Nothing of
-that needs a profile of the model or the speed of the machine, which take a minute to measure, so it is looked at first.
-Each contradiction is named with its numbers and with changes that were checked to take it away.
+The numbers of stages, replicas, devices, blocks and rows decide whether a pipeline has a shape at all. This check needs
+neither a model profile nor the machine's speed, which take a minute to measure, so it runs first. The error names each
+contradiction with its numbers, and changes that were verified to remove it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from parallax.plan.rows import micro_batch_count
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked of the planner, in numbers. ``fixed``: whether the ranks have started, so that a plan uses every
-    device; ``tied``: whether blocks of the ``model`` share parameters; ``runnable``: whether the plan is to be run, not
-    only planned; ``gather_loss``: whether the loss is computed once, of all rows."""
+    """The planner's question in numbers. ``fixed``: the ranks have started, so a plan must use every device; ``tied``:
+    blocks of the ``model`` share parameters; ``runnable``: the plan will be executed, not only planned;
+    ``gather_loss``: one loss is computed over all rows."""
 
     config: PlanConfig
     blocks: int
@@ -38,8 +38,8 @@ class Question:
 
     @property
     def used(self) -> int:
-        """How many devices a plan uses, the first of them, where stages and replicas that are asked for, or the rows of
-        a batch, leave some without work."""
+        """The number of devices that a plan uses, starting from the first. Configured stages and replicas, or the rows
+        of a batch, may leave some devices unused."""
         if self.fixed:
             return self.devices
         if (ranks := self.config.ranks) is not None:
@@ -49,7 +49,7 @@ class Question:
 
     @property
     def pipeline_ranks(self) -> Sequence[int]:
-        """Numbers of pipeline ranks that use every device, where stages and replicas do not contradict each other."""
+        """The numbers of pipeline ranks that use every device, if stages and replicas do not contradict each other."""
         stages, replicas, listed = self.config.stages, self.config.replicas, self.replicas
         if stages != AUTO or listed is not None:
             return [len(listed) if listed is not None else int(stages)]
@@ -60,20 +60,20 @@ class Question:
 
     @property
     def replicas(self) -> list[int] | None:
-        """The number of each stage, where the user listed them."""
+        """The replicas of each stage, if the user listed them."""
         asked = self.config.replicas
         return list(asked) if isinstance(asked, list | tuple) else None
 
     @property
     def interleaves(self) -> bool:
-        """Whether several stages to a device are asked for."""
+        """Whether the settings request several stages per device."""
         return self.config.has_virtual_stages
 
 
 def check_question(question: Question) -> int:
-    """The number of devices that plans use, :attr:`Question.used`. Raises where the settings contradict each other:
-    :class:`InfeasiblePlan` for a shape that does not exist, :class:`ConfigError` for settings that exclude one another
-    on any machine."""
+    """Return the number of devices that plans use, :attr:`Question.used`. Raises if the settings contradict each other:
+    :class:`InfeasiblePlan` if no shape exists, :class:`ConfigError` if the settings exclude one another on any
+    machine."""
     _check_settings(question)
     if reason := _contradiction(question):
         remedies = list(dict.fromkeys(_remedies(question)))
@@ -82,7 +82,7 @@ def check_question(question: Question) -> int:
 
 
 def check_rows(rows: int, microbatch: int | str) -> None:
-    """Raise :class:`ConfigError` where a micro-batch would have more rows than a batch."""
+    """Raise :class:`ConfigError` if a micro-batch would have more rows than a batch."""
     if microbatch != AUTO and int(microbatch) > rows:
         raise ConfigError(
             f"trainer.microbatch={microbatch}: it is more than the {rows} row(s) of a batch; use "
@@ -91,7 +91,7 @@ def check_rows(rows: int, microbatch: int | str) -> None:
 
 
 def _check_settings(question: Question) -> None:
-    """What excludes each other whatever the model and the devices are."""
+    """Raise :class:`ConfigError` for settings that exclude each other whatever the model and the devices are."""
     config = question.config
     check_rows(question.rows, question.microbatch)
     if config.activations == Directive.OFFLOAD and not question.swap:
@@ -101,7 +101,7 @@ def _check_settings(question: Question) -> None:
     if not question.swap and "host" in (config.optimizer, config.parameters):
         key = "optimizer" if config.optimizer == "host" else "parameters"
         raise ConfigError(
-            f"plan.{key}=host needs a host that can step, and a place there: swap.tier is none; use swap.tier=auto, or "
+            f"plan.{key}=host needs a host tier for the optimizer's step: swap.tier is none; use swap.tier=auto, or "
             f"plan.{key}=device"
         )
     if question.runnable:
@@ -109,14 +109,15 @@ def _check_settings(question: Question) -> None:
     _check_gathering(question)
     if config.activations == Directive.OFFLOAD and question.interleaves:
         raise ConfigError(
-            "plan.activations=offload: the stages of an interleaved device would need one swap limit together; "
+            "plan.activations=offload: the stages of an interleaved device would need one shared swap limit; "
             "use plan.schedule=1f1b, or plan.activations=auto"
         )
 
 
 def _check_gathering(question: Question) -> None:
-    """A loss of all rows needs the outputs of all micro-batches: a schedule that goes backward before has to have one
-    micro-batch, which is worth no pipeline, so nobody gets it without asking."""
+    """Raise :class:`ConfigError` if the schedule cannot compute one loss over all rows. That loss needs the outputs of
+    all micro-batches, so a schedule that starts backward earlier needs a single micro-batch, which makes a pipeline
+    useless; it is allowed only if the user sets it."""
     config, pipeline_ranks = question.config, max(1, *question.pipeline_ranks)
     if not question.gather_loss or question.microbatch == question.rows:
         return
@@ -127,14 +128,14 @@ def _check_gathering(question: Question) -> None:
     asked = "schedule" if config.schedule != AUTO else "interleave"
     freed = "" if config.interleave in (AUTO, 1) else " plan.interleave=auto"
     raise ConfigError(
-        f"plan.{asked}={getattr(config, asked)} goes backward before all micro-batches have gone forward, and "
-        f"trainer.gather_loss=true computes the loss of all of them at once: use plan.schedule=gpipe{freed}, or "
+        f"plan.{asked}={getattr(config, asked)} starts backward before the forward of all micro-batches, and "
+        f"trainer.gather_loss=true computes one loss over all of them: use plan.schedule=gpipe{freed}, or "
         f"trainer.microbatch={question.rows}"
     )
 
 
 def _contradiction(question: Question) -> str:
-    """The first thing that does not go together; empty where all does."""
+    """Return the first contradiction; empty if there is none."""
     reasons = (_of_stages, _of_replicas, _of_rows, _of_interleaving)
     return next((reason for find in reasons if (reason := find(question))), "")
 
@@ -172,7 +173,7 @@ def _of_replicas(question: Question) -> str:
 
 
 def _of_rows(question: Question) -> str:
-    """A replica has a row of a batch, or nothing to do."""
+    """Every replica needs a row of a batch."""
     config, listed, rows = question.config, question.replicas, question.rows
     most = (
         max(listed)
@@ -191,15 +192,15 @@ def _of_rows(question: Question) -> str:
         most = max(question.pipeline_ranks)
         return (
             f"cluster.devices={question.devices} with trainer.global_batch={rows}: up to {most} stage(s), each "
-            "with a replica for each row of a batch, are fewer"
+            "with a replica for each row of a batch, occupy fewer devices"
         )
     return ""
 
 
 def _of_interleaving(question: Question) -> str:
-    """Interleaving wants two pipeline ranks or more, a block for each stage of each, as many devices to each pipeline
-    rank, and, where it groups micro-batches, as many as the pipeline ranks divide (Narayanan et al. 2021, section
-    2.2)."""
+    """Interleaving needs two or more pipeline ranks, a block for each of their stages, an equal number of devices per
+    pipeline rank and, if the schedule groups micro-batches, a number of micro-batches that the pipeline ranks divide
+    (Narayanan et al. 2021, section 2.2)."""
     if not question.interleaves:
         return ""
     config, blocks, devices = question.config, question.blocks, question.used
@@ -211,7 +212,7 @@ def _of_interleaving(question: Question) -> str:
     asked = sorted({each for s in config.schedules for each in config.interleaves(s)})
     several = [count for count in question.pipeline_ranks if count > 1]
     if not several:
-        return f"{name} with {_stages(question)}: several stages to a device need two devices in a row or more"
+        return f"{name} with {_stages(question)}: several stages per device need two pipeline ranks or more"
     thick = [count for count in several if count * min(asked) <= blocks]
     if not thick:
         needed = f"{min(asked)} to each of {min(several)} makes {min(asked) * min(several)} stages"
@@ -223,7 +224,7 @@ def _of_interleaving(question: Question) -> str:
     ]
     if not even:
         counts = " or ".join(map(str, thick))
-        return f"{name} gives every pipeline rank the same number of devices, and {devices} cannot be dealt to {counts}"
+        return f"{name} needs as many devices on every pipeline rank, and {devices} cannot be divided by {counts}"
     batches = [
         micro_batch_count(question.rows, size) for size in sizes(question.rows, question.microbatch)
     ]
@@ -245,11 +246,11 @@ def _of_interleaving(question: Question) -> str:
 
 
 def _remedies(question: Question) -> Iterator[str]:
-    """Changes, from the smallest on, after which nothing is left to object to: at most two."""
+    """Yield at most two changes, smallest first, that remove every contradiction."""
     found = 0
     for changed, text in _changes(question):
         if question.fixed and changed.devices != question.devices:
-            continue  # the ranks are there
+            continue  # the ranks have started
         if text and not _contradiction(changed) and not _excludes(changed):
             yield text
             found += 1
@@ -258,7 +259,7 @@ def _remedies(question: Question) -> Iterator[str]:
 
 
 def _excludes(question: Question) -> bool:
-    """Whether settings exclude each other whatever the model and the devices are."""
+    """Return whether settings exclude each other whatever the model and the devices are."""
     try:
         _check_settings(question)
     except ConfigError:
@@ -316,11 +317,12 @@ def _stages(question: Question) -> str:
 
 
 def check_counted_loss(profile: ModelProfile, rows: int, *, gather_loss: bool) -> None:
-    """Raise :class:`ConfigError` where ``profile`` counts another loss than that of a plan for batches of ``rows``."""
+    """Raise :class:`ConfigError` if ``profile`` was measured with another loss than a plan for batches of ``rows``
+    computes."""
     counted = profile.gathered_rows
     if counted == (rows if gather_loss else 0):
         return
-    has = f"the loss of {counted} rows at once" if counted else "a loss for each micro-batch"
+    has = f"one loss over {counted} rows" if counted else "a loss for each micro-batch"
     asked = f"trainer.gather_loss={str(gather_loss).lower()}"
     raise ConfigError(
         f"{asked} trainer.global_batch={rows}: the profile of {profile.model} counts {has}; measure it again with "

@@ -1,4 +1,4 @@
-"""A row of blocks: their kinds, their sums, and where to cut it."""
+"""A chain of blocks: their kinds, their prefix sums, and stage boundaries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from parallax.plan.profile import BlockCost, ModelProfile
 
 
 def even_cuts(sums: Sequence[float], stages: int) -> list[int]:
-    """Where to cut blocks into stages of nearly equal seconds; ``sums`` are those of the first 0, 1, … blocks."""
+    """Return stage boundaries with nearly equal seconds per stage; ``sums`` are the seconds of the first 0, 1, …
+    blocks."""
     blocks, cuts = len(sums) - 1, [0]
     for stage in range(1, stages):
         ideal = bisect_left(sums, sums[-1] * stage / stages)
@@ -22,7 +23,7 @@ def even_cuts(sums: Sequence[float], stages: int) -> list[int]:
 
 
 def furthest(works: Callable[[int], bool], low: int, high: int, guess: int) -> int:
-    """The smallest start in ``low`` to ``high`` that works, looked for around ``guess``; ``high`` where none does."""
+    """Return the smallest start in ``low`` to ``high`` that works, searched around ``guess``; ``high`` if none does."""
     start = min(max(guess, low), high)
     step = 1
     if works(start):
@@ -44,7 +45,7 @@ def furthest(works: Callable[[int], bool], low: int, high: int, guess: int) -> i
 
 
 def block_kinds(profile: ModelProfile) -> tuple[tuple[int, ...], list[BlockCost]]:
-    """A number for each block, the same for those that cost the same, and the cost behind each number."""
+    """Return a number for each block, equal for blocks with equal costs, and the cost of each number."""
     numbers: dict[BlockCost, int] = {}
     nameless = [
         replace(
@@ -64,9 +65,9 @@ def block_kinds(profile: ModelProfile) -> tuple[tuple[int, ...], list[BlockCost]
 
 @dataclass(frozen=True)
 class BlockChain:
-    """What does not depend on rows or devices: the number of each block's kind and the cost behind it, as in
-    :func:`block_kinds`, bytes of parameters and of the largest, and sums of the first
-    0, 1, … blocks' parameters, of those of them that are trained, and of buffers."""
+    """The data of a chain that depends on neither rows nor devices: the number of each block's kind and the cost of
+    each number, as in :func:`block_kinds`, bytes of parameters and of the largest parameter, and prefix sums of
+    parameters, trained parameters and buffers."""
 
     kinds: NDArray[np.int32]
     costs: Sequence[BlockCost]

@@ -1,8 +1,8 @@
-"""Every pipeline of one shape that may be the best, built from the last stage to the first.
+"""Enumerate every pipeline of a shape that may be the best, from the last stage to the first.
 
-From the last, because under 1F1B the micro-batches in flight depend on how many stages follow. Partial pipelines are
-dropped only when another is no worse in slowest stage, sum, tail and work, or when even their ideal completion is no
-better than what is already at hand: exact for the formula of :mod:`parallax.plan.search.request`.
+The last stage comes first because under 1F1B the micro-batches in flight depend on the number of later stages. A
+partial pipeline is dropped only if another is no worse in slowest stage, sum, tail and work, or if its ideal completion
+is no better than the best known pipelines: exact under the formula of :mod:`parallax.plan.search.request`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from parallax.plan.plan import Directive
 from parallax.plan.search.exact_stage import ExactStageFitter, StageChoice
 from parallax.plan.search.request import WORST, Candidate, Request, Score, Shape
 
-EFFORT = 400_000  # looks at partial pipelines, and choices kept, after which a search ends: about ten seconds
-ROW_EFFORT = 5  # what a choice kept costs in looks
+EFFORT = 400_000  # partial pipelines evaluated, and choices kept, after which a search ends: about ten seconds
+ROW_EFFORT = 5  # cost of a kept choice, in evaluated partial pipelines
 
 
 @dataclass(frozen=True, slots=True)
 class _Partial:
-    """The last stages of a pipeline: what the formula needs to know of them."""
+    """The last stages of a pipeline, with the quantities that the formula needs."""
 
     slowest: float
     total: float
@@ -43,30 +43,30 @@ class _Partial:
 
 
 class ExactSearch:
-    """All shapes of one request. ``compared`` counts whole pipelines, ``exact`` turns false once there was too much to
-    look at."""
+    """All shapes of one request. ``compared`` counts complete pipelines; ``exact`` becomes false if the search exceeds
+    its effort."""
 
     def __init__(self, request: Request, effort: float = EFFORT) -> None:
         self.request, self._effort = request, effort
-        self.compared = self._looks = 0
+        self.compared = self._evaluated = 0
         self._fitters: dict[tuple[Device, bool, bool], ExactStageFitter] = {}
         self._reduce = lru_cache(maxsize=None)(self._find_reduce)
 
     @property
     def exact(self) -> bool:
-        """Whether every choice was looked at."""
+        """Whether every choice was evaluated."""
         return not self._exhausted and all(fitter.exact for fitter in self._fitters.values())
 
     @property
     def _exhausted(self) -> bool:
         return (
-            self._looks + ROW_EFFORT * sum(fitter.effort for fitter in self._fitters.values())
+            self._evaluated + ROW_EFFORT * sum(fitter.effort for fitter in self._fitters.values())
             > self._effort
         )
 
     def best(self, shapes: Sequence[Shape], most: int, limit: Score = WORST) -> list[Candidate]:
-        """The ``most`` best pipelines of ``shapes`` below ``limit`` by the formula, best first. A first look at
-        pipelines that keep everything is cheap, and says how good the others must be."""
+        """Return the ``most`` best pipelines of ``shapes`` below ``limit`` by the formula, best first. A first pass
+        over pipelines that keep all activations is cheap and lowers the limit for the others."""
         if Directive.KEEP in self.request.allowed:
             limit = min(limit, worst(self._best(shapes, most, limit, plain=True), most))
         self.compared = 0
@@ -91,15 +91,15 @@ class ExactSearch:
         return best[:most]
 
     def least_memory(self, shapes: Sequence[Shape]) -> float:
-        """The smallest budget of all devices in which some pipeline runs: min over shapes of max over stages."""
+        """Return the smallest budget of all devices in which some pipeline runs: min over shapes of max over stages."""
         least = math.inf
-        # The leanest first.
+        # The shapes that need least memory come first.
         for shape in sorted(shapes, key=lambda shape: (shape.microbatch, -shape.pipeline_ranks)):
             least = min(least, self._least_peak(shape, least))
         return least
 
     def _least_peak(self, shape: Shape, limit: float) -> float:
-        """The smallest budget for one shape; infinite where it is ``limit`` or more."""
+        """Return the smallest budget for one shape; infinite if it is ``limit`` or more."""
         request = self.request
         best = {(len(request.profile.blocks), len(request.devices)): 0.0}
         for stage in reversed(range(shape.pipeline_ranks)):
@@ -107,7 +107,7 @@ class ExactSearch:
             grown: dict[tuple[int, int], float] = {}
             for (stop, left), peak in best.items():
                 for replicas in request.replica_choices(shape, stage, left):
-                    where = request.flight(shape, left - replicas, left, flight)
+                    where = request.setting(shape, left - replicas, left, flight)
                     fitter = self._fitter(shape, left - replicas, left, False)
                     for start in [0] if stage == 0 else range(stage, stop):
                         needed = max(peak, fitter.least_bytes(start, stop, where))
@@ -118,7 +118,7 @@ class ExactSearch:
         return best.get((0, 0), math.inf)
 
     def _pipelines(self, shape: Shape, limit: Score, plain: bool) -> list[_Partial]:
-        """Undominated pipelines over all devices that may score below ``limit``."""
+        """Return the undominated pipelines over all devices that may score below ``limit``."""
         request = self.request
         fronts = {
             (len(request.profile.blocks), len(request.devices)): [_Partial(0.0, 0.0, 0.0, 0.0, ())]
@@ -130,13 +130,13 @@ class ExactSearch:
                 for replicas in request.replica_choices(shape, stage, left):
                     if self._exhausted:
                         return []
-                    where = request.flight(shape, left - replicas, left, flight)
+                    where = request.setting(shape, left - replicas, left, flight)
                     fitter = self._fitter(shape, left - replicas, left, plain)
                     speed = request.device(left - replicas, left).speed
                     for start in [0] if stage == 0 else range(stage, stop):
                         place = start, left - replicas
                         least = request.seconds(where.rows, start, stop) / speed
-                        self._looks += len(partials)
+                        self._evaluated += len(partials)
                         hopeful = [
                             p
                             for p in partials
@@ -164,7 +164,7 @@ class ExactSearch:
         seconds: float,
         replicas: int,
     ) -> Score:
-        """The best score with a stage of ``seconds`` before the stages of ``after``."""
+        """Return the best possible score with a stage of ``seconds`` before the stages of ``after``."""
         slowest, work = max(seconds, after.slowest), seconds * replicas + after.work
         return self.request.bound(
             shape, stage, *place, slowest, seconds + after.total, after.tail, work
@@ -186,11 +186,12 @@ class ExactSearch:
         return all_reduce_seconds(gradients, self.request.order[first:stop], self.request.cluster)
 
     def _fitter(self, shape: Shape, first: int, stop: int, plain: bool) -> ExactStageFitter:
-        """For stages on devices ``first`` to ``stop``; ``plain`` ones keep everything."""
+        """Return the fitter for stages on devices ``first`` to ``stop``; with ``plain``, blocks keep all
+        activations."""
         key = self.request.device(first, stop), plain, shape.split
         if key not in self._fitters:
             allowed = [Directive.KEEP] if plain else self.request.allowed
-            states = self.request.states_below(shape)
+            states = self.request.offload_fractions(shape)
             self._fitters[key] = ExactStageFitter(
                 self.request.profile, key[0], allowed=allowed, host_states=states
             )
@@ -203,5 +204,5 @@ def _insert(front: list[_Partial], new: _Partial) -> None:
 
 
 def worst(best: Sequence[Candidate], most: int) -> Score:
-    """What a candidate must beat to be among the ``most`` best."""
+    """Return the score that a candidate must beat to be among the ``most`` best."""
     return best[most - 1].score if len(best) >= most else WORST

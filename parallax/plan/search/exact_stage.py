@@ -1,8 +1,8 @@
-"""The best way to fit one stage: keep, recompute or offload each of its blocks.
+"""Fit one stage: choose keep, recompute or offload for each of its blocks.
 
-Least seconds per micro-batch subject to the device budget and the tier's room, exact by Pareto fronts: choices for
-the first blocks are dropped only when another is no worse in every quantity that the later blocks or the final
-comparison can see. Fronts are shared by stages that hold equal blocks in the same order, wherever those stand.
+The choice has the least seconds per micro-batch within the device budget and the capacity of the tier, exact by Pareto
+fronts: a choice for the first blocks is dropped only if another is no worse in every quantity that the later blocks or
+the final comparison use. Stages with equal blocks in the same order share fronts, wherever they are in the model.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.search.cuts import block_kinds
 
-FRONT = 480_000  # choices kept, times blocks squared; beyond it the search is no longer exact and says so
-MOST_BOUNDS = 40  # bounds on a block's workspace, and on what it moves, that are tried
-LEAST_FRONT = 100  # choices kept at any rate
+FRONT = 480_000  # choices kept times blocks squared, above which the search is marked as inexact
+MOST_BOUNDS = 40  # bounds that are tried on a block's workspace, and on its offloaded bytes
+LEAST_FRONT = 100  # choices that are always kept
 
 Kinds = tuple[int, ...]  # equal blocks have equal numbers
 Floats = NDArray[np.float64]
-TIE = 1 + 1e-9  # sums in another order
+TIE = 1 + 1e-9  # tolerates another order of summation
 OFFERED = (Directive.OFFLOAD, Directive.RECOMPUTE, Directive.KEEP)
-# Of equal choices the first stays. Offload comes first: early activations wait longest.
+# Of equal choices the first is kept. Offload comes first: early activations wait longest for their backward.
 _SECONDS, _KEPT, _MOVED, _LARGEST, _WORK = range(5)
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
-    """Where a stage runs: on ``replicas`` ranks with ``link`` between them (None: nothing is sent), the fullest with
-    ``rows`` rows of each micro-batch, ``in_flight`` micro-batches between forward and backward. ``split``: the schedule
-    runs weight halves apart. ``beside``: ranks of the stages before and after it, at most."""
+class StageSetting:
+    """Execution setting of a stage: ``replicas`` ranks connected by ``link`` (None: nothing is sent), with ``rows``
+    rows of each micro-batch on the fullest and ``in_flight`` micro-batches between forward and backward. ``split``:
+    the schedule runs weight-gradient passes separately. ``beside``: the most ranks of the stages before and after."""
 
     replicas: int
     rows: int
@@ -65,7 +65,7 @@ class Flight:
         directives: tuple[Directive, ...],
         below: OffloadFractions,
     ) -> StageLoad:
-        """What the stage costs there."""
+        """Return the cost of the stage in this setting."""
         return load_stage(
             profile,
             start,
@@ -82,7 +82,7 @@ class Flight:
 @dataclass(frozen=True, slots=True)
 class StageChoice:
     """A stage that fits: seconds per micro-batch (stalls included), seconds after the last one without the reduction,
-    peak bytes, and bytes offloaded per micro-batch (of equally fast choices the one that moves least is taken)."""
+    peak bytes, and bytes offloaded per micro-batch (of equally fast choices, the one that offloads least is used)."""
 
     plan: StagePlan
     seconds: float
@@ -97,10 +97,11 @@ def judge_stage(
     device: Device,
     start: int,
     directives: tuple[Directive, ...],
-    where: Flight,
+    where: StageSetting,
     below: OffloadFractions,
 ) -> StageChoice | None:
-    """The stage under these directives with ``below`` of its states in the tier; None where it does not fit."""
+    """Return the stage under these directives with the fractions ``below`` of its states offloaded; None if it does not
+    fit."""
     load = where.load(profile, device, start, directives, below)
     budget, least, moved = device.memory_bytes, load.smallest_swap_limit, load.moved_bytes
     places = tier_places(where.in_flight * moved) if moved else 0
@@ -139,8 +140,8 @@ def judge_stage(
 
 
 def _largest_limit(load: StageLoad, in_flight: int, room: float, budget: int) -> int:
-    """The most that offloaded activations may hold on the device at one time, about ``room`` bytes: gaps are rounded
-    up."""
+    """Return the most bytes that offloaded activations may hold on the device at one time, about ``room`` bytes: gaps
+    are rounded up."""
     least, all_moved = load.smallest_swap_limit, in_flight * load.moved_bytes
     limit = min(math.floor(room), all_moved)
     while limit > least and load.peak_bytes(in_flight, limit) > budget:
@@ -163,8 +164,8 @@ class _Front:
 
 
 class ExactStageFitter:
-    """Fits stages of one profile on one kind of device; remembers what it was asked. ``exact`` turns false once it
-    could not look at every choice. ``host_states`` are the shares of states below the device to try, least first."""
+    """Fits stages of one profile on one kind of device and caches its results. ``exact`` becomes false if it could not
+    evaluate every choice. ``host_states`` are the fractions of offloaded states to try, smallest first."""
 
     def __init__(
         self,
@@ -186,31 +187,31 @@ class ExactStageFitter:
         self._front = lru_cache(maxsize=None)(self._find_front)
         self._leanest = lru_cache(maxsize=None)(self._find_leanest)
 
-    def _fit(self, start: int, stop: int, where: Flight) -> tuple[StageChoice, ...]:
-        """The choices for blocks ``start`` to ``stop`` that no other beats both per micro-batch and at the end of the
-        step; none where nothing fits."""
+    def _fit(self, start: int, stop: int, where: StageSetting) -> tuple[StageChoice, ...]:
+        """Return the choices for blocks ``start`` to ``stop`` that no other beats both per micro-batch and at the end
+        of the step; none if nothing fits."""
         found: list[StageChoice] = []
         for below in self._host_states:
             if below.sharded and where.replicas == 1 and found:
-                continue  # there is nobody to share with
+                continue  # one replica has nothing to shard
             choice = self._fastest(start, stop, where, below)
             if (
                 below.sharded
                 and choice is not None
                 and any(other.seconds <= choice.seconds * TIE for other in found)
             ):
-                continue  # what is sharded must be sent after each step: it is done for memory alone
+                continue  # sharded parameters are broadcast after each step, so sharding only pays for memory
             if choice is not None and not any(_no_worse(other, choice) for other in found):
                 found = [other for other in found if not _no_worse(choice, other)] + [choice]
                 all_kept = set(choice.plan.directives) == {Directive.KEEP}
                 if below == ALL_ON_DEVICE and all_kept:
-                    break  # what moves nothing is taken
+                    break  # offloading cannot improve on this
         return tuple(found)
 
     def _fastest(
-        self, start: int, stop: int, where: Flight, below: OffloadFractions
+        self, start: int, stop: int, where: StageSetting, below: OffloadFractions
     ) -> StageChoice | None:
-        """The fewest seconds per micro-batch."""
+        """Return the choice with the least seconds per micro-batch; None if nothing fits."""
         if Directive.KEEP in self._allowed:
             choice = self._judge(start, (Directive.KEEP,) * (stop - start), where, below)
             if choice is not None:
@@ -221,7 +222,7 @@ class ExactStageFitter:
             return None
         front = self._front(kinds, where.rows, where.split)
         self.exact &= front.exact
-        # A front that was cut may have lost the only choice that fits.
+        # A truncated front may have lost the only choice that fits.
         for choices in (front, lean):
             fitting = self._fits(choices, start, stop, where, below) & self._has_room(
                 choices, start, stop, where, below
@@ -242,12 +243,12 @@ class ExactStageFitter:
                 return self._judge(start, self._named(found.directives[best]), where, below)
         return None
 
-    def least_bytes(self, start: int, stop: int, where: Flight) -> float:
-        """The smallest device memory in which the stage runs at all, with the tier below as it is; infinite where
-        the tier has too little room."""
+    def least_bytes(self, start: int, stop: int, where: StageSetting) -> float:
+        """Return the smallest device memory in which the stage runs with the tier as it is; infinite if the capacity of
+        the tier is too small."""
         return min(self._least(start, stop, where, below) for below in self._host_states)
 
-    def _least(self, start: int, stop: int, where: Flight, below: OffloadFractions) -> float:
+    def _least(self, start: int, stop: int, where: StageSetting, below: OffloadFractions) -> float:
         kinds = self._kinds[start:stop]
         lean = self._leanest(kinds, where.rows, where.split)
         smallest = self._needed(lean, start, stop, where, below).argmin()
@@ -259,12 +260,16 @@ class ExactStageFitter:
         return float(needed.min())
 
     def _judge(
-        self, start: int, directives: tuple[Directive, ...], where: Flight, below: OffloadFractions
+        self,
+        start: int,
+        directives: tuple[Directive, ...],
+        where: StageSetting,
+        below: OffloadFractions,
     ) -> StageChoice | None:
         return judge_stage(self._profile, self._device, start, directives, where, below)
 
     def _fits(
-        self, front: _Front, start: int, stop: int, where: Flight, below: OffloadFractions
+        self, front: _Front, start: int, stop: int, where: StageSetting, below: OffloadFractions
     ) -> NDArray[np.bool_]:
         fits: NDArray[np.bool_] = (
             self._needed(front, start, stop, where, below) <= self._device.memory_bytes
@@ -272,9 +277,9 @@ class ExactStageFitter:
         return fits
 
     def _waiting(
-        self, front: _Front, start: int, stop: int, where: Flight, below: OffloadFractions
+        self, front: _Front, start: int, stop: int, where: StageSetting, below: OffloadFractions
     ) -> Floats:
-        """Seconds per micro-batch for which a backward waits, where there is no room to read ahead."""
+        """Return the seconds per micro-batch for which a backward waits because no memory is free to prefetch."""
         moved, largest = front.columns[:, _MOVED], front.columns[:, _LARGEST]
         room = buffer_bytes(largest, where.in_flight * moved)
         buffered = self._needed(front, start, stop, where, below, room) <= self._device.memory_bytes
@@ -288,12 +293,12 @@ class ExactStageFitter:
         front: _Front,
         start: int,
         stop: int,
-        where: Flight,
+        where: StageSetting,
         below: OffloadFractions,
         limit: Floats | None = None,
     ) -> Floats:
-        """Bytes on the device: the same sum as :meth:`StageLoad.peak_bytes`, with the smallest swap limit if no other
-        is given."""
+        """Return the bytes on the device: the same sum as :meth:`StageLoad.peak_bytes`, with the smallest swap limit if
+        none is given."""
         static, boundary, _, _ = self._base(start, stop, where, below)
         columns = front.columns
         limit = columns[:, _LARGEST] if limit is None else limit
@@ -302,7 +307,7 @@ class ExactStageFitter:
         return needed
 
     def _has_room(
-        self, front: _Front, start: int, stop: int, where: Flight, below: OffloadFractions
+        self, front: _Front, start: int, stop: int, where: StageSetting, below: OffloadFractions
     ) -> NDArray[np.bool_]:
         moved = front.columns[:, _MOVED]
         places = np.where(moved > 0, np.ceil(where.in_flight * moved * TIER_SLACK) + TIER_FLOOR, 0)
@@ -315,10 +320,10 @@ class ExactStageFitter:
         return tuple(self._allowed[d] for d in directives)
 
     def _find_base(
-        self, start: int, stop: int, where: Flight, below: OffloadFractions
+        self, start: int, stop: int, where: StageSetting, below: OffloadFractions
     ) -> tuple[int, int, int, float]:
-        """What does not depend on a stage's directives: bytes that are static, at its boundary, and in the tier, and
-        the seconds that streaming parameters occupies the way there for."""
+        """Return the costs that do not depend on a stage's directives: static bytes, bytes at its boundary, bytes in
+        the tier, and the seconds for which parameter offload occupies the link to the tier."""
         load = load_stage(
             self._profile,
             start,
@@ -338,14 +343,14 @@ class ExactStageFitter:
         )
 
     def _find_options(self, kind: int, rows: int, split: bool) -> Floats:
-        """One row per allowed directive of a block."""
+        """Return one row per allowed directive of a block."""
         cost, speed = self._costs[kind], self._device.speed
         return np.array(
             [_columns(load_block(cost, d, rows, speed=speed, split=split)) for d in self._allowed]
         )
 
     def _find_front(self, kinds: Kinds, rows: int, split: bool) -> _Front:
-        """Pareto-optimal directives of a run of blocks."""
+        """Return the Pareto-optimal directives of a run of blocks."""
         if not kinds:
             return _Front(np.zeros((1, 5)), np.zeros((1, 0), np.int8), True)
         before = self._front(kinds[:-1], rows, split)
@@ -365,15 +370,15 @@ class ExactStageFitter:
         front = _Front(np.vstack(grown), directives, before.exact)
         front = front.pick(_undominated(front.columns))
         self.effort += len(front.columns)
-        if len(front.columns) > self._most:  # keep some of all sizes
+        if len(front.columns) > self._most:  # keep an even selection by size
             spread = np.argsort(front.columns[:, _KEPT] + front.columns[:, _LARGEST], kind="stable")
             chosen = spread[np.linspace(0, len(spread) - 1, self._most).astype(np.intp)]
             front = replace(front.pick(np.sort(chosen)), exact=False)
         return front
 
     def _find_leanest(self, kinds: Kinds, rows: int, split: bool) -> _Front:
-        """For each bound on what one block may need for itself and on what it may move, the directives that keep
-        least: among them is the smallest choice for any number of micro-batches in flight."""
+        """Return, for each bound on the workspace and on the offloaded bytes of one block, the directives that keep
+        least. They include the smallest choice for any number of micro-batches in flight."""
         options = np.array([self._options(kind, rows, split) for kind in kinds])
         found: dict[tuple[int, ...], Floats] = {}
         for work in self._bounds(options[:, :, _WORK]):
@@ -388,7 +393,8 @@ class ExactStageFitter:
         return _Front(np.array(list(found.values())), np.array(list(found), np.int8), True)
 
     def _bounds(self, values: Floats) -> Floats:
-        """The bounds to try: all values, or, where they are too many, some of all sizes and the largest."""
+        """Return the bounds to try: all values or, if there are too many, an even selection that includes the
+        largest."""
         found = np.unique(values)
         if len(found) > MOST_BOUNDS:
             self.exact = False
@@ -412,11 +418,11 @@ def _no_worse(one: StageChoice, other: StageChoice) -> bool:
 
 
 def _undominated(columns: Floats) -> NDArray[np.intp]:
-    """Rows that no other is at least as good as in everything; the first of equal ones."""
+    """Return the rows that no other row equals or beats in every column; the first of equal ones."""
     left = np.lexsort(columns.T[::-1])
     others = np.ascontiguousarray(columns[left].T)
     front = []
-    while len(left):  # in lexical order nothing later is as good as the first
+    while len(left):  # in lexical order no later row dominates the first
         front.append(left[0])
         better = (others[1:] < others[1:, :1]).any(axis=0)  # the first column is sorted
         left, others = left[better], others[:, better]

@@ -1,9 +1,9 @@
-"""A good pipeline of a thousand blocks on a thousand devices, and how far from the best it can be at most.
+"""Greedy search: a good pipeline of a thousand blocks on a thousand devices, and a bound on its distance from the best.
 
-For given pipeline ranks and replicas the slowest pipeline rank decides. Whether every pipeline rank can stay within T
-seconds is answered by filling them from the last with as many blocks as fit; bisection finds the least such T. Replica
-counts are even to begin with; then devices move from the pipeline rank with the most slack to the slowest for as long
-as that helps.
+For given pipeline ranks and replicas, the slowest pipeline rank determines the step. To test whether every pipeline
+rank can stay within T seconds, the search fills them from the last with as many blocks as fit; bisection finds the
+smallest such T. Replica counts are even at first; then devices move from the pipeline rank with the most slack to the
+slowest as long as the score improves.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from parallax.plan.search.greedy_stage import (
 )
 from parallax.plan.search.request import Candidate, Request, Shape
 
-MOST_MEMORY = 2**60  # no device will have as much
-TOLERANCE = 1.002  # of the slowest pipeline rank's seconds, where bisection stops
+MOST_MEMORY = 2**60  # more bytes than any device has
+TOLERANCE = 1.002  # ratio of upper to lower bound at which bisection stops
 ROUNDS = 14  # of bisection
-MOVES = 12  # devices moved between pipeline ranks of the best candidates
+MOVES = 12  # most devices moved between pipeline ranks of a candidate
 
 
 @dataclass(frozen=True, slots=True)
 class _PipelineRankPlace:
-    """One pipeline rank: its parts, their blocks per stage of the pipeline, and what was found for it."""
+    """One pipeline rank: its parts (the blocks of each of its stages) and the fitted result."""
 
     parts: tuple[Part, ...]
-    lane: GreedyStage
+    fitted: GreedyStage
 
 
-class Way(NamedTuple):
-    """Directives that blocks may have, and whether replicas must (or must not) share states."""
+class Options(NamedTuple):
+    """The directives that blocks may have, and whether replicas must (or must not) shard states."""
 
     allowed: tuple[Directive, ...]
     sharded: bool | None = None
 
 
-class _Cut(NamedTuple):
-    """Pipeline ranks filled within a ceiling: none where that failed, and then any ceiling below ``next_ceiling`` fails
-    alike."""
+class _Filled(NamedTuple):
+    """Pipeline ranks filled within a ceiling. Empty if that failed; then every ceiling below ``next_ceiling`` fails
+    too."""
 
     places: list[_PipelineRankPlace]
     next_ceiling: float = math.inf
@@ -63,8 +63,8 @@ class _Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """The greedy answer for one shape, none where rounding says that a stage does not fit after all. The slowest
-    pipeline rank cannot cost less than ``least_cost`` seconds per micro-batch times its weight, the blocks being
+    """The greedy result for one shape; ``candidate`` is None if a stage does not fit after rounding. The slowest
+    pipeline rank cannot cost less than ``least_cost`` seconds per micro-batch times its weight if the blocks are
     alike."""
 
     candidate: Candidate | None
@@ -72,13 +72,14 @@ class Solved:
 
 
 class GreedySearch:
-    """Shapes of one request by the greedy rule, one at a time. ``looks`` counts the pipeline ranks filled."""
+    """Solves the shapes of one request by the greedy rule, one at a time. ``filled`` counts the pipeline ranks
+    filled."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.looks = 0
+        self.filled = 0
         self._chain = BlockChain.of(request.profile)
-        self._lanes: dict[tuple[object, ...], GreedyStages] = {}
+        self._fitters: dict[tuple[object, ...], GreedyStages] = {}
         self._stated: dict[
             tuple[object, ...], dict[Sizes, list[tuple[OffloadFractions, StateLoad, float]]]
         ] = {}
@@ -92,18 +93,19 @@ class GreedySearch:
         sharded: bool | None = None,
         weights: Sequence[float] = (),
     ) -> Solved | None:
-        """The pipeline with replicas as even as they can be whose slowest pipeline rank is the fastest; None where
-        nothing fits, or that pipeline rank would cost more than ``ceiling`` seconds per micro-batch. Blocks have one of
-        the ``allowed`` directives; ``sharded`` says whether replicas share states (None: where that costs less). What
-        pipeline ranks cost is compared times their ``weights`` (none: all alike)."""
+        """Return the pipeline with replicas as even as possible whose slowest pipeline rank is the fastest; None if
+        nothing fits, or if that pipeline rank would cost more than ``ceiling`` seconds per micro-batch. Blocks have
+        one of the ``allowed`` directives; ``sharded`` tells whether replicas shard states (None: if that costs
+        less). The costs of pipeline ranks are compared after multiplication by their ``weights`` (none: all 1)."""
         if shape.pipeline_ranks < self.request.least_pipeline_ranks:
             return None
         replicas = self._even(shape)
-        way = Way(tuple(allowed or self.request.allowed_in(shape)), sharded)
-        return self._solve(shape, replicas, ceiling, way, tuple(weights)) if replicas else None
+        options = Options(tuple(allowed or self.request.allowed_in(shape)), sharded)
+        return self._solve(shape, replicas, ceiling, options, tuple(weights)) if replicas else None
 
     def rebalance(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Move devices to the slowest pipeline rank, one after the other, for as long as the score falls."""
+        """Yield candidates with devices moved to the slowest pipeline rank, one more each time, as long as the score
+        falls."""
         if (
             self.request.config.replicas != AUTO
             or candidate.shape.interleave > 1
@@ -131,15 +133,15 @@ class GreedySearch:
             moved[donor], moved[slowest] = moved[donor] - 1, moved[slowest] + 1
             if self.request.has_rows(shape, moved[slowest]):
                 ceiling = candidate.score[1] / self.request.count(shape)
-                found = self._solve(shape, tuple(moved), ceiling, self._any(shape))
+                found = self._solve(shape, tuple(moved), ceiling, self._any_options(shape))
                 if found is not None and found.candidate is not None:
                     return found.candidate
         return None
 
     def leanest(self, shapes: Sequence[Shape]) -> list[Shape]:
-        """Of all shapes those that can need the least memory, the leanest first: with fewer rows to a micro-batch no
-        more rows are in flight, and under 1F1B no more micro-batches than under any other schedule. (For one loss all
-        are in flight, and under 1F1B that is one.)"""
+        """Return the shapes that can need the least memory, leanest first: with fewer rows per micro-batch no more rows
+        are in flight, and under 1F1B no more micro-batches than under any other schedule. (With one loss over all
+        rows, all are in flight, and under 1F1B that means one micro-batch.)"""
         smallest: dict[tuple[Schedule, int, int], Shape] = {}
         fewest = GPIPE if self.request.gather_loss else PLAIN
         for shape in [shape for shape in shapes if shape.schedule is fewest] or shapes:
@@ -153,13 +155,13 @@ class GreedySearch:
         )
 
     def holds(self, shape: Shape) -> bool:
-        """Whether the devices can hold a pipeline of this shape with even replicas at all."""
+        """Return whether the devices can hold a pipeline of this shape with even replicas."""
         replicas = self._even(shape)
         return bool(replicas) and self._holds(shape, replicas, 0)
 
     def least_memory(self, shapes: Sequence[Shape]) -> int | None:
-        """The fewest bytes with which devices that have less could hold a pipeline, by the greedy rule; None where no
-        memory helps. Only shapes that do with less than the best so far are looked at closely."""
+        """Return the fewest bytes per device that can hold a pipeline, by the greedy rule; None if no memory suffices.
+        Devices with more memory keep it. Bisection runs only for shapes that need less than the best so far."""
         best = MOST_MEMORY
         for shape in self.leanest(shapes):
             replicas = self._even(shape)
@@ -175,25 +177,25 @@ class GreedySearch:
         return best if best < MOST_MEMORY else None
 
     def _holds(self, shape: Shape, replicas: tuple[int, ...], memory: int) -> bool:
-        """Whether a pipeline with these replicas can be held where every device has ``memory`` bytes or more."""
+        """Return whether a pipeline with these replicas fits if every device has at least ``memory`` bytes."""
         if shape.interleave > 1:
-            return self._holds_dealt(shape, replicas, memory)
+            return self._holds_even(shape, replicas, memory)
         flights, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
-        way = self._any(shape)
+        options = self._any_options(shape)
         stop, length = len(self.request.profile.blocks), 1
         for pipeline_rank in reversed(range(shape.pipeline_ranks)):
-            lanes = self._lanes_of(shape, firsts[pipeline_rank], replicas[pipeline_rank], way)
+            fitter = self._fitter(shape, firsts[pipeline_rank], replicas[pipeline_rank], options)
             device = self.request.device(firsts[pipeline_rank], firsts[pipeline_rank + 1])
             flight, budget = flights[pipeline_rank], max(memory, device.memory_bytes)
 
             def fits(
                 start: int,
                 stop: int = stop,
-                lanes: GreedyStages = lanes,
+                fitter: GreedyStages = fitter,
                 flight: int = flight,
                 budget: int = budget,
             ) -> bool:
-                return lanes.least_bytes(((start, stop, flight),)) <= budget
+                return fitter.least_bytes(((start, stop, flight),)) <= budget
 
             start = (
                 0 if pipeline_rank == 0 else furthest(fits, pipeline_rank, stop - 1, stop - length)
@@ -204,11 +206,11 @@ class GreedySearch:
         return True
 
     def has_replicas(self, shape: Shape) -> bool:
-        """Whether there are replicas for a pipeline of this shape that are worth trying."""
+        """Return whether there are replica counts for a pipeline of this shape that are worth trying."""
         return bool(self._even(shape))
 
     def _even(self, shape: Shape) -> tuple[int, ...]:
-        """Replicas of each pipeline rank; none where that leaves ranks without rows, or the numbers are not worth
+        """Return the replicas of each pipeline rank; empty if ranks would have no rows, or if the counts are not worth
         trying."""
         asked, devices, pipeline_ranks = (
             self.request.config.replicas,
@@ -237,13 +239,13 @@ class GreedySearch:
         shape: Shape,
         replicas: tuple[int, ...],
         ceiling: float,
-        way: Way,
+        options: Options,
         weights: tuple[float, ...] = (),
     ) -> Solved | None:
-        """The least slowest pipeline rank with these replicas."""
+        """Return the pipeline with the fastest slowest pipeline rank for these replicas."""
         weights = weights or (1.0,) * shape.pipeline_ranks
-        solve = self._deal if shape.interleave > 1 else self._cut
-        best = solve(shape, replicas, ceiling, way, weights).places
+        solve = self._assign_evenly if shape.interleave > 1 else self._fill
+        best = solve(shape, replicas, ceiling, options, weights).places
         if not best:
             return None
         low = shape.bound[1] / (self.request.count(shape) + shape.pipeline_ranks) * min(weights)
@@ -252,92 +254,91 @@ class GreedySearch:
             if high <= low * TOLERANCE:
                 break
             middle = (low + high) / 2
-            found = solve(shape, replicas, middle, way, weights)
+            found = solve(shape, replicas, middle, options, weights)
             if found.places:
                 best, high = found.places, _slowest(found.places, weights)
             else:
                 low = min(high, found.next_ceiling)
-        candidate = self._candidate(shape, replicas, best, way)
+        candidate = self._candidate(shape, replicas, best, options)
         return Solved(candidate, low)
 
-    def _cut(
+    def _fill(
         self,
         shape: Shape,
         replicas: tuple[int, ...],
         ceiling: float,
-        way: Way,
+        options: Options,
         weights: Sequence[float],
-    ) -> _Cut:
-        """Pipeline ranks filled from the last, none of which costs more than ``ceiling`` seconds over its weight."""
-        self.looks += shape.pipeline_ranks
+    ) -> _Filled:
+        """Fill pipeline ranks from the last; none may cost more than ``ceiling`` seconds divided by its weight."""
+        self.filled += shape.pipeline_ranks
         flights, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
         places: list[_PipelineRankPlace] = []
         stop, length, dearer = len(self.request.profile.blocks), 1, math.inf
         for pipeline_rank in reversed(range(shape.pipeline_ranks)):
-            lanes = self._lanes_of(shape, firsts[pipeline_rank], replicas[pipeline_rank], way)
+            fitter = self._fitter(shape, firsts[pipeline_rank], replicas[pipeline_rank], options)
             flight, weight = flights[pipeline_rank], weights[pipeline_rank]
 
-            def lane_from(
+            def fit_from(
                 start: int,
                 stop: int = stop,
-                lanes: GreedyStages = lanes,
+                fitter: GreedyStages = fitter,
                 flight: int = flight,
                 weight: float = weight,
             ) -> GreedyStage | None:
                 nonlocal dearer
-                least = lanes.least_seconds(start, stop) * weight
-                lane = lanes.find(((start, stop, flight),)) if least <= ceiling else None
-                cost = lane.cost * weight if lane is not None else least
+                least = fitter.least_seconds(start, stop) * weight
+                fitted = fitter.find(((start, stop, flight),)) if least <= ceiling else None
+                cost = fitted.cost * weight if fitted is not None else least
                 if cost > ceiling:
                     dearer = min(dearer, cost)
                     return None
-                return lane
+                return fitted
 
-            def works(
-                start: int, lane_from: Callable[[int], GreedyStage | None] = lane_from
-            ) -> bool:
-                return lane_from(start) is not None
+            def works(start: int, fit_from: Callable[[int], GreedyStage | None] = fit_from) -> bool:
+                return fit_from(start) is not None
 
             start = (
                 0 if pipeline_rank == 0 else furthest(works, pipeline_rank, stop - 1, stop - length)
             )
-            lane = lane_from(start)
-            if lane is None:
-                return _Cut([], dearer)
-            places.append(_PipelineRankPlace(((start, stop, flight),), lane))
+            fitted = fit_from(start)
+            if fitted is None:
+                return _Filled([], dearer)
+            places.append(_PipelineRankPlace(((start, stop, flight),), fitted))
             stop, length = start, stop - start
-        return _Cut(places[::-1])
+        return _Filled(places[::-1])
 
-    def _deal(
+    def _assign_evenly(
         self,
         shape: Shape,
         replicas: tuple[int, ...],
         ceiling: float,
-        way: Way,
+        options: Options,
         weights: Sequence[float],
-    ) -> _Cut:
-        """Stages of nearly equal seconds, dealt out to the pipeline ranks in turn."""
+    ) -> _Filled:
+        """Assign stages of nearly equal seconds to the pipeline ranks in turn."""
         places = []
-        for (parts, lanes, _), weight in zip(self._dealt(shape, replicas, way), weights):
-            lane = lanes.find(parts)
-            if lane is None or lane.cost * weight > ceiling:
-                return _Cut([])
-            places.append(_PipelineRankPlace(parts, lane))
-        return _Cut(places)
+        for (parts, fitter, _), weight in zip(self._even_parts(shape, replicas, options), weights):
+            fitted = fitter.find(parts)
+            if fitted is None or fitted.cost * weight > ceiling:
+                return _Filled([])
+            places.append(_PipelineRankPlace(parts, fitted))
+        return _Filled(places)
 
-    def _holds_dealt(self, shape: Shape, replicas: tuple[int, ...], memory: int) -> bool:
+    def _holds_even(self, shape: Shape, replicas: tuple[int, ...], memory: int) -> bool:
         return all(
-            lanes.least_bytes(parts) <= max(memory, device.memory_bytes)
-            for parts, lanes, device in self._dealt(shape, replicas, self._any(shape))
+            fitter.least_bytes(parts) <= max(memory, device.memory_bytes)
+            for parts, fitter, device in self._even_parts(shape, replicas, self._any_options(shape))
         )
 
-    def _dealt(
-        self, shape: Shape, replicas: tuple[int, ...], way: Way
+    def _even_parts(
+        self, shape: Shape, replicas: tuple[int, ...], options: Options
     ) -> Iterator[tuple[tuple[Part, ...], GreedyStages, Device]]:
-        """What each pipeline rank holds, and where."""
+        """Yield the parts of each pipeline rank, its fitter and its device."""
         stages = shape.pipeline_ranks * shape.interleave
         cuts = even_cuts(
-            [0.0, *accumulate(self._lanes_of(shape, 0, replicas[0], way).seconds.tolist())], stages
+            [0.0, *accumulate(self._fitter(shape, 0, replicas[0], options).seconds.tolist())],
+            stages,
         )
         flights, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
         for pipeline_rank in range(shape.pipeline_ranks):
@@ -346,12 +347,12 @@ class GreedySearch:
             first, stop = firsts[pipeline_rank], firsts[pipeline_rank + 1]
             yield (
                 parts,
-                self._lanes_of(shape, first, replicas[pipeline_rank], way),
+                self._fitter(shape, first, replicas[pipeline_rank], options),
                 self.request.device(first, stop),
             )
 
     def _in_flight(self, shape: Shape) -> list[int]:
-        """Micro-batches in flight of every stage."""
+        """Return the micro-batches in flight of every stage."""
         key = shape.schedule, shape.pipeline_ranks, shape.interleave, self.request.count(shape)
         if key not in self._flights:
             schedule, pipeline_ranks, interleave, micro_batches = key
@@ -361,16 +362,16 @@ class GreedySearch:
             ]
         return self._flights[key]
 
-    def _any(self, shape: Shape) -> Way:
-        return Way(tuple(self.request.allowed_in(shape)))
+    def _any_options(self, shape: Shape) -> Options:
+        return Options(tuple(self.request.allowed_in(shape)))
 
-    def _states_below(self, shape: Shape, way: Way) -> tuple[OffloadFractions, ...]:
-        found = self.request.states_below(shape)
-        return tuple(b for b in found if way.sharded is None or b.sharded == way.sharded) or tuple(
-            found
-        )
+    def _offload_fractions(self, shape: Shape, options: Options) -> tuple[OffloadFractions, ...]:
+        found = self.request.offload_fractions(shape)
+        return tuple(
+            b for b in found if options.sharded is None or b.sharded == options.sharded
+        ) or tuple(found)
 
-    def _lanes_of(self, shape: Shape, first: int, replicas: int, way: Way) -> GreedyStages:
+    def _fitter(self, shape: Shape, first: int, replicas: int, options: Options) -> GreedyStages:
         device = self.request.device(first, first + replicas)
         link = self.request.link(first, first + replicas)
         kind = PipelineRankKind(
@@ -382,33 +383,33 @@ class GreedySearch:
             split=shape.split,
             beside=self.request.beside(shape),
         )
-        key = kind, shape.interleave > 1, way
-        if key not in self._lanes:
-            below = self._states_below(shape, way)
-            self._lanes[key] = GreedyStages(
+        key = kind, shape.interleave > 1, options
+        if key not in self._fitters:
+            below = self._offload_fractions(shape, options)
+            self._fitters[key] = GreedyStages(
                 self.request.profile,
                 self._chain,
                 kind,
-                allowed=way.allowed,
+                allowed=options.allowed,
                 host_states=below,
                 stated=self._stated.setdefault((device, link, replicas, below), {}),
             )
-        return self._lanes[key]
+        return self._fitters[key]
 
     def _candidate(
         self,
         shape: Shape,
         replicas: tuple[int, ...],
         places: Sequence[_PipelineRankPlace],
-        way: Way,
+        options: Options,
     ) -> Candidate | None:
-        """The pipeline with its score; None where rounding says that a stage does not fit after all."""
+        """Return the pipeline with its score; None if a stage does not fit after rounding."""
         stages: dict[int, StagePlan] = {}
         slowest = total = tail = work = 0.0
         firsts = list(accumulate(replicas, initial=0))
         for pipeline_rank, place in enumerate(places):
             first, stop = firsts[pipeline_rank], firsts[pipeline_rank + 1]
-            choices = self._choices(shape, place, first, replicas[pipeline_rank], way)
+            choices = self._choices(shape, place, first, replicas[pipeline_rank], options)
             if not choices:
                 return None
             for stage, choice in zip(shape.stages_of(pipeline_rank), choices):
@@ -429,16 +430,17 @@ class GreedySearch:
         return Candidate(score, shape, plans, self.request.order)
 
     def _choices(
-        self, shape: Shape, place: _PipelineRankPlace, first: int, replicas: int, way: Way
+        self, shape: Shape, place: _PipelineRankPlace, first: int, replicas: int, options: Options
     ) -> list[StageChoice]:
-        """The stages of one pipeline rank, each proved on its own share of the device."""
+        """Return the stages of one pipeline rank, each verified on its own share of the device; empty if one does not
+        fit."""
         device = self.request.device(first, first + replicas)
-        directives = place.lane.directives(place.parts, way.allowed)
+        directives = place.fitted.directives(place.parts, options.allowed)
         found = []
         for (start, _, flight), chosen in zip(place.parts, directives):
-            where = self.request.flight(shape, first, first + replicas, flight)
+            where = self.request.setting(shape, first, first + replicas, flight)
             choice = judge_stage(
-                self.request.profile, device, start, chosen, where, place.lane.below
+                self.request.profile, device, start, chosen, where, place.fitted.below
             )
             if choice is None:
                 return []
@@ -452,4 +454,4 @@ class GreedySearch:
 
 
 def _slowest(places: Sequence[_PipelineRankPlace], weights: Sequence[float]) -> float:
-    return max(place.lane.cost * weight for place, weight in zip(places, weights))
+    return max(place.fitted.cost * weight for place, weight in zip(places, weights))

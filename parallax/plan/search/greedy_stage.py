@@ -1,9 +1,8 @@
-"""How fast a pipeline rank can be with thousands of blocks: keep, recompute and offload by a greedy
-rule.
+"""Estimate the speed of a pipeline rank with thousands of blocks: keep, recompute and offload by a greedy rule.
 
-Blocks are ordered by the seconds that recomputing them costs per byte it frees. Recomputation takes from the cheap end,
-offloading from the dear end, as many of each as the budget needs; for equal blocks that is the best there is. Sums over
-prefixes make one answer a matter of microseconds, and answers are kept by content: stages of equal blocks ask once.
+Blocks are ordered by recomputation seconds per byte freed. The cheapest blocks are recomputed and the dearest
+offloaded, as many of each as the budget needs; for equal blocks that is optimal. Prefix sums answer a request in
+microseconds, and answers are cached by content: stages of equal blocks are computed once.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from parallax.plan.search.exact_stage import OFFERED
 from parallax.plan.search.request import ROUNDING
 
 Floats = NDArray[np.float64]
-Part = tuple[int, int, int]  # blocks start to stop, with so many micro-batches in flight
+Part = tuple[int, int, int]  # start block, stop block, micro-batches in flight
 Content = tuple[object, ...]
-# A share below, what it leaves where, and seconds after the last micro-batch.
+# Fractions of offloaded states, the resulting costs, and seconds after the last micro-batch.
 _States = tuple[OffloadFractions, StateLoad, float]
 _Answer = tuple[float, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class GreedyStage:
-    """The greedy answer: seconds per micro-batch, the same with its part of what comes after the last one, and which
-    blocks of the parts, counted through, are recomputed and offloaded. ``below`` are the shares of its states in the
-    tier."""
+    """The greedy result: seconds per micro-batch, the same plus its part of the seconds after the last one (``cost``),
+    and the indices of the recomputed and offloaded blocks, counted over all parts. ``below`` are the fractions of
+    its offloaded states."""
 
     seconds: float
     cost: float
@@ -56,7 +55,7 @@ class GreedyStage:
     def directives(
         self, parts: Sequence[Part], allowed: Sequence[Directive]
     ) -> list[tuple[Directive, ...]]:
-        """One tuple for each part."""
+        """Return one tuple for each part."""
         plain = Directive.KEEP if Directive.KEEP in allowed else allowed[0]
         flat = [plain] * sum(stop - start for start, stop, _ in parts)
         for index in self.recomputed:
@@ -72,12 +71,13 @@ class GreedyStage:
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Of one pipeline rank's blocks with ``flight`` micro-batches under way: ``order`` is the one of recomputation.
-    Arrays by numbers of blocks: of recomputed ones the bytes freed and the seconds; of ``offloaded`` ones the seconds,
-    the bytes ``moved`` per micro-batch and ``gone`` of all in flight, the ``largest``, the ``places`` in the tier, what
-    is needed besides workspace (``base``), and the workspace without and with recomputation (``plain``, ``both``).
-    ``buffers`` are swap limits for each number of offloaded blocks, and what a backward then waits for: with room for
-    two blocks reading overlaps, with room for one it does not."""
+    """Prefix sums over the blocks of one pipeline rank with ``flight`` micro-batches in flight, in the ``order`` of
+    recomputation. Array index is a number of blocks: for recomputed blocks, the bytes freed and the seconds; for
+    ``offloaded`` blocks, the seconds, the bytes ``moved`` per micro-batch and ``gone`` for all in flight, the
+    ``largest``, the ``places`` in the tier, the bytes besides workspace (``base``), and the workspace without and
+    with recomputation (``plain``, ``both``). ``buffers`` are swap limits for each number of offloaded blocks, and
+    the seconds that a backward then waits: with memory for two blocks, reading overlaps with computing; with memory
+    for one it does not."""
 
     flight: int
     order: NDArray[np.int64]
@@ -98,7 +98,7 @@ class _Sums:
 
 @dataclass(frozen=True)
 class PipelineRankKind:
-    """The common properties of pipeline ranks: ``replicas`` on such a ``device``, joined by ``link``, ``rows`` for
+    """The common properties of pipeline ranks: ``replicas`` on such a ``device``, connected by ``link``, ``rows`` on
     each rank of each of ``micro_batches``, under schedules that do or do not ``split`` backwards."""
 
     device: Device
@@ -111,7 +111,7 @@ class PipelineRankKind:
 
 
 class _Columns:
-    """What each block costs under each directive: seconds, bytes per micro-batch, and bytes of a running pass."""
+    """The cost of each block under each directive: seconds, bytes per micro-batch, and bytes of a running pass."""
 
     def __init__(self, chain: BlockChain, kind: PipelineRankKind) -> None:
         loads = {
@@ -147,8 +147,9 @@ class _Columns:
 
 
 class GreedyStages:
-    """All pipeline ranks of one ``kind``, whose blocks may have the ``allowed`` directives and whose states may lie
-    below in one of the shares ``host_states``. ``stated`` remembers what does not depend on rows."""
+    """All pipeline ranks of one ``kind``, whose blocks may have the ``allowed`` directives and whose states may be
+    offloaded by one of the fractions ``host_states``. ``stated`` caches the state costs, which do not depend on
+    rows."""
 
     def __init__(
         self,
@@ -173,11 +174,11 @@ class GreedyStages:
 
     @property
     def seconds(self) -> Floats:
-        """Forward and backward of each block that is kept."""
+        """Seconds of forward and backward of each block under keep."""
         return self._columns.seconds
 
     def find(self, parts: tuple[Part, ...]) -> GreedyStage | None:
-        """The fastest answer for a pipeline rank that holds ``parts``; None where nothing fits."""
+        """Return the fastest result for a pipeline rank that holds ``parts``; None if nothing fits."""
         if parts not in self._found:
             content = self._content(parts)
             if content not in self._known:
@@ -186,19 +187,19 @@ class GreedyStages:
         return self._found[parts]
 
     def least_seconds(self, start: int, stop: int) -> float:
-        """No answer for blocks ``start`` to ``stop`` costs less."""
+        """Return a lower bound on the cost of blocks ``start`` to ``stop``."""
         return self._columns.least_sums[stop] - self._columns.least_sums[start]
 
     def least_bytes(self, parts: tuple[Part, ...]) -> float:
-        """The smallest memory in which a pipeline rank that holds ``parts`` runs at all; infinite where the tier has
-        too little room."""
+        """Return the smallest memory in which a pipeline rank that holds ``parts`` runs; infinite if the capacity of
+        the tier is too small."""
         content = self._content(parts)
         if content not in self._least:
             self._least[content] = self._fewest(parts)
         return self._least[content]
 
     def _content(self, parts: tuple[Part, ...]) -> Content:
-        """Equal for parts that cost the same."""
+        """Return a key that is equal for parts with equal costs."""
         blocks = tuple(
             (self._chain.kinds[start:stop].tobytes(), flight) for start, stop, flight in parts
         )
@@ -206,8 +207,8 @@ class GreedyStages:
         return blocks, ends, self._sizes(parts), self._rest(parts)
 
     def _fastest(self, parts: tuple[Part, ...]) -> GreedyStage | None:
-        """Of all shares of states below that let anything fit, the one that costs least, its step after the last
-        micro-batch included; of equal ones the first, which is the least."""
+        """Return the result with the least cost over all fractions of offloaded states that fit, its seconds after the
+        last micro-batch included; of equal ones the first, which offloads least."""
         sums, best, rest = self._sums(parts), None, self._rest(parts)
         for below, states, after in self._states(parts):
             tail = after / self._kind.micro_batches
@@ -227,14 +228,14 @@ class GreedyStages:
                 and not below.sharded
                 and found[0] + tail >= best.cost
             ):
-                break  # more of the states below would not pay either
+                break  # offloading more states would not pay either
             if found is not None and (best is None or found[0] + tail < best.cost):
                 best = GreedyStage(found[0], found[0] + tail, below, found[1], found[2])
         return best
 
     def _fewest(self, parts: tuple[Part, ...]) -> float:
         sums, least, static = self._sums(parts), math.inf, self._rest(parts)
-        rest = sums.offloaded[::-1]  # all that is not offloaded is recomputed
+        rest = sums.offloaded[::-1]  # every block that is not offloaded is recomputed
         plain = np.where(self._permitted(0 * rest, sums.offloaded), sums.base + sums.plain, np.inf)
         again = np.where(
             self._permitted(rest, sums.offloaded),
@@ -254,7 +255,7 @@ class GreedyStages:
         return least
 
     def _states(self, parts: tuple[Part, ...]) -> list[_States]:
-        """Parameters and what training adds to them, for every share below."""
+        """Return parameters, gradients and optimizer states for each fraction of offloaded states."""
         sizes = self._sizes(parts)
         if sizes not in self._stated:
             self._stated[sizes] = [self._load(sizes, below) for below in self._host_states]
@@ -273,7 +274,7 @@ class GreedyStages:
         return below, states, states.update_seconds + sent
 
     def _rest(self, parts: tuple[Part, ...]) -> int:
-        """All other bytes that do not depend on directives."""
+        """Return all other bytes that do not depend on directives."""
         gaps = gap_bytes(
             self._device,
             max(float(self._columns.inputs[start:stop].max()) for start, stop, _ in parts),
@@ -306,7 +307,8 @@ class GreedyStages:
         return entering + sum(int(self._columns.leaving[stop - 1]) for _, stop, _ in parts)
 
     def _sums(self, parts: tuple[Part, ...]) -> _Sums:
-        """Sums over prefixes of the blocks in the order in which they are recomputed, and offloaded from its end."""
+        """Return prefix sums of the blocks in the order in which they are recomputed; blocks are offloaded from its
+        end."""
         blocks = np.concatenate([np.arange(start, stop) for start, stop, _ in parts])
         flights = np.concatenate(
             [np.full(stop - start, flight, dtype=np.float64) for start, stop, flight in parts]
@@ -317,7 +319,7 @@ class GreedyStages:
             self._columns.moved[blocks],
         )
         freed = np.maximum(0.0, flights * (keep - self._columns.kept[Directive.RECOMPUTE][blocks]))
-        # Of equal blocks the first are offloaded: their backward comes last, which leaves most time to read them.
+        # Of equal blocks the first are offloaded: their backward is last, so there is most time to prefetch them.
         order = np.lexsort((-np.arange(len(blocks)), again / np.maximum(freed, 1e-9)))
         offloaded = np.arange(len(blocks) + 1)
         gone = _prefixes((flights * moved)[order][::-1])
@@ -346,8 +348,8 @@ class GreedyStages:
         )
 
     def _fill(self, sums: _Sums, room: float, tier: int, streaming: float) -> _Answer | None:
-        """Seconds per micro-batch, and the blocks recomputed and offloaded, within ``room`` bytes of the device, while
-        ``streaming`` seconds of the way to the tier are taken."""
+        """Return seconds per micro-batch and the recomputed and offloaded blocks within ``room`` bytes of the device,
+        while parameter offload occupies the link to the tier for ``streaming`` seconds."""
         count = len(sums.order)
         if Directive.KEEP in self._allowed and sums.base[0] + sums.plain[0] <= room:
             return max(sums.compute, streaming), (), ()
@@ -391,7 +393,7 @@ class GreedyStages:
     def _permitted(
         self, recomputed: NDArray[np.int64], offloaded: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
-        """Which numbers of recomputed and offloaded blocks the allowed directives permit."""
+        """Return the mask of numbers of recomputed and offloaded blocks that the allowed directives permit."""
         permitted = np.ones(len(offloaded), dtype=np.bool_)
         if Directive.RECOMPUTE not in self._allowed:
             permitted &= recomputed == 0
@@ -405,8 +407,8 @@ class GreedyStages:
 def _unique(
     sums: NDArray[np.int64], ties: Sequence[tuple[int, tuple[int, ...]]], parts: tuple[Part, ...]
 ) -> int:
-    """Bytes of all ``parts``, of which ``sums`` are those of the first 0, 1, … blocks; what blocks of one part share
-    counts once."""
+    """Return the bytes of all ``parts``, given the prefix ``sums`` over blocks; parameters shared within one part count
+    once."""
     total = 0
     for start, stop, _ in parts:
         total += int(sums[stop] - sums[start])
@@ -416,5 +418,5 @@ def _unique(
 
 
 def _prefixes(values: Floats) -> Floats:
-    """Sums of the first 0, 1, … values."""
+    """Return the sums of the first 0, 1, … values."""
     return np.concatenate([[0.0], np.cumsum(values)])

@@ -1,4 +1,4 @@
-"""Why nothing fits, and the smallest changes that do: each was planned again, and anything smaller does not fit."""
+"""Explain why no plan fits, and find the smallest changes that fit. Each change is verified by planning again."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from parallax.plan.search.greedy import GreedySearch
 from parallax.plan.search.request import Request
 
 MIB = 2**20
-MEMORY_TRIES = 16  # each an eighth more than the one before
-UNBOUNDED = 2**60  # bytes of a tier that is no limit
+MEMORY_TRIES = 16  # each an eighth larger than the previous one
+UNBOUNDED = 2**60  # bytes of a tier without a limit
 
 Fits = Callable[[Request], bool]
 
 
 def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasiblePlan:
-    """The error for ``request``, whose candidates were ``refused``; ``fits`` plans again."""
+    """Return the error for ``request``, whose candidates were ``refused`` for these reasons; ``fits`` plans a changed
+    request."""
     config, devices, blocks = request.config, len(request.devices), len(request.profile.blocks)
     if not request.pipeline_rank_counts():
         return InfeasiblePlan(
             f"plan.stages={config.stages} with plan.replicas={config.replicas} does not use {devices} "
             f"device(s) and {blocks} block(s): every stage needs a block and a device, and every device a stage; "
-            f"set cluster.devices{_devices_asked(config)}, or leave plan.replicas=auto"
+            f"set cluster.devices{_devices_asked(config)}, or use plan.replicas=auto"
         )
     shapes = list(request.shapes())
     if not shapes:
@@ -39,24 +40,24 @@ def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasibleP
             f"plan.schedule={config.schedule} with plan.interleave={config.interleave} has no shape for {blocks} "
             f"block(s), {devices} device(s) and {request.global_batch} rows: interleaving needs two pipeline ranks or "
             "more, a block for each of their stages, and a number of micro-batches that the pipeline ranks divide; "
-            "leave plan.schedule=auto"
+            "use plan.schedule=auto"
         )
     uneven = {shape.pipeline_ranks for shape in shapes if devices % shape.pipeline_ranks}
     dealt = all(shape.interleave > 1 and shape.pipeline_ranks in uneven for shape in shapes)
     if dealt and not _lists(config.replicas):
         counts = " or ".join(map(str, sorted(uneven)))
         return InfeasiblePlan(
-            f"plan.schedule={shapes[0].schedule} gives every pipeline rank the same number of devices, and {devices} "
-            f"cannot be dealt to {counts}: use cluster.devices={devices - devices % min(uneven)}, another plan.stages, "
-            "or plan.schedule=auto"
+            f"plan.schedule={shapes[0].schedule} needs as many devices on every pipeline rank, and {devices} "
+            f"cannot be divided by {counts}: use cluster.devices={devices - devices % min(uneven)}, another "
+            "plan.stages, or plan.schedule=auto"
         )
     device = min(request.devices, key=lambda device: device.memory_bytes - device.fixed_bytes)
     needed = _least_memory(request)
     if needed is None:
         return _too_small_a_tier(request, fits)
     more = needed - device.memory_bytes
-    if more <= 0:  # by the sum that the search goes by; what was cut did not fit in detail
-        reason = refused[0] if refused else "no cut that was tried leaves every stage its room"
+    if more <= 0:  # enough by the search's estimate, but not in the full prediction
+        reason = refused[0] if refused else "no partition that was tried fits every stage"
         fixes = [
             *_more_memory(request, device.memory_bytes + 1, fits),
             *_other_fixes(request, fits),
@@ -69,13 +70,13 @@ def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasibleP
     detail = f" ({refused[0]})" if refused else ""
     return InfeasiblePlan(
         f"no plan fits {format_bytes(device.memory_bytes)} per device{detail}: the best needs "
-        f"{format_bytes(needed)} on its fullest; what fits: {', or '.join(fixes) or 'nothing that was tried'}"
+        f"{format_bytes(needed)} on its fullest; these changes fit: {', or '.join(fixes) or 'none of those tried'}"
     )
 
 
 def _more_memory(request: Request, needed: int, fits: Fits) -> Iterator[str]:
-    """The memory of each device with which a plan fits, ``needed`` bytes or, where a prediction in full finds more than
-    the sum that the search goes by, somewhat more."""
+    """Yield the memory of each device with which a plan fits: ``needed`` bytes, or more where the full prediction needs
+    more than the search estimated."""
     least = min(device.memory_bytes for device in request.devices)
     for _ in range(MEMORY_TRIES):
         size = math.ceil(needed / MIB)
@@ -86,18 +87,18 @@ def _more_memory(request: Request, needed: int, fits: Fits) -> Iterator[str]:
 
 
 def _too_small_a_tier(request: Request, fits: Fits) -> InfeasiblePlan:
-    """Where no memory of the devices makes up for what the tier below lacks."""
+    """Return the error for a request that no device memory makes feasible because the offload tier is too small."""
     smallest = min(request.devices, key=lambda device: device.tier_bytes)
     name, tier = smallest.tier, smallest.tier_bytes
     fixes = [*_larger_tier(request, tier, fits), *_other_fixes(request, fits)]
     return InfeasiblePlan(
         f"{format_bytes(tier)} per device in tier {name} cannot hold what must be offloaded; "
-        f"what fits: {', or '.join(fixes) or 'another plan.activations, plan.optimizer or plan.parameters'}"
+        f"these changes fit: {', or '.join(fixes) or 'another plan.activations, plan.optimizer or plan.parameters'}"
     )
 
 
 def _larger_tier(request: Request, tier: int, fits: Fits) -> Iterator[str]:
-    """The smallest tier that helps, in MiB, with as much memory of the devices as it takes beside."""
+    """Yield the smallest tier that fits, in MiB, with the device memory that it needs in addition."""
     least = min(device.memory_bytes for device in request.devices)
     needed = _least_memory(request.changed(cluster=_with(request, least, UNBOUNDED)))
     if needed is None:
@@ -120,7 +121,7 @@ def _larger_tier(request: Request, tier: int, fits: Fits) -> Iterator[str]:
 
 
 def _with(request: Request, memory: int, tier: int) -> Cluster:
-    """The same cluster, whose devices have no less than this."""
+    """Return the same cluster with at least these bytes on each device and in each tier."""
     return request.cluster.with_devices(
         replace(
             device,
@@ -132,7 +133,7 @@ def _with(request: Request, memory: int, tier: int) -> Cluster:
 
 
 def _other_fixes(request: Request, fits: Fits) -> Iterator[str]:
-    """Changes other than memory: one of each kind, the smallest."""
+    """Yield changes other than memory: the smallest of each kind."""
     config = request.config
     for rows in [
         size for size in sizes(request.global_batch, AUTO) if size < min(request.microbatches)
@@ -156,7 +157,7 @@ def _other_fixes(request: Request, fits: Fits) -> Iterator[str]:
 
 
 def _least_memory(request: Request) -> int | None:
-    """The fewest bytes per device with which a plan exists; None where no memory helps."""
+    """Return the fewest bytes per device with which a plan exists; None if no memory suffices."""
     plain = [shape for shape in request.shapes() if shape.interleave == 1]
     if plain and request.small and not request.mixed:
         needed = ExactSearch(request).least_memory(plain)
@@ -169,12 +170,12 @@ def _least_memory(request: Request) -> int | None:
 
 
 def _lists(replicas: int | str | list[int]) -> TypeGuard[list[int]]:
-    """Whether each stage's number is given."""
+    """Return whether the replicas of each stage are listed."""
     return isinstance(replicas, list | tuple)
 
 
 def _devices_asked(config: PlanConfig) -> str:
-    """``=N`` where stages and replicas say how many devices they mean."""
+    """Return ``=N`` if stages and replicas fix the number of devices."""
     stages, replicas = config.stages, config.replicas
     if _lists(replicas):
         return f"={sum(replicas)}"

@@ -1,10 +1,10 @@
-"""What the search is asked, in the form it works with: devices in order, sizes to try, and what a shape can cost.
+"""The search request: devices in order, micro-batch sizes and shapes to try, and the formula for the time of a step.
 
-A pipeline whose ranks take t seconds per micro-batch takes about ``M · max t + ramp · (Σ t − max t)``: the
-slowest pipeline rank works all the time, the others fill and drain it (GPipe, Huang et al. 2019; the ramp of
-interleaved schedules is 1/v, Narayanan et al. 2021; that of zero-bubble schedules lacks the weight gradients, Qi et al.
-2024, table 2, for as long as there are enough of them). It never takes less than all its work over the cores that share
-it. After the last micro-batch come reduction and update.
+A pipeline whose ranks need t seconds per micro-batch needs about ``M · max t + ramp · (Σ t − max t)``: the slowest
+pipeline rank works all the time, the others fill and drain the pipeline (GPipe, Huang et al. 2019; the ramp of
+interleaved schedules is 1/v, Narayanan et al. 2021; the ramp of zero-bubble schedules excludes the weight gradients, Qi
+et al. 2024, table 2, as long as there are enough weight gradients to fill it). A step never needs less than all work
+divided by the cores that share it. Reduction and update follow the last micro-batch.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from parallax.plan.schedule import Schedule
 from parallax.plan.schedule.gpipe import GPIPE
 from parallax.plan.schedule.one_forward import ONE_FORWARD_ONE_BACKWARD
 from parallax.plan.search.contradiction import check_counted_loss
-from parallax.plan.search.exact_stage import Flight
+from parallax.plan.search.exact_stage import StageSetting
 
 ROUNDING = 1 - 1e-9  # a bound must stay below what it bounds
-ORDERS_TRIED = 24  # permutations of the kinds of devices
-EXACT_PLACES = 256  # blocks × devices up to which every pipeline is looked at
+ORDERS_TRIED = 24  # permutations of the kinds of devices that are tried
+EXACT_PLACES = 256  # blocks × devices up to which every pipeline is evaluated
 MANY = 24  # pipeline ranks up to which every number is tried
 FEW_ENOUGH = 128  # pipeline ranks beyond which only numbers that divide the devices are tried
-# Shares below the device that are tried.
-OPTIMIZER_BELOW = (
+# Fractions of offloaded states that are tried.
+OPTIMIZER_FRACTIONS = (
     OffloadFractions(0.25),
     OffloadFractions(0.5),
     OffloadFractions(0.75),
     OffloadFractions(1.0),
 )
-PARAMETERS_BELOW = (OffloadFractions(1.0, 0.5), OffloadFractions(1.0, 1.0))
+PARAMETER_FRACTIONS = (OffloadFractions(1.0, 0.5), OffloadFractions(1.0, 1.0))
 
-Score = tuple[float, float]  # predicted step seconds; the same if every rank had cores of its own
+Score = tuple[float, float]  # predicted step seconds, and the same if every rank had its own cores
 WORST: Score = (math.inf, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Pipelines that are searched together. No pipeline of the shape has a score below ``bound``."""
+    """A family of pipelines that are searched together. No pipeline of the shape has a score below ``bound``."""
 
     schedule: Schedule
     microbatch: int
@@ -62,17 +62,16 @@ class Shape:
 
     @property
     def split(self) -> bool:
-        """Whether weight halves run apart."""
+        """Whether the weight-gradient pass runs separately (split backward)."""
         return self.schedule.splits
 
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
-        """The stages of a pipeline rank."""
         return self.schedule.stages_of(pipeline_rank, self.pipeline_ranks, self.interleave)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A whole pipeline and its score by the formula; ``order`` lists the devices by pipeline rank."""
+    """A complete pipeline and its score by the formula; ``order`` lists the devices by pipeline rank."""
 
     score: Score
     shape: Shape
@@ -80,16 +79,16 @@ class Candidate:
     order: tuple[int, ...]
 
     def same(self, other: Candidate) -> bool:
-        """Whether both are one plan."""
+        """Return whether both describe the same plan."""
         return (self.shape, self.stages, self.order) == (other.shape, other.stages, other.order)
 
 
 class Request:
-    """One question to the search, for one order of the devices.
+    """A request to the search, for one order of the devices.
 
-    ``runnable`` asks for a plan that the runtime can execute; without it every schedule and tier may be planned.
-    ``gather_loss`` asks for schedules under which the loss can be computed once, of all rows. ``idle`` lets replicas
-    go without rows, where ranks have to be used that no plan has rows for.
+    ``runnable`` restricts the search to plans that the runtime can execute; otherwise every schedule and tier may be
+    planned. ``gather_loss`` restricts it to schedules under which one loss can be computed over all rows. ``idle``
+    allows replicas without rows, for ranks that have started and that no plan has rows for.
     """
 
     def __init__(
@@ -131,23 +130,23 @@ class Request:
             config.check_streaming(profile.model, tied=bool(profile.shared))
 
     def _check_schedule(self) -> None:
-        """Raise :class:`ConfigError` where what is asked for does not go together."""
+        """Raise :class:`ConfigError` if the settings contradict each other."""
         asked, config = self.schedules, self.config
         splits = config.schedule != AUTO and any(schedule.splits for schedule in asked)
         if splits and not self._weight_share:
             raise ConfigError(
-                f"plan.schedule={config.schedule}: the profile of {self.profile.model} does not tell the gradients of "
-                "parameters apart; use plan.schedule=1f1b, or measure it again"
+                f"plan.schedule={config.schedule}: the profile of {self.profile.model} does not measure the gradients "
+                "of parameters separately; use plan.schedule=1f1b, or measure it again"
             )
         shared = all(schedule.has_virtual_stages for schedule in asked)
         if shared and config.activations == Directive.OFFLOAD:
             raise ConfigError(
-                "plan.activations=offload: the stages of an interleaved device would need one swap limit together; "
+                "plan.activations=offload: the stages of an interleaved device would need one shared swap limit; "
                 "use plan.schedule=1f1b, or plan.activations=auto"
             )
 
     def changed(self, **changes: object) -> Request:
-        """The same question with other arguments of :meth:`__init__`."""
+        """Return the same request with other arguments of :meth:`__init__`."""
         fields = {
             "profile": self.profile,
             "cluster": self.cluster,
@@ -164,7 +163,7 @@ class Request:
         return Request(**fields)  # type: ignore[arg-type]
 
     def orders(self) -> list[Request]:
-        """One request for each order of the kinds of devices: the pipeline may begin on any of them."""
+        """Return one request for each order of the kinds of devices: the pipeline may begin on any kind."""
         kinds = list(dict.fromkeys(self.cluster.devices))
         ranks = [
             [rank for rank, device in enumerate(self.cluster.devices) if device == kind]
@@ -175,7 +174,7 @@ class Request:
 
     @cached_property
     def allowed(self) -> list[Directive]:
-        """Directives that blocks may have."""
+        """The directives that blocks may have."""
         wanted = (
             list(Directive)
             if self.config.activations == AUTO
@@ -185,7 +184,7 @@ class Request:
 
     @cached_property
     def host_states(self) -> tuple[OffloadFractions, ...]:
-        """Shares of states below the device that may be tried, least first."""
+        """The fractions of offloaded states that may be tried, smallest first."""
         able = self.swap and all(device.host_update_seconds > 0 for device in self.devices)
         optimizer, parameters = self.config.optimizer, self.config.parameters
         if not able:
@@ -200,32 +199,32 @@ class Request:
             return (OffloadFractions(1.0, 1.0),)
         tied = self.runnable and self.profile.shared
         streamed = (
-            PARAMETERS_BELOW if parameters == AUTO and optimizer != "device" and not tied else ()
+            PARAMETER_FRACTIONS if parameters == AUTO and optimizer != "device" and not tied else ()
         )
         if optimizer == "host":
             return (OffloadFractions(1.0), *streamed)
-        return (*self._on_device, *(OPTIMIZER_BELOW if optimizer == AUTO else ()), *streamed)
+        return (*self._on_device, *(OPTIMIZER_FRACTIONS if optimizer == AUTO else ()), *streamed)
 
     @property
     def _on_device(self) -> tuple[OffloadFractions, ...]:
-        """Ways to have all states on the device."""
+        """The options that keep all states on the device."""
         return {"none": (ALL_ON_DEVICE,), "optimizer": (SHARDED,)}.get(
             self.config.shard, (ALL_ON_DEVICE, SHARDED)
         )
 
-    def states_below(self, shape: Shape) -> tuple[OffloadFractions, ...]:
-        """Those of :attr:`host_states` that a shape can have."""
+    def offload_fractions(self, shape: Shape) -> tuple[OffloadFractions, ...]:
+        """Return the elements of :attr:`host_states` that a shape supports."""
         streams = not self.runnable or (shape.interleave == 1 and not shape.split)
         return tuple(below for below in self.host_states if streams or not below.parameters)
 
     def allowed_in(self, shape: Shape) -> list[Directive]:
-        """Directives of a shape: several stages of a pipeline rank would need one swap limit together, which no plan
-        can express."""
+        """Return the directives that a shape supports: several stages of a pipeline rank would need one shared swap
+        limit, which a plan cannot express."""
         return [d for d in self.allowed if shape.interleave == 1 or d is not Directive.OFFLOAD]
 
     @property
     def small(self) -> bool:
-        """Whether every pipeline is looked at."""
+        """Whether every pipeline is evaluated."""
         return len(self.profile.blocks) * len(self.devices) <= EXACT_PLACES
 
     @property
@@ -237,7 +236,7 @@ class Request:
         return micro_batch_count(self.global_batch, shape.microbatch)
 
     def shapes(self) -> Iterator[Shape]:
-        """Every shape that uses every device, with its bound."""
+        """Yield every shape that uses every device, with its bound."""
         blocks, devices = len(self.profile.blocks), len(self.devices)
         for schedule, pipeline_ranks in itertools.product(
             self.schedules, self.pipeline_rank_counts()
@@ -254,9 +253,10 @@ class Request:
                 )
 
     def sizes(self, pipeline_ranks: int, schedule: Schedule | None = None) -> list[int]:
-        """Rows per micro-batch to try: the one asked for, or the batch's halvings and those that deal rows out evenly
-        (:mod:`parallax.plan.microbatches`) to a pipeline rank with most replicas, or with fewest; where a schedule
-        groups micro-batches, pipeline ranks divide their number."""
+        """Return the micro-batch sizes to try, in rows: the configured one, or the halvings of the batch and the sizes
+        that partition rows evenly (:mod:`parallax.plan.microbatches`) over the pipeline rank with the most replicas
+        or with the fewest. If a schedule groups micro-batches, the number of pipeline ranks must divide their
+        number."""
         if self.microbatch != AUTO:
             return self.microbatches
         step, replicas = (
@@ -267,7 +267,7 @@ class Request:
         return sorted(found.union(self.microbatches), reverse=True)
 
     def _even_replicas(self, pipeline_ranks: int) -> tuple[int, int]:
-        """The fewest and the most of a pipeline rank, where they are as even as they can be."""
+        """Return the fewest and the most replicas of a pipeline rank if replicas are as even as possible."""
         return len(self.devices) // pipeline_ranks, -(-len(self.devices) // pipeline_ranks)
 
     def _interleaves(self, schedule: Schedule, pipeline_ranks: int) -> Sequence[int]:
@@ -277,17 +277,18 @@ class Request:
         return [each for each in asked if pipeline_ranks > 1 and each * pipeline_ranks <= blocks]
 
     def _allows(self, shape: Shape) -> bool:
-        """Zero-bubble schedules split backwards, which a profile must tell apart; interleaving deals micro-batches out
-        in groups of as many as there are pipeline ranks (Narayanan et al. 2021, section 2.2)."""
+        """Return whether a shape is valid. Zero-bubble schedules split the backward, which the profile must measure
+        separately; interleaving assigns micro-batches in groups of the number of pipeline ranks (Narayanan et al.
+        2021, section 2.2)."""
         if self.gather_loss and not shape.schedule.forwards_first(
             shape.pipeline_ranks, self.count(shape), shape.interleave
         ):
             return False
         if shape.pipeline_ranks == 1 and self.config.schedule == AUTO:
-            # All are the same, and the first has the fewest in flight.
+            # All schedules are equal here, and this one has the fewest micro-batches in flight.
             fewest = GPIPE if self.gather_loss else ONE_FORWARD_ONE_BACKWARD
             return shape.schedule is fewest
-        if not self.states_below(shape) or not self.allowed_in(shape):
+        if not self.offload_fractions(shape) or not self.allowed_in(shape):
             return False
         if shape.split:
             return shape.pipeline_ranks == 1 or self._weight_share > 0
@@ -296,7 +297,7 @@ class Request:
 
     @cached_property
     def _weight_share(self) -> float:
-        """Share of parameter gradients in forward and backward."""
+        """Fraction of forward and backward seconds that computes parameter gradients."""
         rows = self.microbatches[-1]
         total = sum(
             b.forward_seconds.at(rows) + b.backward_seconds.at(rows) for b in self.profile.blocks
@@ -309,19 +310,20 @@ class Request:
 
     @property
     def loss_seconds(self) -> float:
-        """Seconds of the loss of all rows, for which all wait; 0 where each micro-batch has one of its own."""
+        """Seconds of the loss over all rows, which every rank waits for; 0 if each micro-batch has its own loss."""
         return self.profile.blocks[-1].gathered_seconds / self._fastest
 
     def ramp(self, shape: Shape) -> float:
-        """How much of the other pipeline ranks' time a step pays to fill and drain the pipeline."""
+        """Return the fraction of the other pipeline ranks' time that a step spends to fill and drain the pipeline."""
         return shape.schedule.ramp.left(self._weight_share, shape.interleave)
 
     def score(self, shape: Shape, slowest: float, total: float, tail: float, work: float) -> Score:
-        """Step seconds by the formula: of the slowest pipeline rank and of all per micro-batch, of what comes after the
-        last one, and of all replicas' work."""
+        """Return the step seconds by the formula. ``slowest`` and ``total`` are seconds per micro-batch of the slowest
+        pipeline rank and of all; ``tail`` is the seconds after the last micro-batch; ``work`` is the seconds of all
+        replicas."""
         micro_batches = self.count(shape)
         pipelined = micro_batches * slowest + self.ramp(shape) * (total - slowest)
-        if shape.split:  # parameter gradients can fill the gaps of the rest, but no more than that
+        if shape.split:  # weight-gradient passes can fill the bubble of the rest, but no more
             rest = (micro_batches - 1) * slowest / shape.interleave + total
             pipelined = max(pipelined, (1 - self._weight_share) * rest)
         tail += self.loss_seconds
@@ -338,7 +340,7 @@ class Request:
         tail: float,
         work: float,
     ) -> Score:
-        """The score if ``pipeline_ranks`` more pipeline ranks split blocks 0 to ``stop`` ideally over the first
+        """Return the score if ``pipeline_ranks`` more pipeline ranks split blocks 0 to ``stop`` ideally over the first
         ``left`` devices."""
         if pipeline_ranks:
             rest, power = self.seconds(shape.microbatch, 0, stop), self._powers[left]
@@ -349,7 +351,7 @@ class Request:
         return sharing * ROUNDING, alone * ROUNDING
 
     def seconds(self, rows: int, start: int, stop: int) -> float:
-        """Seconds of blocks for a micro-batch of ``rows``, when nothing is computed twice."""
+        """Return the seconds of blocks for a micro-batch of ``rows`` without recomputation."""
         sums = self._sums(rows)
         return sums[stop] - sums[start]
 
@@ -363,7 +365,8 @@ class Request:
         )
 
     def _find_device(self, first: int, stop: int) -> Device:
-        """What a stage on devices ``first`` to ``stop``, in this order, can count on: the least of each."""
+        """Return the device that a stage on devices ``first`` to ``stop``, in this order, is planned for: the minimum
+        of each capacity."""
         kinds = list(dict.fromkeys(self.devices[first:stop]))
         tightest = min(kinds, key=lambda device: device.memory_bytes - device.fixed_bytes)
         return replace(
@@ -374,19 +377,19 @@ class Request:
         )
 
     def _find_link(self, first: int, stop: int) -> Link:
-        """The slowest link among devices ``first`` to ``stop``, in this order."""
+        """Return the slowest link among devices ``first`` to ``stop``, in this order."""
         return link_among(self.order[first:stop], self.cluster)
 
-    def flight(self, shape: Shape, first: int, stop: int, in_flight: int) -> Flight:
-        """Where a stage on devices ``first`` to ``stop`` runs."""
+    def setting(self, shape: Shape, first: int, stop: int, in_flight: int) -> StageSetting:
+        """Return the execution setting of a stage on devices ``first`` to ``stop``."""
         replicas = stop - first
         link = self.link(first, stop) if replicas > 1 else None
         rows = -(-shape.microbatch // replicas)
-        return Flight(replicas, rows, in_flight, link, shape.split, self.beside(shape))
+        return StageSetting(replicas, rows, in_flight, link, shape.split, self.beside(shape))
 
     def beside(self, shape: Shape) -> Beside:
-        """The most ranks of the stages beside a stage. What has more is not proved to fit until it is predicted: of
-        large questions replicas that are far from even."""
+        """Return the largest number of ranks of the stages before and after a stage. A stage with larger neighbours is
+        proved to fit only when it is predicted: in large requests, replica counts that are far from even."""
         asked, most = self.config.replicas, len(self.devices) - shape.pipeline_ranks + 1
         if asked != AUTO:
             most = max(asked) if isinstance(asked, list | tuple) else int(asked)
@@ -395,9 +398,9 @@ class Request:
         return most, most
 
     def pipeline_rank_counts(self) -> list[int]:
-        """Numbers of pipeline ranks that can use every device: at least one block and one device for each. Of large
-        numbers those that divide the devices, those that deal the blocks out evenly, and the first that can hold the
-        states."""
+        """Return the numbers of pipeline ranks that can use every device: each needs at least one block and one device.
+        Of large numbers, only those that divide the devices, those that partition the blocks evenly, and the
+        smallest that can hold the states are tried."""
         devices, blocks = len(self.devices), len(self.profile.blocks)
         most = min(devices, blocks)
         if self.config.stages != AUTO:
@@ -424,8 +427,8 @@ class Request:
         return replicas == AUTO or int(replicas) * pipeline_ranks == devices
 
     def replica_choices(self, shape: Shape, pipeline_rank: int, left: int) -> Sequence[int]:
-        """Replica counts of a pipeline rank that leave one device or more for each earlier one, none after the
-        first."""
+        """Return the replica counts of a pipeline rank that keep at least one device for each earlier pipeline rank;
+        the first one uses all remaining devices."""
         replicas = self.config.replicas
         if isinstance(replicas, list | tuple):
             return [replicas[pipeline_rank]]
@@ -438,12 +441,14 @@ class Request:
         ]
 
     def has_rows(self, shape: Shape, replicas: int) -> bool:
-        """Whether each of ``replicas`` has a row of every micro-batch: one without would be idle for the whole step."""
+        """Return whether each of ``replicas`` has a row of every micro-batch. A replica without rows would be idle for
+        the whole step."""
         return self.idle or replicas <= fewest_rows(self.global_batch, self.count(shape))
 
     @cached_property
     def least_pipeline_ranks(self) -> int:
-        """With fewer pipeline ranks the parameters and what training adds to them do not even fit by themselves."""
+        """The smallest number of pipeline ranks whose devices can hold parameters, gradients and optimizer states
+        alone."""
         largest = max(self.devices, key=lambda device: device.memory_bytes - device.fixed_bytes)
         sizes, most = Sizes.of(self.profile, 0, len(self.profile.blocks)), len(self.devices)
         lasting = min(

@@ -1,8 +1,9 @@
-"""The best plan: stages × replicas × micro-batch × schedule × keep/recompute/offload × tier × order of the devices.
+"""Find the fastest plan: stages × replicas × micro-batch × schedule × keep/recompute/offload × tier × order of the
+devices.
 
-Small questions are answered exactly by the formula of :mod:`parallax.plan.search.request`, larger ones by the greedy
-rule of :mod:`parallax.plan.search.greedy`, with a lower bound. Either way the best few are predicted in full, by the
-simulator where it can, and the prediction has the last word on time and on memory.
+Small requests are solved exactly under the formula of :mod:`parallax.plan.search.request`, larger ones by the greedy
+rule of :mod:`parallax.plan.search.greedy`, with a lower bound. In both cases the best candidates are predicted in full,
+by the event simulator where possible, and the prediction decides time and memory.
 """
 
 from __future__ import annotations
@@ -18,30 +19,37 @@ from parallax.plan.config import AUTO, PlanConfig
 from parallax.plan.cost.below import with_room_below
 from parallax.plan.plan import Alternative, Directive, Pipeline, Plan, Prediction
 from parallax.plan.profile import ModelProfile
+from parallax.plan.search.candidates import EFFORT as CANDIDATE_EFFORT
+from parallax.plan.search.candidates import (
+    CandidateSearch,
+    Forecasts,
+    Progress,
+    Timed,
+    timed_placements,
+)
 from parallax.plan.search.exact import EFFORT as EXACT_EFFORT
 from parallax.plan.search.exact import ExactSearch, worst
 from parallax.plan.search.greedy import GreedySearch
 from parallax.plan.search.refusal import refusal
 from parallax.plan.search.request import Candidate, Request
-from parallax.plan.search.survey import EFFORT as SURVEY_EFFORT
-from parallax.plan.search.survey import Forecasts, Progress, Survey, Timed, timed_placements
 from parallax.plan.simulation.predict import Forecast, predict
 
-PREDICTED = 8  # pipelines that are predicted in full, whether or not they can win
-EFFORT = 300_000  # passes of blocks that the event simulator runs through while one may win
-CANDIDATES = 20  # of the exact search
-NAMED = 4  # runners-up that the plan names
-CPUS = ("cpu", "cpu-core")  # kinds of devices whose memory inputs are in already
-TIE = 1e-6  # of the step: a gain that is none
-FEW_DEVICES = 4  # up to which plans for fewer are searched, too
-MOST_TRIED = 2  # numbers of more devices than that, where nothing fits the first
-AS_FAST = 1.01  # times the shortest step: fewer devices that take no longer are preferred
+PREDICTED = 8  # pipelines that are predicted in full even if they cannot win
+EFFORT = 300_000  # simulated block passes after which no more pipelines are predicted
+CANDIDATES = 20  # pipelines that the exact search returns
+NAMED = 4  # alternatives that the plan lists
+CPUS = ("cpu", "cpu-core")  # kinds of devices that read inputs from host memory directly
+TIE = 1e-6  # relative gain in step seconds that counts as none
+FEW_DEVICES = 4  # devices up to which plans for every smaller count are searched
+MOST_TRIED = 2  # device counts tried on larger clusters if no plan fits the first
+AS_FAST = 1.01  # times the shortest step, up to which fewer devices are preferred
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search over all orders of the devices found: pipelines, those of the formula's best ``candidates`` among
-    them, how many were ``compared``, whether none can score better by the formula, and a lower bound."""
+    """The pipelines found over all orders of the devices. ``timed`` includes the ``candidates`` with the best scores by
+    the formula, ``compared`` counts the evaluated pipelines, ``exact`` means that no pipeline has a better score by
+    the formula, and ``bound_seconds`` is a lower bound of the step."""
 
     timed: list[Timed]
     candidates: list[Candidate]
@@ -63,13 +71,13 @@ def search(
     spare: bool = False,
     progress: Progress = lambda text: None,
 ) -> tuple[Plan, Forecast]:
-    """The best plan for ``cluster``, and the forecast of its step.
+    """Return the fastest plan for ``cluster``, and the forecast of its step.
 
-    No replica is without rows. With ``spare``, devices may stay unused: of few, as many are used, the first ones, as
-    make the step shorter. ``microbatch`` is in rows; auto tries the halvings of the batch, and what divides it best
-    over the replicas. ``runnable`` asks for a plan that the runtime can execute, ``gather_loss`` for one whose loss is
-    computed once, of all rows; ``progress`` is told what is looked at. Raises :class:`InfeasiblePlan`, with the
-    smallest change found that fits, where nothing does.
+    Every replica gets rows. With ``spare``, the plan may use only the first devices if that makes the step shorter; on
+    large clusters only a few device counts are tried. ``microbatch`` is in rows; auto tries the halvings of the batch
+    and the sizes that divide the batch evenly over the replicas. ``runnable`` restricts the search to plans that the
+    runtime can execute, ``gather_loss`` to plans that compute one loss over all rows of the batch; ``progress``
+    receives status messages. Raises :class:`InfeasiblePlan`, with the smallest change found that fits, if no plan fits.
     """
     whole = Request(
         profile,
@@ -103,8 +111,8 @@ def search(
 
 
 def _device_counts(config: PlanConfig, devices: int) -> list[int]:
-    """How many of so many devices plans may use: any number that stages and replicas allow, most first, but of many
-    after the first those that stages of several replicas divide."""
+    """Return the device counts to try, largest first: every count that stages and replicas allow. Of many devices, the
+    counts that equal stages of several replicas use completely come directly after the first."""
     if config.ranks is not None:
         return [devices]
     step = 1 if config.replicas == AUTO else int(str(config.replicas))
@@ -117,14 +125,14 @@ def _device_counts(config: PlanConfig, devices: int) -> list[int]:
 
 
 def has_rows_for_all(request: Request) -> bool:
-    """Whether there is a pipeline that has rows for every device."""
+    """Return whether some pipeline has rows for every device."""
     quick = GreedySearch(request)
     return any(quick.has_replicas(shape) for shape in request.shapes())
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """What was found for one number of devices: pipelines with their forecasts, best first."""
+    """The result for one number of devices: pipelines with their forecasts, best first."""
 
     request: Request
     found: SearchResult
@@ -133,7 +141,7 @@ class _Answer:
 
     @classmethod
     def of(cls, request: Request, progress: Progress) -> _Answer:
-        """The best pipelines of a request."""
+        """Search the best pipelines of a request."""
         forecasts = Forecasts(request)
         found = find_candidates(request, CANDIDATES, forecasts, progress=progress)
         predicted = _predict(found.timed, forecasts, progress)
@@ -145,7 +153,7 @@ class _Answer:
         return self.predicted[0][1].step_seconds
 
     def plan(self) -> tuple[Plan, Forecast]:
-        """The best pipeline as a plan."""
+        """Return the best pipeline as a plan."""
         request, best = self.request, self.predicted[0]
         pipeline, forecast = _with_inputs_ahead(request.profile, request.cluster, best[0])
         refused = [
@@ -163,26 +171,28 @@ def find_candidates(
     *,
     progress: Progress = lambda text: None,
 ) -> SearchResult:
-    """The pipelines that may be the best over all orders of the devices. Small questions are also answered exactly by
-    the formula: their ``most`` best."""
+    """Return the pipelines that may be the best over all orders of the devices. For small requests, the ``most`` best
+    by the formula are also found exactly."""
     timed: list[Timed] = []
     best: list[Candidate] = []
     compared, exact, bound = 0, True, math.inf
     orders, forecasts = request.orders(), forecasts or Forecasts(request)
     for ordered in orders:
-        survey = Survey(ordered, forecasts, effort=SURVEY_EFFORT / len(orders), progress=progress)
-        survey.run()
-        timed += survey.found
-        compared += survey.compared
-        best = sorted([*best, *(other.candidate for other in survey.found)], key=lambda c: c.score)[
-            :most
-        ]
+        searched = CandidateSearch(
+            ordered, forecasts, effort=CANDIDATE_EFFORT / len(orders), progress=progress
+        )
+        searched.run()
+        timed += searched.found
+        compared += searched.compared
+        best = sorted(
+            [*best, *(other.candidate for other in searched.found)], key=lambda c: c.score
+        )[:most]
         if not request.small:
-            exact, bound = False, min(bound, survey.bound_seconds)
+            exact, bound = False, min(bound, searched.bound_seconds)
             continue
         thorough = ExactSearch(ordered, EXACT_EFFORT / len(orders))
         shapes = list(ordered.shapes())
-        whole, alone = worst(best, 1)  # only what beats the greedy rule's best is looked for
+        whole, alone = worst(best, 1)  # search only for pipelines that beat the best greedy one
         better = thorough.best(
             [shape for shape in shapes if shape.interleave == 1],
             most,
@@ -191,7 +201,7 @@ def find_candidates(
         best = sorted([*best, *better], key=lambda c: c.score)[:most]
         timed += [other for candidate in better for other in timed_placements(ordered, candidate)]
         compared += thorough.compared
-        # Kinds of devices are taken in turn, never mixed, and interleaved stages are cut one way only.
+        # Each order keeps equal devices together, and interleaved stages have a single partition.
         seen = thorough.exact and not request.mixed
         exact = exact and seen
         possible = [
@@ -212,14 +222,15 @@ def find_candidates(
 def _predict(
     timed: Sequence[Timed], forecasts: Forecasts, progress: Progress
 ) -> list[tuple[Pipeline, Forecast]]:
-    """The forecasts of the pipelines that may be the best, best first. The simulator finds waits that the longest path
-    does not know, so all that seem faster than the best are asked for, and some more to be named."""
+    """Return the forecasts of the pipelines that may be the best, best first. The simulator finds waits that the
+    longest path does not include, so every pipeline that seems faster than the best is predicted, and
+    :data:`PREDICTED` in any case."""
     best = forecasts.least()
     for other in sorted(timed, key=lambda other: other.least):
         enough = other.least >= best and len(forecasts.known) >= PREDICTED
         if enough or (forecasts.known and forecasts.effort > EFFORT):
             break
-        progress(f"predicting plans: {len(forecasts.known)}, the best takes {best:.4g} s")
+        progress(f"predicting plans: {len(forecasts.known)} done, best step {best:.4g} s")
         best = min(best, forecasts.seconds(other.pipeline))
     return sorted(forecasts.known.items(), key=lambda pair: pair[1].step_seconds)
 
@@ -227,8 +238,8 @@ def _predict(
 def _with_inputs_ahead(
     profile: ModelProfile, cluster: Cluster, pipeline: Pipeline
 ) -> tuple[Pipeline, Forecast]:
-    """``pipeline`` with every action of its forecast, which those that it was compared with need not keep. On
-    accelerators the inputs of a second micro-batch are on the device, where they fit."""
+    """Return ``pipeline`` with a forecast that has all its spans; the search discards spans. On accelerators, the
+    inputs of a second micro-batch are copied to the device ahead if they fit."""
     ahead = replace(pipeline.stages[0], inputs_ahead=True)
     accelerated = all(device.kind not in CPUS for device in cluster.devices)
     if accelerated and pipeline.micro_batches(pipeline.global_batch) > 1:
@@ -239,7 +250,8 @@ def _with_inputs_ahead(
 
 
 def _fits(request: Request) -> bool:
-    """Whether a plan for this question exists, predicted in full. One of the leanest shapes shows it soonest."""
+    """Return whether a plan for this request exists, predicted in full. The shapes that need the least memory are tried
+    first, since they show it soonest."""
     forecasts = Forecasts(request)
     for ordered in request.orders():
         quick = GreedySearch(ordered)
@@ -259,7 +271,7 @@ def _fits(request: Request) -> bool:
 
 
 def describe(pipeline: Pipeline) -> str:
-    """A plan in a line: ``1f1b, 2 stages × [1, 2] replicas, 8 micro-batches of 2, keep 6, offload 4``."""
+    """Return a plan in one line: ``1f1b, 2 stages × [1, 2] replicas, 8 micro-batches of 2, keep 6, offload 4``."""
     replicas = [stage.replicas for stage in pipeline.stages[: pipeline.pipeline_ranks]]
     shown = str(replicas[0]) if len(set(replicas)) == 1 else str(replicas)
     chosen = [directive for stage in pipeline.stages for directive in stage.directives]
@@ -299,7 +311,7 @@ def _runners_up(
 
 
 def _mean_terms(forecast: Forecast) -> dict[str, float]:
-    """Seconds by term, the mean over pipeline ranks."""
+    """Return the seconds of each term, averaged over pipeline ranks."""
     count = max(1, len(forecast.stages))
     terms: dict[str, float] = {}
     for stage in forecast.stages:

@@ -147,7 +147,7 @@ def every_stage(
     model, device = request.profile, request.device(0, 1)
     sums, keep = Sums.of(request, cut), (Directive.KEEP,) * (cut.stop - cut.start)
     found: list[tuple[float, float, float]] = []
-    for below in request.states_below(shape):
+    for below in request.offload_fractions(shape):
         if below.sharded and cut.replicas == 1 and found:
             continue
         where = {"device": device, "below": below, "replicas": cut.replicas, "split": cut.split}

@@ -72,10 +72,10 @@ REFUSED = [
         question(2, stages=2, schedule="interleaved", interleave=4),
         "4 to each of 2 makes 8 stages, more than the 4",
     ),
-    (question(3, stages=1, interleave=2), "several stages to a device need two devices in a row"),
+    (question(3, stages=1, interleave=2), "several stages per device need two pipeline ranks"),
     (
         question(3, stages=2, schedule="interleaved"),
-        "3 cannot be dealt to 2; use cluster.devices=2",
+        "3 cannot be divided by 2; use cluster.devices=2",
     ),
     (
         question(2, microbatch=8, schedule="interleaved"),
@@ -125,7 +125,7 @@ def test_settings_that_exclude_each_other() -> None:
             question(2, microbatch=9),
             "trainer.microbatch=9: it is more than the 8 row(s) of a batch",
         ),
-        (question(2, schedule="interleaved", activations="offload"), "one swap limit together"),
+        (question(2, schedule="interleaved", activations="offload"), "one shared swap limit"),
     ):
         with pytest.raises(ConfigError, match=re.escape(expected)):
             check_question(asked)
@@ -139,14 +139,14 @@ def test_settings_that_exclude_each_other() -> None:
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        (["plan.optimizer=host", "swap=off"], "plan.optimizer=host needs a host that can step"),
+        (["plan.optimizer=host", "swap=off"], "plan.optimizer=host needs a host tier"),
         (
             ["plan.optimizer=host", "plan.parameters=host", "swap.tier=none"],
             "use swap.tier=auto, or plan.optimizer",
         ),
         (
             ["plan.parameters=host", "swap.tier=none"],
-            "plan.parameters=host needs a host that can step",
+            "plan.parameters=host needs a host tier",
         ),
         (
             ["plan.parameters=host", "plan.schedule=zb-h1", "model.tied=false"],

@@ -124,22 +124,20 @@ def test_a_budget_is_never_exceeded_for_the_loss(blocks: int) -> None:
 def test_profiles_of_another_loss_are_refused() -> None:
     with pytest.raises(ConfigError, match="of m counts a loss for each micro-batch; measure it"):
         found(replace(gathered(), gathered_rows=0))
-    with pytest.raises(ConfigError, match="of m counts the loss of 9 rows at once; measure it"):
+    with pytest.raises(ConfigError, match="of m counts one loss over 9 rows; measure it"):
         found(gathered(rows=9))
-    with pytest.raises(
-        ConfigError, match=r"trainer.gather_loss=false .*the loss of 8 rows at once"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer.gather_loss=false .*one loss over 8 rows"):
         found(gathered(), gather_loss=False)
 
 
 @pytest.mark.parametrize(
     ("asked", "microbatch", "message"),
     [
-        ({"schedule": "1f1b"}, "auto", "plan.schedule=1f1b goes backward before all"),
+        ({"schedule": "1f1b"}, "auto", "plan.schedule=1f1b starts backward before"),
         ({"schedule": "zb-h2"}, 4, "use plan.schedule=gpipe, or trainer.microbatch=8"),
         ({"schedule": "zb-v"}, 4, "use plan.schedule=gpipe, or trainer.microbatch=8"),
         ({"schedule": "interleaved", "interleave": 2}, 1, "gpipe plan.interleave=auto, or"),
-        ({"interleave": 2}, "auto", "plan.interleave=2 goes backward"),
+        ({"interleave": 2}, "auto", "plan.interleave=2 starts backward"),
         ({"schedule": "gpipe"}, 1, ""),
         ({"schedule": "1f1b"}, 8, ""),
         ({}, "auto", ""),

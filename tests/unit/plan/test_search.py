@@ -175,13 +175,15 @@ def test_every_schedule_can_be_asked_for_and_run(schedule: str) -> None:
     assert (plan.interleave > 1) == shares
     for fields, message in (
         ({"parameters": "host"}, r"parameters visit the device for whole backwards of one stage"),
-        ({"activations": "offload"}, r"would need one swap limit together"),
+        ({"activations": "offload"}, r"would need one shared swap limit"),
     ):
         if shares or "parameters" in fields:
             with pytest.raises(ConfigError, match=message):
                 search(model, cluster(2), PlanConfig(schedule=schedule, **fields), global_batch=16)
     if plan.schedule.splits:
-        with pytest.raises(ConfigError, match=r"does not tell the gradients of parameters apart"):
+        with pytest.raises(
+            ConfigError, match=r"does not measure the gradients of parameters separately"
+        ):
             search(layers(8), cluster(2), PlanConfig(schedule=schedule), global_batch=16)
 
 

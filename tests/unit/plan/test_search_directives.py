@@ -136,7 +136,7 @@ def test_parameters_stream_only_where_a_stage_runs_whole_backwards() -> None:
     model = layers(8, weight_seconds=1e-3, moved=1e5, parameter_bytes=10**6)
     request = Request(model, machines, PlanConfig(), global_batch=16)
     for shape in request.shapes():
-        streams = any(below.parameters for below in request.states_below(shape))
+        streams = any(below.parameters for below in request.offload_fractions(shape))
         assert streams == (shape.interleave == 1 and not shape.split)
     plan, _ = search(model, machines, PlanConfig(parameters="host"), global_batch=16)
     assert plan.interleave == 1

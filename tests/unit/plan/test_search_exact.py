@@ -14,7 +14,7 @@ from parallax.errors import InfeasiblePlan
 from parallax.plan.config import PlanConfig
 from parallax.plan.cost.traffic import TIER_FLOOR
 from parallax.plan.plan import Directive
-from parallax.plan.search.exact_stage import ExactStageFitter, Flight
+from parallax.plan.search.exact_stage import ExactStageFitter, StageSetting
 from parallax.plan.search.request import Request
 from parallax.plan.search.search import (
     CANDIDATES,
@@ -125,7 +125,7 @@ def test_the_peak_is_monotone_in_the_budget(r: random.Random, count: int, flight
     for memory in range(400, 12_000, 400):
         device = cluster(1, memory, write=machines.devices[0].write, tier=2 * TIER_FLOOR).devices[0]
         fitter = ExactStageFitter(model, device, allowed=list(Directive))
-        found = fitter.fit(0, count, Flight(1, 2, flight))
+        found = fitter.fit(0, count, StageSetting(1, 2, flight))
         peak = found[0].peak_bytes if found else 0
         assert peak >= before
         assert peak <= memory

@@ -18,7 +18,7 @@ from parallax.plan.cost.collective import all_reduce_seconds
 from parallax.plan.cost.stage import load_planned
 from parallax.plan.plan import Directive, Plan
 from parallax.plan.profile import ModelProfile
-from parallax.plan.search.exact_stage import Flight, judge_stage
+from parallax.plan.search.exact_stage import StageSetting, judge_stage
 from parallax.plan.search.request import Request, Shape
 from parallax.plan.search.search import search
 from tests.unit.plan.searched import SIZES, layers, random_case
@@ -201,7 +201,7 @@ def random_score(r: random.Random, request: Request, shape: Shape) -> float:
     times, tails, work = [], [], 0.0
     for pipeline_rank, (first, stop) in enumerate(itertools.pairwise(ends)):
         seconds = tail = 0.0
-        where = Flight(stop - first, -(-shape.microbatch // (stop - first)), 1)
+        where = StageSetting(stop - first, -(-shape.microbatch // (stop - first)), 1)
         for stage in range(pipeline_rank, stages, shape.pipeline_ranks):
             directives = tuple(
                 r.choice(list(Directive)) for _ in range(cuts[stage + 1] - cuts[stage])
@@ -302,5 +302,5 @@ def test_the_smaller_of_two_devices_decides_for_a_pipeline_rank_of_both() -> Non
 
 
 def test_interleaving_needs_even_pipeline_ranks() -> None:
-    with pytest.raises(InfeasiblePlan, match=r"3 cannot be dealt to 2: use cluster.devices=2"):
+    with pytest.raises(InfeasiblePlan, match=r"3 cannot be divided by 2: use cluster.devices=2"):
         search(layers(8), cluster(3), PlanConfig(stages=2, schedule="interleaved"), global_batch=8)

@@ -1,9 +1,10 @@
-"""Every shape of a question, the likely best first: solved by the greedy rule, timed, and left out where it cannot win.
+"""Candidate search: evaluate the shapes of a request, likely best first, and skip shapes that cannot win.
 
-The formula ranks shapes of the same kind well and different kinds badly: what a zero-bubble schedule fills depends on
-which blocks keep their activations, what a message costs on where replicas lie. So each shape that may win is timed on
-its action lists, in more than one way. Left out is what its lower bound rules out, and what by the formula takes more
-than :data:`NEAR` times the best; the bound of all is proved afterwards, by :meth:`Survey._prove`.
+The formula ranks shapes of the same kind well and different kinds badly: the bubble that a zero-bubble schedule fills
+depends on which blocks keep their activations, and the cost of a message depends on the placement of replicas. So each
+shape that may win is solved by the greedy rule in several variants and timed on its action lists. A shape is skipped if
+its lower bound rules it out, or if it needs more than :data:`NEAR` times the best by the formula; the lower bound over
+all shapes is tightened afterwards, by :meth:`CandidateSearch._prove`.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from parallax.plan.simulation.predict import (
     quick_seconds,
 )
 
-# Pipeline ranks filled after which no more shapes are looked at, once one has been found.
+# Pipeline ranks filled after which no more shapes are evaluated, if one has been found.
 EFFORT = 40_000
-AGAIN_EFFORT = 1.1  # times that, after which the best shapes are not looked at again
-PROOF_EFFORT = 0.3  # of that spent on the bound
-AGAIN = 24  # of the shapes of the best pipelines, how many are solved in more ways
-ALIKE = 0.99  # weights of pipeline ranks above which they are taken as equal
+AGAIN_EFFORT = 1.1  # times that, after which the best shapes are not evaluated again
+PROOF_EFFORT = 0.3  # times that, spent on the bound
+AGAIN = 24  # shapes of the best pipelines that are solved in more variants
+ALIKE = 0.99  # smallest weight above which pipeline ranks count as equal
 REBALANCED = 8  # numbers of pipeline ranks whose best pipeline is tried with uneven replicas
-NEAR = 1.1  # pipelines up to so many times the best one's seconds are kept: the simulator may change their order
+NEAR = 1.1  # times the best seconds, up to which pipelines are kept: the simulator may reorder them
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A pipeline and the seconds of its step by the longest path, and the least that a forecast finds."""
+    """A pipeline, the seconds of its step by the longest path, and the lower bound of its forecast."""
 
     seconds: float
     least: float
@@ -52,7 +53,7 @@ class Timed:
 
 @dataclass(slots=True)
 class _Open:
-    """A shape and what is known of the slowest pipeline rank of its pipelines, plainly and by weight."""
+    """A shape, and lower bounds on the cost of the slowest pipeline rank of its pipelines, unweighted and weighted."""
 
     shape: Shape
     bound: float
@@ -61,9 +62,9 @@ class _Open:
 
 
 class Forecasts:
-    """Forecasts of one question's pipelines, each made once, with the swap limits that are the fastest (``known``).
-    ``refused`` are those that do not fit after all, and why; ``effort`` counts the passes of blocks that were
-    simulated."""
+    """Forecasts of the pipelines of one request. Each is made once, with the fastest swap limits (``known``).
+    ``refused`` maps pipelines that do not fit in the full prediction to the reason; ``effort`` counts the simulated
+    block passes."""
 
     def __init__(self, request: Request) -> None:
         self._profile, self._cluster = request.profile, request.cluster
@@ -73,7 +74,7 @@ class Forecasts:
         self.effort = 0
 
     def seconds(self, pipeline: Pipeline) -> float:
-        """Of a step; infinite where the pipeline does not fit."""
+        """Return the seconds of a step; infinite if the pipeline does not fit."""
         if pipeline not in self._seconds:
             try:
                 forecast = predict(self._profile, self._cluster, pipeline)
@@ -91,29 +92,31 @@ class Forecasts:
         return min((forecast.step_seconds for forecast in self.known.values()), default=math.inf)
 
 
-class _Looker:
-    """Solves the shapes of one request, one at a time."""
+class _Evaluator:
+    """Evaluates the shapes of one request, one at a time."""
 
     def __init__(self, request: Request, forecasts: Forecasts) -> None:
         self._forecasts = forecasts
         self.request, self.quick, self.bound = request, GreedySearch(request), StepBound(request)
 
-    def look(self, shape: Shape) -> _Found:
-        """The pipelines of a shape that may take less than the best that is forecast: with all directives, and, where
-        that makes blocks offload, without: what leaves the device may be waited for longer than the greedy rule
-        knows."""
+    def evaluate(self, shape: Shape) -> _Found:
+        """Return the pipelines of a shape that may be faster than the best forecast. They are solved with all
+        directives and, if blocks then offload, without offloading: a backward may wait longer for offloaded
+        activations than the greedy rule predicts."""
         found = _Found(self.request, self._forecasts)
         ceiling = self._ceiling(shape, found)
         solved = self._solve(shape, found)
-        allowed, ways = self.request.allowed_in(shape), list[list[Directive]]()
+        allowed, variants = self.request.allowed_in(shape), list[list[Directive]]()
         if solved is not None and solved.candidate is not None:
             rest: list[Directive] = [d for d in allowed if d is not Directive.OFFLOAD]
-            ways = (
+            variants = (
                 [rest] if rest and any(stage.offloads for stage in solved.candidate.stages) else []
             )
-        elif shape.interleave > 1:  # what two stages of a pipeline rank need together may not fit
-            ways = [[directive] for directive in allowed if len(allowed) > 1]
-        others = [self._solve(shape, found, way) for way in ways]
+        elif (
+            shape.interleave > 1
+        ):  # the mixed directives of two stages on one pipeline rank may not fit together
+            variants = [[directive] for directive in allowed if len(allowed) > 1]
+        others = [self._solve(shape, found, variant) for variant in variants]
         found.least_cost = (
             solved.least_cost if solved is not None else 0.0 if any(others) else ceiling
         )
@@ -121,9 +124,9 @@ class _Looker:
             self._weigh(shape, found, NEAR)
         return found
 
-    def look_again(self, shape: Shape) -> _Found:
-        """The pipelines of one of the best shapes with one directive for all blocks: where more leaves the device than
-        must, there is room to read ahead; and with states shared by replicas or not, cut evenly and by weight."""
+    def evaluate_again(self, shape: Shape) -> _Found:
+        """Return the pipelines of one of the best shapes with one directive for all blocks, since offloading more than
+        necessary frees memory to prefetch; and with sharded and unsharded states, partitioned evenly and by weight."""
         found = _Found(self.request, self._forecasts)
         allowed, weights = self.request.allowed_in(shape), self.bound.weights(shape)
         for directive in allowed:
@@ -136,13 +139,14 @@ class _Looker:
         return found
 
     def prove(self, shape: Shape) -> _Found:
-        """What a cut says of a shape that was not looked at, or was left out by the formula."""
+        """Return the result of a weighted partition for a shape that was not evaluated or that the formula ruled
+        out."""
         found = _Found(self.request, self._forecasts)
         self._weigh(shape, found, 1.0)
         return found
 
     def _weigh(self, shape: Shape, found: _Found, near: float) -> None:
-        """Cut by weights: what is found matters to pipelines that take up to ``near`` times the best."""
+        """Partition by weights. Results matter to pipelines that need up to ``near`` times the best."""
         ceiling = self.bound.weighted_ceiling(shape, found.best * near)
         solved = self._solve(shape, found, ceiling=ceiling, weights=self.bound.weights(shape))
         found.least_weighted = solved.least_cost if solved is not None else ceiling
@@ -168,7 +172,7 @@ class _Looker:
         return self.bound.ceiling(shape, found.best * NEAR)
 
     def rebalance(self, candidate: Candidate) -> _Found:
-        """The candidate with devices moved to its slowest pipeline ranks."""
+        """Return the candidate with devices moved to its slowest pipeline ranks."""
         found = _Found(self.request, self._forecasts)
         for other in self.quick.rebalance(candidate):
             found.compared += 1
@@ -177,9 +181,9 @@ class _Looker:
 
 
 class _Found:
-    """What is found of one shape: pipelines, of which those are forecast that the longest path alone does not rule out,
-    in how many ways it was cut (``compared``), and the least cost of its slowest pipeline rank, plainly and by
-    weight."""
+    """The results for one shape: pipelines, of which those that the longest path does not rule out are predicted, the
+    number of partitions tried (``compared``), and the least cost of the slowest pipeline rank, unweighted and
+    weighted."""
 
     def __init__(self, request: Request, forecasts: Forecasts) -> None:
         self._request, self._forecasts, self.best = request, forecasts, forecasts.least()
@@ -196,9 +200,9 @@ class _Found:
                 self.best = min(self.best, self._forecasts.seconds(timed.pipeline))
 
 
-class Survey:
-    """The shapes of one request. ``found`` are pipelines, ``compared`` counts what was solved, no even pipeline takes
-    less than ``bound_seconds``. ``effort`` is in pipeline ranks filled."""
+class CandidateSearch:
+    """The search over the shapes of one request. ``found`` lists pipelines, ``compared`` counts solved partitions, and
+    no even pipeline needs less than ``bound_seconds``. ``effort`` limits the number of pipeline ranks filled."""
 
     def __init__(
         self,
@@ -216,87 +220,87 @@ class Survey:
         )
         self.found: list[Timed] = []
         self.compared = 0
-        self._looker = _Looker(request, forecasts)
+        self._evaluator = _Evaluator(request, forecasts)
         self._open: list[_Open] = []
 
     def run(self) -> None:
-        """Look at every shape that may take less than the best that is forecast."""
-        least, looker = self.request.least_pipeline_ranks, self._looker
+        """Evaluate every shape that may be faster than the best forecast."""
+        least, evaluator = self.request.least_pipeline_ranks, self._evaluator
         shapes = [
             s
             for s in self.request.shapes()
-            if s.pipeline_ranks >= least and looker.quick.has_replicas(s)
+            if s.pipeline_ranks >= least and evaluator.quick.has_replicas(s)
         ]
-        ordered = sorted(shapes, key=looker.bound.likely)
-        leading = {
-            shape.pipeline_ranks: shape for shape in reversed(ordered)
-        }.values()  # of each number of pipeline ranks
-        first = dict.fromkeys([*sorted(leading, key=looker.bound.likely), *ordered])
-        self._open = [_Open(shape, looker.bound.seconds(shape)) for shape in first]
-        self._look_at_all()
+        ordered = sorted(shapes, key=evaluator.bound.likely)
+        # The likely best of each number of pipeline ranks come first.
+        leading = {shape.pipeline_ranks: shape for shape in reversed(ordered)}.values()
+        first = dict.fromkeys([*sorted(leading, key=evaluator.bound.likely), *ordered])
+        self._open = [_Open(shape, evaluator.bound.seconds(shape)) for shape in first]
+        self._evaluate_all()
         near = self.forecasts.least() * NEAR
         best = dict.fromkeys(t.candidate.shape for t in self._fastest_first() if t.seconds <= near)
         for shape in list(best)[:AGAIN]:
-            if looker.quick.looks <= AGAIN_EFFORT * self._effort:
-                self._take(looker.look_again(shape))
+            if evaluator.quick.filled <= AGAIN_EFFORT * self._effort:
+                self._add(evaluator.evaluate_again(shape))
         fastest: dict[int, Timed] = {}
         for timed in self._fastest_first():
             fastest.setdefault(timed.pipeline.pipeline_ranks, timed)
         for timed in list(fastest.values())[:REBALANCED]:
-            self._take(looker.rebalance(timed.candidate))
-        if not self.request.small:  # these are answered exactly
+            self._add(evaluator.rebalance(timed.candidate))
+        if not self.request.small:  # small requests are solved exactly
             self._prove()
 
     def _fastest_first(self) -> list[Timed]:
         return sorted(self.found, key=lambda timed: timed.seconds)
 
-    def _look_at_all(self) -> None:
-        """The likely best of each number of pipeline ranks, then all that may be better, the likely best first."""
+    def _evaluate_all(self) -> None:
+        """Evaluate the likely best shape of each number of pipeline ranks, then all shapes that may be better, likely
+        best first."""
         left = [entry for entry in self._open if not self._too_large(entry)]
         for number, entry in enumerate(left):
             best = self.forecasts.least()
-            if self.found and self._looker.quick.looks > self._effort:
+            if self.found and self._evaluator.quick.filled > self._effort:
                 return
             if entry.bound >= best:
                 continue
             done = number + len(self._open) - len(left)
             self._progress(
-                f"searching plans: {done} of {len(self._open)} shapes, the best takes {best:.4g} s"
+                f"searching plans: {done} of {len(self._open)} shapes, best step {best:.4g} s"
             )
-            look = self._looker.look(entry.shape)
-            entry.least_cost, entry.least_weighted = look.least_cost, look.least_weighted
-            self._take(look)
+            found = self._evaluator.evaluate(entry.shape)
+            entry.least_cost, entry.least_weighted = found.least_cost, found.least_weighted
+            self._add(found)
 
     def _prove(self) -> None:
-        """Raise the least of all bounds for as long as that costs little: of each shape that it may be by a cut that
-        says whether it can be as fast as the best."""
-        quick = self._looker.quick
-        most, proved = quick.looks + PROOF_EFFORT * self._effort, set[int]()
+        """Raise the lower bound over all shapes within the effort for proofs: the shape with the smallest bound is
+        partitioned by weights, which shows whether it can be as fast as the best."""
+        quick = self._evaluator.quick
+        most, proved = quick.filled + PROOF_EFFORT * self._effort, set[int]()
         by_bound = [(self._bound_of(entry), number) for number, entry in enumerate(self._open)]
         heapq.heapify(by_bound)
-        while by_bound and quick.looks < most:
+        while by_bound and quick.filled < most:
             least, number = heapq.heappop(by_bound)
             entry, best = self._open[number], self.forecasts.least()
             known = (
                 number in proved
                 or entry.least_weighted
-                or not self._looker.bound.weighs(entry.shape)
+                or not self._evaluator.bound.weighs(entry.shape)
             )
             if known or not least < best < math.inf:
                 return
-            self._progress(f"proving the plan: at most {best / least - 1:.1%} above the best")
-            look = self._looker.prove(entry.shape)
-            entry.least_weighted = look.least_weighted
+            self._progress(f"proving the plan: at most {best / least - 1:.1%} slower than the best")
+            found = self._evaluator.prove(entry.shape)
+            entry.least_weighted = found.least_weighted
             proved.add(number)
-            self._take(look)
+            self._add(found)
             heapq.heappush(by_bound, (self._bound_of(entry), number))
 
-    def _take(self, found: _Found) -> None:
+    def _add(self, found: _Found) -> None:
         self.found += found.timed
         self.compared += found.compared
 
     def _too_large(self, entry: _Open) -> bool:
-        """Whether even the leanest shape with as many pipeline ranks does not fit."""
+        """Return whether even the shape that needs the least memory with as many pipeline ranks does not fit."""
         if entry.shape.pipeline_ranks not in self._held:
             return False
         if not self._held[entry.shape.pipeline_ranks]:
@@ -305,23 +309,23 @@ class Survey:
 
     @cached_property
     def _held(self) -> dict[int, bool]:
-        quick = self._looker.quick
+        quick = self._evaluator.quick
         return {
             lean.pipeline_ranks: quick.holds(lean)
             for lean in quick.leanest([entry.shape for entry in self._open])
         }
 
     def _bound_of(self, entry: _Open) -> float:
-        return self._looker.bound.seconds(entry.shape, entry.least_cost, entry.least_weighted)
+        return self._evaluator.bound.seconds(entry.shape, entry.least_cost, entry.least_weighted)
 
     @property
     def bound_seconds(self) -> float:
-        """No even pipeline takes less; infinite where there is no shape."""
+        """Lower bound of every even pipeline; infinite if there is no shape."""
         return min(map(self._bound_of, self._open), default=math.inf)
 
 
 def timed_placements(request: Request, candidate: Candidate) -> list[Timed]:
-    """A candidate in all its placements, timed."""
+    """Return a candidate in all its placements, timed."""
     pipelines = placements(request.cluster, as_pipeline(request, candidate))
     return [
         Timed(*quick_seconds(request.profile, request.cluster, p), p, candidate) for p in pipelines
@@ -329,7 +333,7 @@ def timed_placements(request: Request, candidate: Candidate) -> list[Timed]:
 
 
 def as_pipeline(request: Request, candidate: Candidate) -> Pipeline:
-    """A candidate as what is predicted."""
+    """Return a candidate as the pipeline to predict."""
     return Pipeline(
         schedule=candidate.shape.schedule,
         stages=candidate.stages,

@@ -17,10 +17,10 @@ from parallax.plan.profile import Affine
 from parallax.plan.rows import micro_batch_count
 from parallax.plan.schedule import SCHEDULES
 from parallax.plan.search.bounds import StepBound
+from parallax.plan.search.candidates import CandidateSearch, Forecasts, as_pipeline
 from parallax.plan.search.greedy import GreedySearch
 from parallax.plan.search.request import Request, Shape
 from parallax.plan.search.search import search
-from parallax.plan.search.survey import Forecasts, Survey, as_pipeline
 from parallax.plan.simulation.predict import placements, predict, quick_seconds
 from tests.unit.plan_fakes import block, cluster, profile
 
@@ -174,10 +174,10 @@ def test_a_heavy_first_block_hides_a_part_of_the_ramp(batch: int, schedule: str)
     model, machines = profile([first, *[other] * 35]), cluster(8, 22_000)
     config = PlanConfig(replicas=1, schedule=schedule)
     request = Request(model, machines, config, global_batch=batch, runnable=False)
-    survey = Survey(request, Forecasts(request))
-    survey.run()
-    least = survey.forecasts.least()
-    assert survey.bound_seconds <= least
+    searched = CandidateSearch(request, Forecasts(request))
+    searched.run()
+    least = searched.forecasts.least()
+    assert searched.bound_seconds <= least
     for microbatch in (1, 2, 3, 5, 8, 10, 13):
         if microbatch <= batch:
             asked, _ = search(
@@ -267,10 +267,10 @@ def test_the_printed_bound_is_below_what_was_found(
     """Few micro-batches of blocks that are alike: pipeline ranks that wait less may hold more."""
     model, machines = profile([block(weight_seconds=1.0)] * blocks), cluster(devices, 10**9)
     request = Request(model, machines, config, global_batch=batch, runnable=False)
-    survey = Survey(request, Forecasts(request))
-    survey.run()
-    assert survey.bound_seconds <= survey.forecasts.least() * (1 + 1e-9)
-    assert survey.bound_seconds > 0.8 * survey.forecasts.least()
+    searched = CandidateSearch(request, Forecasts(request))
+    searched.run()
+    assert searched.bound_seconds <= searched.forecasts.least() * (1 + 1e-9)
+    assert searched.bound_seconds > 0.8 * searched.forecasts.least()
 
 
 def test_no_replica_goes_without_a_row_of_any_micro_batch() -> None:
