@@ -1,13 +1,14 @@
-"""A command that works for a while: what it does is said, Ctrl-C ends it, and a hang ends it as it ends a rank.
+"""Long work of a command: show its phase, end it on Ctrl-C, and end it if it hangs, under the limits of a rank.
 
-Before there are ranks, the user's own code runs here: factories of the model and of the rows, a forward of each block.
-It may wait for ever, or be inside of a call that heeds no signal. So a thread looks on, with the limits of the ranks::
+Before there are ranks, the user's code runs in the command: factories of the model and of the rows, a forward of each
+block. This code may hang, or be inside a call that handles no signal. So a watchdog thread checks it, with the limits
+of the ranks::
 
-    main thread     building the model ── model.target ── sleeps ...
-    this thread     looks for signs of life each second ──────────> a signal: the main thread raises, and tidies up;
-                                                                    where it does not, the line, and the process ends
+    main thread       building the model ── model.target ── sleeps ...
+    watchdog thread   checks for signs of life each second ──────────> a signal: the main thread raises and cleans up;
+                                                                       if it does not, the report, and the process ends
 
-Under torchrun a rank's :class:`~parallax.runtime.failure.watch.Watch` does all that.
+Under torchrun, a rank's :class:`~parallax.runtime.failure.watch.Watch` does this.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ from parallax.runtime.failure.life import Life, where
 from parallax.runtime.failure.report import remedy
 from parallax.train.loop import TrainerConfig
 
-_LOOK_SECONDS = 1.0  # between two looks for signs of life
-_PAUSE_SECONDS = 5.0  # without a look: this process itself was stopped
-_HEED_SECONDS = 2.0  # that the main thread has to heed a signal, which it does at once, but for calls that heed none
-_TURNS_PER_SECOND = 4  # of the sign that it goes on, which must not look like one of life
-_TIDY_SECONDS = 10.0  # that it has to tidy up after a hang
+_CHECK_SECONDS = 1.0  # between two checks for signs of life
+_PAUSE_SECONDS = 5.0  # after a longer gap this process itself was stopped
+_HANDLE_SECONDS = 2.0  # for the main thread to handle a signal, which it does at once outside of uninterruptible calls
+_TURNS_PER_SECOND = 4  # of the spinner; few, so that its thread does not count as a sign of life
+_CLEANUP_SECONDS = 10.0  # for the main thread to clean up after a hang
 
 
 class LongWork:
-    """What a command is doing; called with a text, it does that from now on."""
+    """The phase of a command; call it with a text to enter the next phase."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
-        self.phase: tuple[str] = ("",)  # a new object for each, however often it comes
+        self.phase: tuple[str] = ("",)  # a new object for each phase, even if the name repeats
         self.seconds = self.phase_seconds = 0.0
         self._show = show
 
@@ -57,50 +58,53 @@ class LongWork:
         self._show(text)
 
     def limit(self, trainer: TrainerConfig) -> None:
-        """More than ``watchdog_seconds`` without a sign of life, and more than ``phase_seconds`` in one phase, are a
-        hang; 0 sets no limit."""
+        """Set the limits: more than ``watchdog_seconds`` without a sign of life, and more than ``phase_seconds`` in one
+        phase, count as a hang; 0 sets no limit."""
         self.seconds, self.phase_seconds = trainer.watchdog_seconds, trainer.phase_seconds
 
 
 @contextlib.contextmanager
 def working(console: Console, what: str) -> Iterator[LongWork]:
-    """Work that takes a while: "planning", "profiling". Raises :class:`ParallaxError` where it hangs, with what it
-    does, the limit, and the line of the user's code."""
+    """Show and watch long work such as "planning" or "profiling". Raises :class:`ParallaxError` if it hangs, with the
+    phase, the limit, and the line of the user's code."""
     with console.status(what, refresh_per_second=_TURNS_PER_SECOND) as status:
         work = LongWork(status.update)
-        work.limit(TrainerConfig())  # until the run says otherwise
+        work.limit(TrainerConfig())  # defaults, until the run's configuration is known
         work.phase = (what,)
         if under_torchrun() or threading.current_thread() is not threading.main_thread():
             yield work
             return
-        onlooker = _Onlooker(what, work)
+        watchdog = _Watchdog(what, work)
         try:
-            onlooker.start()
+            watchdog.start()
             yield work
         finally:
-            onlooker.holding = True  # here: a call could be interrupted before its first line
-            onlooker.close()
+            watchdog.holding = (
+                True  # set here, since a signal could interrupt close() before its first line
+            )
+            watchdog.close()
 
 
-class _Onlooker:
-    """The thread that looks on. Handlers of signals stay those of the caller, to which each is passed on: while it
-    starts and closes at the end of that, for half of either would end a process that goes on."""
+class _Watchdog:
+    """The watchdog thread. It keeps the caller's signal handlers and passes each signal on to them. While it starts and
+    closes, it holds signals back until the end, because half-installed handlers would end a process that should
+    continue."""
 
     def __init__(self, what: str, work: LongWork) -> None:
         self._what, self._work = what, work
         self._requests, self._complaint = Requests(), ""
-        self._deadline, self._last_words, self._code = float("inf"), "", ParallaxError.exit_code
+        self._deadline, self._report, self._code = float("inf"), "", ParallaxError.exit_code
         self._answered = self._closing = False
         self.holding, self._held = True, list[int]()
         self._handlers: dict[int, Handler] = {
             n: each for n in handled_signals() if callable(each := signal.getsignal(n))
         }
-        self._wakeup: int | None = None  # of before, once it is replaced
-        self._thread = threading.Thread(target=self._run, name="parallax-onlooker", daemon=True)
+        self._wakeup: int | None = None  # the previous one, once it is replaced
+        self._thread = threading.Thread(target=self._run, name="parallax-watchdog", daemon=True)
         self._woken, self._wake = socket.socketpair()
 
     def start(self) -> None:
-        """Look on, and answer signals. Whatever it raises, :meth:`close` puts back what there was."""
+        """Start to watch and to handle signals. After an exception, :meth:`close` restores the previous handlers."""
         self._wake.setblocking(False)
         for number in self._handlers:
             signal.signal(number, self._answer)
@@ -110,18 +114,18 @@ class _Onlooker:
         self._answer_held()
 
     def close(self) -> None:
-        """The work is done, or has failed."""
+        """Stop watching and restore the previous handlers."""
         self._closing = True
         if self._wakeup is not None:
             signal.set_wakeup_fd(self._wakeup)
         if self._thread.ident is not None:
-            with contextlib.suppress(BlockingIOError):  # it is awake
+            with contextlib.suppress(BlockingIOError):  # a full buffer wakes it anyway
                 self._wake.send(b"\0")
             self._thread.join()
         self._woken.close()
         self._wake.close()
         try:
-            # The last that is held.
+            # SIGINT is restored last, since its default handler raises.
             for number in sorted(self._handlers, key=lambda each: each == signal.SIGINT):
                 signal.signal(number, self._handlers[number])
         finally:
@@ -129,7 +133,7 @@ class _Onlooker:
         self._answer_held()
 
     def _answer(self, number: int, frame: FrameType | None) -> None:
-        """On the main thread, as soon as it heeds signals: there is no need to end the process over its head."""
+        """Handle a signal on the main thread. The watchdog need not end the process any more."""
         self._answered = True
         if self.holding:
             self._held.append(number)
@@ -148,39 +152,41 @@ class _Onlooker:
         life, looked = Life(), time.monotonic()
         begun, idle, phase = looked, 0.0, self._work.phase
         while not self._closing:
-            ready, _, _ = select.select([self._woken], [], [], _LOOK_SECONDS)
+            ready, _, _ = select.select([self._woken], [], [], _CHECK_SECONDS)
             if ready:
-                self._heed(self._woken.recv(64))
+                self._handle(self._woken.recv(64))
             now = time.monotonic()
             if now > self._deadline:
-                self._press(now)
-            if now - looked < _LOOK_SECONDS:
+                self._enforce_deadline(now)
+            if now - looked < _CHECK_SECONDS:
                 continue
             alive, gap, looked = life.shows(), now - looked, now
             if self._work.phase is not phase or gap > _PAUSE_SECONDS:
                 begun, idle, phase = now, 0.0, self._work.phase
             idle = 0.0 if alive else idle + gap
             if not self._complaint:
-                self._judge(phase[0], idle, now - begun)
+                self._check_hang(phase[0], idle, now - begun)
 
-    def _press(self, now: float) -> None:
-        """The main thread has had its time: to answer, and after a hang, which it may go on with, to tidy up."""
-        if not self._answered or (self._complaint and now > self._deadline + _TIDY_SECONDS):
+    def _enforce_deadline(self, now: float) -> None:
+        """End the process if the main thread has not handled the signal in time, or has not cleaned up in time after a
+        hang."""
+        if not self._answered or (self._complaint and now > self._deadline + _CLEANUP_SECONDS):
             self._end()
 
-    def _heed(self, signals: bytes) -> None:
-        """A request to end is answered by the main thread; a second Ctrl-C ends the process whatever that does."""
+    def _handle(self, signals: bytes) -> None:
+        """Start the deadline of a request to end, which the main thread handles; a second Ctrl-C ends the process at
+        once."""
         for number in self._handlers:
             if number not in signals or self._complaint:
                 continue
             if not self._requests.first:
-                self._last_words, self._code = stopped_by(number), exit_code(number)
-                self._deadline = time.monotonic() + _HEED_SECONDS
+                self._report, self._code = stopped_by(number), exit_code(number)
+                self._deadline = time.monotonic() + _HANDLE_SECONDS
             self._requests.add(number)
             if self._requests.impatient:
                 self._end()
 
-    def _judge(self, phase: str, idle: float, seconds: float) -> None:
+    def _check_hang(self, phase: str, idle: float, seconds: float) -> None:
         work, late = self._work, 0.0
         if work.phase_seconds and seconds > work.phase_seconds:
             late = work.phase_seconds
@@ -188,17 +194,18 @@ class _Onlooker:
             return
         doing = f": {phase}" if phase != self._what else ""
         how = f"for {seconds:.0f} s" if late else f"{idle:.0f} s without a sign of life"
-        self._last_words = (
+        self._report = (
             f"{self._what} hangs{doing}, {how}; {remedy(work.seconds, late)}; it is in {where()}"
         )
         self._code = ParallaxError.exit_code
         if not self._handlers:
             self._end()
-        self._answered, self._complaint = False, self._last_words
-        self._deadline = time.monotonic() + _HEED_SECONDS
+        self._answered, self._complaint = False, self._report
+        self._deadline = time.monotonic() + _HANDLE_SECONDS
         signal.pthread_kill(threading.main_thread().ident or 0, next(iter(self._handlers)))
 
     def _end(self) -> None:
-        """Written past Python's buffers: the main thread may hold their locks for ever."""
-        os.write(2, f"parallax: {printable(self._last_words)}\n".encode())
+        """Print the report and end the process. The text bypasses Python's buffers, because the main thread may hold
+        their locks for ever."""
+        os.write(2, f"parallax: {printable(self._report)}\n".encode())
         os._exit(self._code)

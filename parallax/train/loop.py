@@ -1,4 +1,4 @@
-"""The training loop: step, log, evaluate, save, resume; nothing else."""
+"""The training loop: step, log, evaluate, save, resume."""
 
 from __future__ import annotations
 
@@ -36,29 +36,28 @@ from parallax.train.rows_end import ENDED, RowsEnd
 from parallax.train.saving.saves import Saves
 from parallax.train.stop import Drifted, Requested, Stopping, StopReason, drift
 
-_MOST_SKIPS = 10  # steps in a row whose loss or gradients are not finite
+_MOST_SKIPS = 10  # consecutive steps with a non-finite loss or gradient
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """How long and how large.
+    """Length and batch of a training run.
 
-    ``steps``: optimizer steps to train for; no default is right, so a run without is refused (0: not said).
-    ``global_batch``: rows per optimizer step over all replicas. ``microbatch``: rows per micro-batch, auto lets
-    the planner choose. ``gather_loss``: the outputs of all micro-batches and replicas meet before the loss, which is
-    computed once, of the whole batch: for losses in which rows meet, such as contrastive ones. ``eval_every``,
-    ``checkpoint_every``: steps between; 0 is only at the end. ``eval_batches``: global batches per evaluation, at most;
-    auto is all held-out rows.
-    ``keep_checkpoints``: older ones are deleted; 0 keeps all.
-    ``resume``: auto continues from the run directory's last checkpoint, never starts anew. ``watchdog_seconds``: a rank
-    that stays longer in one action, does not answer for longer, or outside of steps shows no sign of life for longer,
-    ends the run with its name (never less than two predicted steps); 0 lets it hang. ``phase_seconds``: the most that
-    anything else may take, such as loading data, building the engine, the first steps with ``compile``, an evaluation,
-    a checkpoint; 0 sets no limit. ``grace_seconds``: within which a run that is asked to end must have its checkpoint,
-    as whoever asked will not wait longer; after that it ends without; 0 sets no limit. ``max_restarts``: how often all
-    ranks are started again from the last checkpoint when one has died, crashed or hung, or has failed in a way that may
-    pass; 0 is never. Under the user's own torchrun its ``--max-restarts`` counts instead. ``nonfinite``: what is done
-    about a step whose loss or gradients are NaN or infinite: stop, or skip it, at most ten in a row.
+    ``steps``: optimizer steps to train for; there is no default, so a run without it is rejected (0: not set).
+    ``global_batch``: rows per optimizer step over all replicas. ``microbatch``: rows per micro-batch; with auto the
+    planner chooses. ``gather_loss``: compute one loss over the outputs of the whole batch, gathered from all
+    micro-batches and replicas, for losses over the whole batch, such as contrastive ones. ``eval_every``,
+    ``checkpoint_every``: steps between evaluations or checkpoints; 0: only at the end. ``eval_batches``: maximum global
+    batches per evaluation; auto is all held-out rows. ``keep_checkpoints``: number of checkpoints kept; 0 keeps all.
+    ``resume``: auto resumes from the run directory's last checkpoint; with never the run restarts from the beginning.
+    ``watchdog_seconds``: seconds after which a rank ends the run, and is named, if it stays in one action, does not
+    answer or, outside of steps, shows no sign of life (never less than two predicted steps); 0 disables this.
+    ``phase_seconds``: limit of every other phase, such as loading data, building the engine, the first steps with
+    ``compile``, an evaluation, a checkpoint; 0 sets no limit. ``grace_seconds``: seconds in which a run that is asked
+    to end must have saved its checkpoint; after that it ends without; 0 sets no limit. ``max_restarts``: how often all
+    ranks restart from the last checkpoint after a rank has died, crashed, hung, or failed with an error that may be
+    transient; 0 is never. Under your own torchrun, its ``--max-restarts`` applies instead. ``nonfinite``: the reaction
+    to a step with a non-finite loss or gradient: stop, or skip it, at most ten in a row.
     """
 
     steps: int = 0
@@ -97,7 +96,7 @@ class TrainerConfig:
         )
 
     def check_steps(self) -> None:
-        """Raise :class:`ConfigError` where nobody has said how long to train."""
+        """Raise :class:`ConfigError` if the number of steps is not set."""
         if not self.steps:
             raise ConfigError(
                 "trainer.steps: a run needs the number of steps to train for; add trainer.steps=N, for example "
@@ -106,13 +105,13 @@ class TrainerConfig:
 
     @property
     def nonfinite_skips(self) -> int:
-        """Steps in a row that may be skipped because loss or gradients are not finite."""
+        """Consecutive steps that may be skipped because loss or gradients are non-finite."""
         return _MOST_SKIPS if self.nonfinite == "skip" else 0
 
 
 class OnDrift(StrEnum):
-    """What to do, at the next checkpoint, when steps take a fifth more or less than the plan says: go on, say so, or
-    end the loop with that checkpoint, for another plan to continue from."""
+    """The action at the next checkpoint when steps are a fifth slower or faster than predicted: continue, report it, or
+    end the loop with that checkpoint, so that another plan resumes from it."""
 
     IGNORE = "ignore"
     NOTE = "note"
@@ -133,14 +132,15 @@ def train(
     debug: DebugConfig | None = None,
     onlooker: Onlooker | None = None,
 ) -> dict[str, Any]:
-    """Train to ``trainer.steps`` in the run directory; called by every rank. The summary, on rank 0 written there.
-    ``checkpoints`` is where these go, a folder of the run directory where nothing else is said; ``checkpoint``: how.
+    """Train to ``trainer.steps`` in the run directory, and return the summary, which rank 0 also writes there; every
+    rank calls it. ``checkpoints`` is the folder of checkpoints, by default one in the run directory; ``checkpoint``
+    configures them.
 
-    ``onlooker`` learns what is done outside of steps, and knows whether this rank has been asked to end. Where there is
-    a reason to end early (:mod:`parallax.train.stop`), all ranks end after the same step, with a checkpoint.
+    ``onlooker`` receives the phases outside of steps, and knows whether this rank was asked to end. If there is a
+    reason to end early (:mod:`parallax.train.stop`), all ranks end after the same step, with a checkpoint.
 
-    The summary's ``ended`` is "steps", "rows" where the source had no more, or the name of that reason: "drift", of
-    which ``drift`` says why, or "stopped", of which ``stopped`` is the signal's number.
+    The summary's ``ended`` is "steps", "rows" if the source has no more rows, or the name of the reason: "drift", with
+    the explanation in ``drift``, or "stopped", with the signal's number in ``stopped``.
     """
     trainer.check_steps()
     recording = recorder(debug or DebugConfig(), directory, engine.mesh.rank, engine.mesh.device)
@@ -195,13 +195,17 @@ class _Run:
         self._rows_end = RowsEnd(engine.mesh, trainer.global_batch)
         most = trainer.eval_batches if isinstance(trainer.eval_batches, int) else None
         self._held_out = HeldOut(engine, source, trainer.global_batch, most)
-        self._evaluated: int | None = None  # the step after which the held-out rows were last
+        self._evaluated: int | None = (
+            None  # the step after which the held-out rows were last evaluated
+        )
 
     def run(self) -> dict[str, Any]:
         phase = self._onlooker.phase
         with phase("loading a checkpoint"):
             resumed = self._resume()
-            state_text(self._state())  # what no checkpoint can hold is said before the first step
+            state_text(
+                self._state()
+            )  # state that no checkpoint can hold is rejected before the first step
         self._record.begin(self._engine.completed_steps)
         total = self._trainer.steps
         with (
@@ -220,7 +224,7 @@ class _Run:
                 logger.note(f"skipped: {refused}")
             if resumed:
                 logger.note(f"continuing after step {self._engine.completed_steps} from {resumed}")
-            self._stopping.ask()  # what came while the engine was built
+            self._stopping.ask()  # requests that arrived while the engine was built
             while self._engine.completed_steps < total and not self._stopping.now:
                 if (batch := self._next_batch()) is None:
                     self._end_of_rows(logger)
@@ -243,13 +247,13 @@ class _Run:
             return self._end()
 
     def _next_batch(self) -> Rows | None:
-        """None on all ranks where the rows of any have ended."""
+        """Return the next rows; None on all ranks if the rows of any rank have ended."""
         with self._onlooker.phase("fetching rows"):
             return self._rows_end.fetch(lambda: self._checkup.fetch(self._fetch))
 
     def _end_of_rows(self, logger: RankZeroLogger) -> None:
-        """Evaluate and save; raises :class:`DataError` where the rows must not end here. Where some ranks have rows,
-        the state of their source is a batch ahead of the weights, so nothing is saved."""
+        """Evaluate and save; raise :class:`DataError` if the rows must not end here. If some ranks still have rows, the
+        state of their source is a batch ahead of the weights, so nothing is saved."""
         step, metrics = self._engine.completed_steps, dict[str, float | None]()
         self._stopping.ask()
         if self._rows_end.everywhere:
@@ -264,12 +268,12 @@ class _Run:
         return self._source.batch(self._trainer.global_batch)
 
     def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds besides the engine's state."""
+        """Return the part of a checkpoint's state that is not the engine's."""
         return {"source": self._source.state_dict()}
 
     def _end(self) -> dict[str, Any]:
         self._onlooker.served()
-        # Before the ranks meet: where there is a summary, there is this.
+        # Written before the ranks synchronise, so that every run with a summary has it.
         self._record.write_occupancy(self._engine.completed_steps)
         self._nodes.gather(self._unwritten)
         summary = self._summary()
@@ -280,19 +284,19 @@ class _Run:
         return {**summary, "unwritten": lines}
 
     def _reasons(self, on_drift: OnDrift) -> list[StopReason]:
-        """Why this run may end early."""
+        """Return the reasons that may end this run early."""
 
         heeded, ends = on_drift is not OnDrift.IGNORE, on_drift is OnDrift.STOP
 
         def judge() -> str:
-            slow = self._checkup.slow() if ends else ""  # otherwise it has been said
+            slow = self._checkup.slow() if ends else ""  # otherwise it has been reported
             predicted = self._engine.plan.prediction.step_seconds
             return slow or drift(self._record.seconds, predicted)
 
         return [Requested(self._onlooker), Drifted(judge, judges=heeded, ends=ends)]
 
     def _resume(self) -> Path | None:
-        """Load the last good checkpoint of the run directory; the one loaded."""
+        """Load the last valid checkpoint of the run directory; return its path."""
         if self._trainer.resume != "auto":
             self._engine.saving.begin_start(self._checkpoints)
             return None
@@ -313,7 +317,7 @@ class _Run:
         return None
 
     def _report(self, logger: RankZeroLogger, result: StepResult) -> None:
-        """Gather what every rank knows of the step; rank 0 shows and writes it."""
+        """Gather the statistics of the step from every rank; rank 0 prints and writes them."""
         budgets = self._budgets
         told: tuple[dict[str, float], ...] = (
             {"peak_bytes": result.peak_bytes, "unwritten": self._unwritten.has_news},
@@ -363,7 +367,7 @@ class _Run:
     def _tell_unwritten(self, logger: RankZeroLogger) -> None:
         for rank, lines in enumerate(self._mesh.gather_objects(self._unwritten.news())):
             for line in lines:
-                logger.note(f"rank {rank} {line}; training goes on without it")
+                logger.note(f"rank {rank} {line}; training continues without it")
 
     def _evaluate_and_save(self, logger: RankZeroLogger, result: StepResult, total: int) -> None:
         step = self._engine.completed_steps
@@ -386,7 +390,7 @@ class _Run:
                 logger.note(f"step {step}: {words}")
 
     def _evaluate(self, logger: RankZeroLogger, step: int) -> float | None:
-        """The loss of the held-out rows; where a rank has been asked to end, it stays unknown."""
+        """Return the loss of the held-out rows; None if a rank has been asked to end."""
 
         def progress(done: int, count: int | None) -> bool:
             logger.evaluating(step, done, count)
@@ -402,7 +406,7 @@ class _Run:
         if found.bad is not None:
             index, loss = found.bad
             logger.note(
-                f"step {step}: the validation loss is no number: held-out batch {index} gives {loss}"
+                f"step {step}: the validation loss is not finite: held-out batch {index} gives {loss}"
             )
         if found.truncated:
             logger.note(
@@ -412,7 +416,8 @@ class _Run:
         return found.loss
 
     def _summary(self) -> dict[str, Any]:
-        """How the run ended, and predicted against measured; the same on every rank, but for what it waited itself."""
+        """Return how the run ended, and prediction against measurement; equal on every rank, except for its own
+        waits."""
         first = self._rank == 0
         return {
             "steps": self._engine.completed_steps,

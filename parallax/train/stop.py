@@ -1,13 +1,13 @@
-"""Why a training loop ends before its last step, and how all ranks come to end after the same one, with a checkpoint.
+"""Reasons to end a training loop early, and the agreement that ends all ranks after the same step, with a checkpoint.
 
 ::
 
-    after each step      every rank has a number for each reason; the largest of all ranks counts, and above 0 it is the
-                         last step
-    at a checkpoint      every rank judges, and the words of rank 0, whose clock measures, count
+    after each step      every rank has a number for each reason; the maximum over ranks counts, and above 0 the step is
+                         the last
+    at a checkpoint      every rank evaluates each reason, and the text of rank 0, whose clock measures, counts
 
-The numbers travel with what ranks tell each other after a step anyway. A reason more is a class more here, and an entry
-in the list of whoever trains.
+The numbers are exchanged together with the other statistics of a step. A new reason is one more class here, and an
+entry in the list of the training loop.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ from parallax.mesh import Mesh
 from parallax.train.onlooker import Onlooker
 from parallax.train.record import COMPLETE, WARM_UP
 
-JUDGED = 5  # steps after the warm-up from which a prediction is judged
-DRIFT = 0.2  # a prediction this far off is worth another plan
-# Times the prediction, or less than its inverse: far beyond the error of plans of a good profile, about an eighth.
+JUDGED = 5  # steps after the warm-up before a prediction is evaluated
+DRIFT = 0.2  # relative error of a prediction that justifies another plan
+# Ratio to the prediction, or its inverse: far above the error with a good profile, about an eighth.
 CONTRADICTED = 1.5
-LEAST_DIFFERENCE = (
-    0.005  # seconds of a step: below it the dispatch of actions, which is in no profile, may be all
-)
+# Seconds of a step. A smaller difference may be the dispatch of actions, which no profile includes.
+LEAST_DIFFERENCE = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks know of one reason: the largest ``number`` of any, and the ``words`` of rank 0."""
+    """The agreed state of one reason: the maximum ``number`` of all ranks, and the ``words`` of rank 0."""
 
     number: int = 0
     words: str = ""
 
 
 class StopReason(Protocol):
-    """One reason. ``name``: what the summary's ``ended`` says. ``judges``: whether it is asked at checkpoints;
-    ``ends``: whether words found there end the run, and ``then`` what comes next. All are the same on every rank."""
+    """One reason. ``name`` is the summary's ``ended``. ``judges``: it is evaluated at checkpoints; ``ends``: a text
+    found there ends the run, and ``then`` describes the next action. All are equal on every rank."""
 
     name: str
     judges: bool
@@ -48,17 +47,17 @@ class StopReason(Protocol):
     then: str
 
     def asked(self) -> int:
-        """What this rank knows now; above 0 the run ends after this step."""
+        """Return this rank's number; above 0 the run ends after this step."""
 
     def judged(self) -> str:
-        """At a checkpoint: why the run should end with it; empty where it should not."""
+        """Return, at a checkpoint, why the run should end with it; empty if it should not."""
 
     def facts(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:
-        """Entries of the summary; ``ended`` says whether it was this that ended the run."""
+        """Return entries of the summary; ``ended`` tells whether this reason ended the run."""
 
 
 class Requested:
-    """A rank was asked to end, by a signal: its number."""
+    """A rank was asked to end by a signal; the number is the signal's."""
 
     name, judges, ends, then = "stopped", False, True, ""
 
@@ -72,13 +71,13 @@ class Requested:
         return ""
 
     def facts(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:
-        """The signal, where it came before the end."""
+        """Return the signal, if it ended the run."""
         return {"stopped": agreed.number if ended else 0}
 
 
 class Drifted:
-    """Steps are not as the plan predicted, or a rank stays slow, which ``judge`` finds; where it ``ends`` the run,
-    another plan goes on."""
+    """Steps differ from the plan's prediction, or a rank stays slow, as found by ``judge``; if the reason ``ends`` the
+    run, it resumes under another plan."""
 
     name, then = "drift", "another plan continues from here"
 
@@ -89,16 +88,16 @@ class Drifted:
         return 0
 
     def judged(self) -> str:
-        """By all steps so far."""
+        """Evaluate all steps so far."""
         return self._judge()
 
     def facts(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:  # noqa: ARG002
-        """How far off the prediction is, or who is slow."""
+        """Return the error of the prediction, or the slow ranks."""
         return {"drift": agreed.words}
 
 
 def drift(seconds: Sequence[float], predicted: float) -> str:
-    """Why steps of ``seconds``, in order, show a prediction to be wrong; empty where they do not, or not yet."""
+    """Return why steps of ``seconds``, in order, show that a prediction is wrong; empty if they do not, or not yet."""
     timed = seconds[WARM_UP:]
     if len(timed) < JUDGED or predicted <= 0:
         return ""
@@ -109,8 +108,8 @@ def drift(seconds: Sequence[float], predicted: float) -> str:
 
 
 def contradiction(measured: float, predicted: float, steps: int) -> str:
-    """Why ``steps`` steps of typically ``measured`` seconds show that the profile behind ``predicted`` is wrong; empty
-    where they do not."""
+    """Return why ``steps`` steps of typically ``measured`` seconds show that the profile behind ``predicted`` is wrong;
+    empty if they do not."""
     if steps < WARM_UP + JUDGED or min(measured, predicted) <= 0:
         return ""
     ratio = measured / predicted
@@ -120,7 +119,7 @@ def contradiction(measured: float, predicted: float, steps: int) -> str:
 
 
 class Stopping:
-    """The ``reasons`` of a run, and what its ranks agree on; of several that apply, the first counts."""
+    """The ``reasons`` of a run, and the agreement of its ranks; if several apply, the first counts."""
 
     def __init__(self, reasons: Sequence[StopReason], mesh: Mesh) -> None:
         self._reasons, self._mesh = tuple(reasons), mesh
@@ -137,22 +136,22 @@ class Stopping:
         return self._first() is not None
 
     def columns(self) -> dict[str, float]:
-        """What this rank says of each reason."""
+        """Return this rank's number for each reason."""
         return {f"stop_{n}": reason.asked() for n, reason in enumerate(self._reasons)}
 
     def agree(self, columns: Mapping[str, Sequence[float]]) -> None:
-        """``columns`` are the numbers of all ranks by name, those of :meth:`columns` among them."""
+        """Accept ``columns``, the numbers of all ranks by name, including those of :meth:`columns`."""
         for n, known in enumerate(self._agreed):
             number = known.number or int(max(columns[f"stop_{n}"]))
             self._agreed[n] = Agreed(number, known.words)
 
     def ask(self) -> None:
-        """Agree where no step is there to carry the numbers along; all ranks call it."""
+        """Agree without a step that exchanges the numbers; all ranks call it."""
         if not self.at_once:
             self.agree(self._mesh.gather_columns(self.columns()))
 
     def judge(self) -> list[str]:
-        """At a checkpoint, the words that are new; all ranks call it."""
+        """Return, at a checkpoint, the new texts; all ranks call it."""
         found = []
         for index, reason in enumerate(self._reasons):
             known = self._agreed[index]
@@ -163,7 +162,7 @@ class Stopping:
         return found
 
     def summary(self, *, complete: bool) -> dict[str, Any]:
-        """``ended``, and what each reason has to say; nothing ended a run that is ``complete``."""
+        """Return ``ended`` and the entries of each reason; no reason ended a run that is ``complete``."""
         first = None if complete else self._first()
         facts = {
             key: value

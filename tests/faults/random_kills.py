@@ -52,7 +52,7 @@ SETTINGS = [
 ]
 VICTIMS = {"rank": (16, 0.9), "server": (2, 4.0), "launcher": (2, 7.0)}
 """How likely each is, of twenty, and for how many seconds it may live: until some steps have been taken."""
-_GIVES_UP = "the same came 3 times at the same step"
+_GIVES_UP = "the same failure came 3 times at the same step"
 
 
 @dataclass

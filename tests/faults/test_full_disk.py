@@ -55,8 +55,8 @@ def test_a_run_goes_on_without_its_logs(here: Path) -> None:
     for name in ("events-rank0.jsonl", "events-rank1.jsonl", "metrics.jsonl"):
         assert out.count(f"cannot write {run / name}: File too large, ") == 1
         assert err.count(f"cannot write {run / name}: File too large, ") == 1
-    assert all(line.endswith("; the run went on without it") for line in err.splitlines())
-    assert " times); the run went on without it" in err
+    assert all(line.endswith("; the run continued without it") for line in err.splitlines())
+    assert " times); the run continued without it" in err
     steps = [record["step"] for record in read_metrics(run / "metrics.jsonl")]
     # What is there is whole; the last, of the end, is shorter.
     assert steps[:-1] == list(range(1, len(steps)))

@@ -125,7 +125,7 @@ def test_under_a_loss_scale_the_step_is_skipped_with_a_word(
     out = capsys.readouterr().out
     assert out.count("was skipped") == 1
     assert f"step {BAD} was skipped, loss nan: row 70 of the batch's inputs holds nan" in out
-    assert "step 5: the validation loss is no number: held-out batch 1 gives nan" in out
+    assert "step 5: the validation loss is not finite: held-out batch 1 gives nan" in out
     skipped = [
         record["skipped_steps"]
         for record in read_metrics(tmp_path / "metrics.jsonl")

@@ -143,10 +143,18 @@ def test_a_rank_that_hangs_is_named_and_the_run_goes_on(
         (
             "has_no_disk",
             2,
-            r"failed in .*: OSError: .*; the same came 2 times at the same step, .*",
+            r"failed in .*: OSError: .*; the same failure came 2 times at the same step, .*",
         ),
-        ("crashes", 2, r"was killed by SIGSEGV, .*; the same came 2 times at the same step, .*"),
-        ("is_killed", 3, r"was killed by SIGKILL .*; the same came 3 times at the same step, .*"),
+        (
+            "crashes",
+            2,
+            r"was killed by SIGSEGV, .*; the same failure came 2 times at the same step, .*",
+        ),
+        (
+            "is_killed",
+            3,
+            r"was killed by SIGKILL .*; the same failure came 3 times at the same step, .*",
+        ),
     ],
 )
 def test_what_comes_again_is_not_tried_for_ever(

@@ -243,7 +243,7 @@ def test_the_ranks_of_a_launcher_that_was_killed_end(here: Path) -> None:
     wait_for(lambda: not running(here), "the ranks of a launcher that was killed")
 
 
-DIFFERENT = "rank 1 read another run than rank 0: trainer.steps: 4 != 5; microbatch: 2 -> 1"
+DIFFERENT = "rank 1 read a different run from rank 0: trainer.steps: 4 != 5; microbatch: 2 -> 1"
 
 
 def different_runs() -> list[Path]:

@@ -58,7 +58,7 @@ def test_a_slow_rank(
     steps = ["trainer.steps=30", "trainer.checkpoint_every=15", "name=run", f"plan.replan={replan}"]
     code, out, err = called("train", *OWN, *steps)
     assert (code, err) == (0, "")
-    assert out.count("times as long as predicted, beside the other ranks; training goes on") == 1
+    assert out.count("times as long as predicted, beside the other ranks; training continues") == 1
     assert "rank 1 (stage 1, replica 0, on " in out
     run = Path("runs/run")
     summary = json.loads((run / "summary.json").read_text())

@@ -185,7 +185,9 @@ def test_an_unfit_host_is_refused_and_the_others_go_on(
     assert refused.wait(SOON) == 2, output(hosts.b)
     (words,) = said(hosts.b)
     assert "on node-b has parallax 0.0.9, and rank " in words
-    assert "install the same versions on all hosts; the others go on without this host" in words
+    assert (
+        "install the same versions on all hosts; the other hosts continue without this one" in words
+    )
     reached = max(losses(hosts.a))
     reaches(hosts, reached + 3)
     assert stages(hosts.a) == [1]

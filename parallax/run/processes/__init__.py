@@ -1,1 +1,1 @@
-"""A prepared run as processes: those of this host, or this one among those of several."""
+"""Processes of a prepared run: all ranks of this host, or one rank of several hosts."""

@@ -1,11 +1,11 @@
-"""The launcher's side of a run: its ranks as processes of this host, requests to end handed on to them, their end
-explained, and after a failure that may pass all of them started again.
+"""The launcher of a run: start its ranks on this host, forward requests to end, explain their end, and restart all of
+them after a transient failure.
 
 ::
 
     parallax train ── agent ── fork server ──┬── rank 0 ──┐
-          │                                  └── rank 1 ──┴── last words: why the run ended
-          └── SIGTERM, Ctrl-C, ... are handed on; the ranks save and end
+          │                                  └── rank 1 ──┴── exit report: why the run ended
+          └── forwards SIGTERM, Ctrl-C, ...; the ranks save and end
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from parallax.runtime.failure.exit_report import EXIT_REPORT, read_exit_report
 from parallax.runtime.failure.heartbeat import Heartbeats
 from parallax.runtime.failure.report import FailureKind, FailureReport
 
-# How ranks end that were asked to before they could watch for it: by the signal, or as a shell says it.
+# Exit codes of ranks that a request ended before they handled it: the signal's, or the shell's form.
 _BY_REQUEST = {-number for number in REQUESTS} | {exit_code(number) for number in REQUESTS} - {0}
 
 
 @dataclass(frozen=True)
 class Agent:
-    """Starts the ``ranks`` of the run ``name``, prepared in ``directory``, at most ``max_restarts`` times again from
-    the newest checkpoint in ``checkpoints``. They find ``libraries`` imported."""
+    """Starts the ``ranks`` of the run ``name``, prepared in ``directory``, and restarts them at most ``max_restarts``
+    times from the newest checkpoint in ``checkpoints``. The fork server imports ``libraries`` for them."""
 
     name: str
     directory: Path
@@ -46,10 +46,10 @@ class Agent:
     libraries: tuple[str, ...] = ()
 
     def start(self, told: Mapping[str, str], relay: Relay) -> int:
-        """Start them, with ``told`` in their environment, and wait for their end; the exit code. ``relay`` is what
-        heeds requests to end meanwhile.
+        """Start the ranks with ``told`` in their environment, wait for their end, and return the exit code. ``relay``
+        handles requests to end meanwhile.
 
-        The rendezvous is a file, so no port is opened that others could reach. A rank that fails says why itself.
+        The rendezvous is a file, so no port is opened that others could reach. A failed rank reports the reason itself.
         """
         begun = time.time()
         restarts = Restarts(self.max_restarts, self.directory, self.checkpoints)
@@ -59,7 +59,7 @@ class Agent:
                     pass
                 return code
             except Stopped as stopped:
-                if self._has_ended(since=begun):  # the last of the ranks had just gone
+                if self._has_ended(since=begun):  # the last rank had just ended
                     return 0
                 lost = "what came after the last checkpoint is lost"
                 what = f"at once: {lost}" if relay.impatient else ""
@@ -72,21 +72,21 @@ class Agent:
     def _attempts(
         self, environment: Mapping[str, str], relay: Relay, restarts: Restarts, folder: Path
     ) -> int | None:
-        """Attempts with one fork server, until one ends well or for good: the exit code. None where the server was
-        lost, and another one may go on."""
+        """Run attempts with one fork server until one succeeds or fails for good, and return the exit code. None if the
+        server was lost and a new one may continue."""
         with ForkServer(self.directory, environment, self.libraries) as server, relay.to(server):
             while not server.lost:
-                words = folder / f"attempt-{restarts.counted}" / "last-words"
-                words.parent.mkdir()
-                heartbeats = Heartbeats(words.parent, self.ranks, relay)
+                report = folder / f"attempt-{restarts.counted}" / "exit-report"
+                report.parent.mkdir()
+                heartbeats = Heartbeats(report.parent, self.ranks, relay)
                 try:
-                    server.fork([*self._environments(restarts.counted, folder, words)])
+                    server.fork([*self._environments(restarts.counted, folder, report)])
                     codes = server.wait(heartbeats.have_stopped)
                 except ServerLost as lost:
                     failure = Failure.of_server(lost.code, heartbeats.report)
                 else:
-                    told = heartbeats.report or read_exit_report(words)
-                    early = heartbeats.of_living(rank for rank in codes if not codes[rank])
+                    told = heartbeats.report or read_exit_report(report)
+                    early = heartbeats.living(rank for rank in codes if not codes[rank])
                     if (code := self._ended(codes, relay, told, early)) is not None:
                         return code
                     failure = Failure.of(codes, told, early)
@@ -94,8 +94,8 @@ class Agent:
                     return failure.report.code
         return None
 
-    def _environments(self, attempt: int, folder: Path, words: Path) -> Iterator[dict[str, str]]:
-        """What each rank is told beside ``told``: what torchrun tells its own, and where to meet."""
+    def _environments(self, attempt: int, folder: Path, report: Path) -> Iterator[dict[str, str]]:
+        """Yield each rank's own environment variables: those that torchrun sets, and the rendezvous."""
         size = str(self.ranks)
         for rank in map(str, range(self.ranks)):
             yield {
@@ -110,9 +110,9 @@ class Agent:
                 "TORCHELASTIC_RUN_ID": self.name,
                 "TORCHELASTIC_RESTART_COUNT": str(attempt),
                 "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
-                "TORCHELASTIC_ERROR_FILE": str(words.parent / rank / "error.json"),
+                "TORCHELASTIC_ERROR_FILE": str(report.parent / rank / "error.json"),
                 "PARALLAX_RENDEZVOUS": str(folder / "ranks"),
-                EXIT_REPORT: str(words),
+                EXIT_REPORT: str(report),
             }
 
     def _ended(
@@ -122,7 +122,7 @@ class Agent:
         report: FailureReport | None,
         early: Sequence[int],
     ) -> int | None:
-        """The exit code of ranks that ended in order, or as they were asked to; None where they failed, or ended
+        """Return the exit code of ranks that ended in order, or because of a request; None if they failed, or ended
         ``early``."""
         stopped = report is not None and report.how is FailureKind.STOPPED
         ended = {*codes.values()} - {0}
@@ -133,8 +133,8 @@ class Agent:
         return 0 if well and not early else None
 
     def _say_stopped(self, number: int, report: FailureReport | None) -> int:
-        """Say how far a run came that was asked to end, by signal ``number`` to this process or by one to its ranks,
-        which told; the exit code."""
+        """Print the progress of a run that was asked to end, by signal ``number`` to this process or by a signal to its
+        ranks, which reported it; return the exit code."""
         report = report or FailureReport(0, FailureKind.STOPPED, "", "before the first step")
         if number:
             code = exit_code(number, saved=report.saved)
@@ -146,7 +146,7 @@ class Agent:
         return report.code
 
     def _has_ended(self, since: float) -> bool:
-        """Whether the ranks have come to the run's end."""
+        """Return whether the ranks have completed the run."""
         path = self.directory / "summary.json"
         try:
             return path.stat().st_mtime >= since and is_complete(summary_of(self.directory))
@@ -155,8 +155,8 @@ class Agent:
 
 
 class Relay(Requests):
-    """Hands the first request to end on to the ranks, which serve it; where there are none yet, and at the second
-    Ctrl-C, there is nothing to wait for. Others that follow change nothing, also when the ranks have saved and gone."""
+    """Forwards the first request to end to the ranks, which save and end. Without ranks, and at the second Ctrl-C, it
+    raises :class:`Stopped`. Other later requests change nothing, even if the ranks have ended."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Relay(Requests):
 
     @contextmanager
     def to(self, server: ForkServer) -> Iterator[None]:
-        """The ranks of ``server``, while inside."""
+        """Forward requests to the ranks of ``server`` inside this context."""
         self._server = server
         try:
             yield
@@ -182,11 +182,11 @@ class Relay(Requests):
             if server is not None:
                 server.kill()
             raise Stopped(number)
-        server.signal(signal.SIGTERM)  # whatever was sent
+        server.signal(signal.SIGTERM)  # whichever signal was received
 
 
 def _starts_again(failure: Failure, restarts: Restarts, *, asked: bool) -> bool:
-    """Say what happened, and what comes next; whether all ranks are to start again, which nobody has ``asked`` to
+    """Print the failure and the next action; return whether all ranks must restart. ``asked``: they were asked to
     end."""
     refused = restarts.refused(failure, asked=asked)
     after = restarts.next() if refused is None else refused

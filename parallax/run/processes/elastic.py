@@ -1,12 +1,12 @@
-"""A run that torchrun starts again on whatever devices are there: one run, under one name.
+"""Elastic runs: torchrun restarts a run on the devices that are present, under the same name.
 
-Torchrun starts all ranks again when one has failed, when a node is lost and when one joins, and types the same words
-each time. What was decided for the devices of the start before must not bind this one::
+Torchrun restarts all ranks when one has failed, when a node is lost and when one joins, with the same command line. The
+decisions for the previous devices must not bind the next start::
 
-    torchrun --nnodes=1:4 ... train      4 devices: plan ── a node is lost ──> 3 devices: plan again, go on
-                                         the same name, the settings that were typed, the last checkpoint
+    torchrun --nnodes=1:4 ... train      4 devices: plan ── a node is lost ──> 3 devices: plan again, resume
+                                         the same name, the typed settings, the last checkpoint
 
-A host that is unfit leaves, and the start after that is without it (:mod:`parallax.nodes.fitness`).
+An unfit host ends its ranks, and the next start excludes it (:mod:`parallax.nodes.fitness`).
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from parallax.runtime.failure.refusal import end
 from parallax.runtime.failure.watch import PATIENCE_SECONDS, Watch
 from parallax.train.repeats import note_refusal
 
-# That ranks of the start before, on other hosts, may take to notice that it is over.
+# For ranks of the previous start on other hosts to notice its end.
 _LEAVING_SECONDS = 20.0
 
 
 def patience_seconds() -> float:
-    """For how long a directory may still be held by ranks of the start before."""
+    """Return the seconds for which ranks of the previous start may still hold a directory."""
     return _LEAVING_SECONDS if _is_restarted() else 0.0
 
 
 def present_settings(overrides: Sequence[str], nodes: Nodes) -> list[str]:
-    """What was typed, for the ranks that have come this time; called by all of them.
+    """Return the typed settings, adapted to the ranks of this start; every rank calls it.
 
-    The number of devices is theirs, unless one was typed. A run without a name has that of its first start. Where the
-    stages and replicas of an option do not fit the devices that are there now, the planner chooses.
+    The number of devices is that of the ranks, unless it was typed. A run without a name keeps the name of its first
+    start. If the configured stages and replicas do not fit the present devices, the planner chooses.
     """
     devices = len(nodes.of)
     found = [f"cluster.devices={devices}", *_named(overrides)]
@@ -54,30 +54,31 @@ def present_settings(overrides: Sequence[str], nodes: Nodes) -> list[str]:
 
 @contextlib.contextmanager
 def leaving_out_unfit(overrides: Sequence[str], nodes: Nodes, watch: Watch) -> Iterator[None]:
-    """While inside, an :class:`UnfitHostError` ends the run on the unfit hosts alone, where enough others are left:
-    those start again without them, and write down why. Called by every rank."""
+    """Inside this context, an :class:`UnfitHostError` ends the run on the unfit hosts only, if enough other hosts
+    remain: those restart without them and record the reason. Every rank calls it."""
     try:
         yield
     except UnfitHostError as error:
         why = error.why
         if not Elastic.gather(nodes).goes_on(why, nodes):
             raise
-        watch.close()  # nobody wonders at the others' end
+        watch.close()  # so that no rank reports the end of the others
         if nodes.hosts[nodes.rank] in why:
             _leave_run(why[nodes.hosts[nodes.rank]])
         fit = [rank for rank, host in enumerate(nodes.hosts) if host not in why]
         if nodes.rank == fit[0]:
             _tell_refusal(overrides, why)
-        end(ParallaxError.exit_code)  # after which torchrun starts all again that are left
+        end(ParallaxError.exit_code)  # torchrun then restarts the remaining ranks
 
 
 def _leave_run(reason: str) -> NoReturn:
-    """End this host's part in the run. Its first rank says why and asks torchrun to end; the others wait for that."""
+    """End this host's ranks. The first one prints the reason and asks torchrun to end; the others wait for it."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(PATIENCE_SECONDS)
         end(ParallaxError.exit_code)
     print(
-        f"parallax: {printable(reason)}; the others go on without this host: type the same line when it is mended",
+        f"parallax: {printable(reason)}; the other hosts continue without this one: "
+        "run the same command here when it is repaired",
         file=sys.stderr,
         flush=True,
     )
@@ -85,23 +86,23 @@ def _leave_run(reason: str) -> NoReturn:
 
 
 def _tell_refusal(overrides: Sequence[str], why: Mapping[str, str]) -> None:
-    """Say and write down, where the run has a directory here, why some hosts are done without."""
+    """Print why some hosts are excluded, and record it if the run has a directory on this host."""
     text = printable("; ".join(why.values()))
-    print(f"parallax: going on without a host: {text}", file=sys.stderr, flush=True)
+    print(f"parallax: continuing without a host: {text}", file=sys.stderr, flush=True)
     name = configuration.said(overrides, "name")
     if name not in ("", "auto") and (RUNS / name).is_dir():
-        with contextlib.suppress(OSError):  # a full disk ends no run for this
+        with contextlib.suppress(OSError):  # a full disk must not end the run
             note_refusal(RUNS / name, why.values())
 
 
 def _is_restarted() -> bool:
-    """Whether torchrun may have started ranks of this run before."""
+    """Return whether torchrun may have started ranks of this run before."""
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
 def _named(overrides: Sequence[str]) -> list[str]:
-    """With the time at which torchrun was started, on the first node that has a run of that name, where there is no
-    name."""
+    """Return the settings with a name. A run without a name is named after the start time of torchrun on the first node
+    that has a run of that name."""
     unnamed = configuration.said(overrides, "name") in ("", "auto")
     if not from_all(lambda: unnamed and _is_restarted())[0]:
         return list(overrides)

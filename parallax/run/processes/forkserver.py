@@ -1,4 +1,5 @@
-"""A warm process from which the ranks of a run are forked: importing torch takes seconds, a fork takes milliseconds.
+"""Fork server: a warm process from which the ranks of a run are forked. Importing torch needs seconds, a fork needs
+milliseconds.
 
 ::
 
@@ -6,10 +7,10 @@
                                 (torch is     └── rank 1       nothing is imported again
                                 imported)
 
-A fork copies one thread, and no device that is in use. So the server imports and waits, and nothing else: it starts no
-thread, computes nothing, asks no accelerator anything, and imports no code of the user's. Its variables are those of
-the ranks, which libraries read when they are imported. When the launcher goes, the server goes, and the ranks with it:
-the kernel sees to that on Linux, elsewhere the end of the socket.
+A fork copies one thread, and cannot copy a device context. So the server only imports and waits: it starts no thread,
+computes nothing, queries no accelerator, and imports no user code. It has the ranks' environment variables, which
+libraries read at import. When the launcher ends, the server and its ranks end: on Linux by the kernel, elsewhere by the
+end of the socket.
 """
 
 from __future__ import annotations
@@ -37,15 +38,13 @@ import psutil
 
 from parallax.common.signals import REQUESTS, install_early_handlers
 
-ENDING_SECONDS = (
-    1.5  # that ranks have to end by themselves when one has failed: the watch sees to it
-)
-_CLOSING_SECONDS = 5.0  # for the server to end, with all that it has forked
+ENDING_SECONDS = 1.5  # for ranks to end by themselves when one has failed, which their watch does
+_CLOSING_SECONDS = 5.0  # for the server and its ranks to end
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 _ARGUMENTS_START = (
-    45  # of /proc/PID/stat's fields after the name: where a process's command line lies
+    45  # index of the command line's address among the fields of /proc/PID/stat after the name
 )
-_LOOK_SECONDS = 1.0  # between two looks at ranks of which the server says nothing
+_CHECK_SECONDS = 1.0  # between two checks of ranks while the server is silent
 
 
 class ServerLost(Exception):
@@ -57,8 +56,8 @@ class ServerLost(Exception):
 
 
 class ForkServer:
-    """The launcher's side. ``environment`` is that of all ranks, ``directory`` the run's; ``libraries`` are imported
-    beside Parallax's own."""
+    """The launcher's side. All ranks get ``environment``; ``directory`` is the run's; the server imports ``libraries``
+    in addition to Parallax."""
 
     def __init__(
         self, directory: Path, environment: Mapping[str, str], libraries: Sequence[str] = ()
@@ -77,39 +76,40 @@ class ForkServer:
 
     @property
     def has_ranks(self) -> bool:
-        """Whether any of them lives, as far as is known here."""
+        """Whether any rank is known to be alive."""
         return bool(self._pids)
 
     def fork(self, environments: Sequence[Mapping[str, str]]) -> None:
-        """Start a rank with each of ``environments``; their numbers are their places in it."""
+        """Start a rank with each of ``environments``, in the order of rank numbers."""
         self._codes, self._living = {}, set(range(len(environments)))
         for rank, added in enumerate(environments):
             self._lines.send({"fork": rank, "of": len(environments), "environment": dict(added)})
 
     def wait(self, given_up: Callable[[], bool] = lambda: False) -> dict[int, int]:
-        """Wait for the end of all ranks; exit codes by rank, in the order in which they came. When one has failed the
-        others are to end by themselves; those that have not after ``ENDING_SECONDS`` are killed, and left out, and so
-        are all as soon as they are ``given_up``, which is asked every second or so. Raises :class:`ServerLost`."""
+        """Wait for the end of all ranks; return exit codes by rank, in the order of arrival. When one rank has failed,
+        the others should end by themselves; ranks that have not after ``ENDING_SECONDS`` are killed and omitted. All
+        ranks are killed and omitted as soon as ``given_up``, called about every second, returns True. Raises
+        :class:`ServerLost`."""
         deadline, over = float("inf"), False
         while self._living and time.monotonic() < deadline and not over:
-            self._hear(min(deadline - time.monotonic(), _LOOK_SECONDS))
+            self._receive_next(min(deadline - time.monotonic(), _CHECK_SECONDS))
             if any(self._codes.values()):
                 deadline = min(deadline, time.monotonic() + ENDING_SECONDS)
             over = given_up()
         codes = dict(self._codes)
         if over and _is_stopped(self._process.pid):
-            self.kill()  # with them
+            self.kill()  # with its ranks
         self.signal(signal.SIGKILL)
         while self._living:
-            self._hear(_LOOK_SECONDS)
+            self._receive_next(_CHECK_SECONDS)
         return codes
 
     def signal(self, number: int) -> None:
-        """Send a signal to every rank that lives."""
+        """Send a signal to every living rank."""
         self._lines.send({"signal": number})
 
     def kill(self) -> None:
-        """End the server, and with it all ranks, whatever they are doing."""
+        """Kill the server, and with it all ranks."""
         self._process.kill()
 
     def __enter__(self) -> ForkServer:
@@ -121,7 +121,7 @@ class ForkServer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._pids and self._living:  # it still imports
+        if not self._pids and self._living:  # the server still imports
             self.kill()
         self._channel.close()
         try:
@@ -130,10 +130,11 @@ class ForkServer:
             self.kill()
             self._process.wait()
 
-    def _hear(self, patience_seconds: float) -> None:
-        """What the server has to say next. One that is stopped tells nothing, not even that its ranks have ended."""
+    def _receive_next(self, patience_seconds: float) -> None:
+        """Receive the next messages of the server. A stopped server sends none, not even about ranks that have
+        ended."""
         if not select.select([self._channel], [], [], max(0.0, patience_seconds))[0]:
-            silent = patience_seconds == _LOOK_SECONDS and _is_stopped(self._process.pid)
+            silent = patience_seconds == _CHECK_SECONDS and _is_stopped(self._process.pid)
             if silent and any(map(_has_ended, self._pids.values())):
                 self.kill()
             return
@@ -153,44 +154,44 @@ class ForkServer:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether somebody stopped a process. One that is not may be silent about a rank that has ended for as long as
-    threads of that are on their way out."""
+    """Return whether a process is stopped by a signal. A running server may be silent about an ended rank until all
+    threads of that rank have exited."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     return False
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a process waits for its parent to take note of its end."""
+    """Return whether a process has ended and its parent has not reaped it."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     return True
 
 
 class _Lines:
-    """Messages over a socket, a line of JSON each."""
+    """Messages over a socket, one line of JSON each."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel, self._half = channel, b""
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send it; that the other end has gone is read, not noticed here."""
+        """Send a message. Errors are ignored: the end of the peer is detected by receiving."""
         with contextlib.suppress(OSError):
             self._channel.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]]:
-        """What has come; ConnectionError where the other end has gone."""
+        """Return the received messages. Raises ConnectionError if the peer has closed the connection."""
         part = self._channel.recv(1 << 16)
         if not part:
-            raise ConnectionError("the other end has gone")
+            raise ConnectionError("the peer has closed the connection")
         *lines, self._half = (self._half + part).split(b"\n")
         return list(map(json.loads, lines))
 
 
 @contextlib.contextmanager
 def _blocked() -> Iterator[None]:
-    """Processes started inside never see a request to end: a terminal sends those to all, but to the server they mean
-    nothing. Its ranks let them in."""
+    """Block requests to end for processes started inside this context. A terminal sends them to all processes, but the
+    server must ignore them; its ranks unblock them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
     try:
         yield
@@ -202,7 +203,7 @@ def _blocked() -> Iterator[None]:
 
 
 class _Server:
-    """Forks what it is told to, and tells how it ended."""
+    """Forks ranks on request, and reports their exit codes."""
 
     def __init__(self, channel: socket.socket, directory: str) -> None:
         self._channel, self._directory, self._lines = channel, directory, _Lines(channel)
@@ -213,7 +214,7 @@ class _Server:
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
 
     def serve(self) -> None:
-        """Returns in each process that is forked; in the server never."""
+        """Handle requests. Returns only in the forked processes."""
         while True:
             ready, _, _ = select.select([self._channel, self._woken], [], [])
             if self._woken in ready:
@@ -229,7 +230,7 @@ class _Server:
     def _receive(self) -> list[dict[str, Any]]:
         try:
             return self._lines.receive()
-        except ConnectionError:  # the launcher has gone
+        except ConnectionError:  # the launcher has ended
             self._signal(signal.SIGKILL)
             for pid in self._ranks:
                 os.waitpid(pid, 0)
@@ -237,7 +238,7 @@ class _Server:
 
     def _signal(self, number: int) -> None:
         for pid in self._ranks:
-            os.kill(pid, number)  # it is there, if only as a zombie: nobody else reaps it
+            os.kill(pid, number)  # the pid is valid, if only of a zombie: no other process reaps it
 
     def _reap(self) -> None:
         for pid, rank in list(self._ranks.items()):
@@ -247,16 +248,16 @@ class _Server:
                 self._lines.send({"rank": rank, "code": os.waitstatus_to_exitcode(status)})
 
     def _forked(self, rank: int) -> bool:
-        """Whether this is the new process."""
-        sys.stdout.flush()  # or each rank says again what an import has printed
+        """Fork, and return whether this is the new process."""
+        sys.stdout.flush()  # otherwise each rank would print an import's output again
         try:
             with warnings.catch_warnings():
-                # Python 3.12 counts the sleeping threads of numpy's BLAS, which minds forks.
+                # Python 3.12 counts the sleeping threads of numpy's BLAS, and warns about forks.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
         except OSError as error:
-            told = f"parallax: cannot start rank {rank}: {error.strerror} (ulimit -u, pids.max)"
-            os.write(2, f"{told}\n".encode())
+            line = f"parallax: cannot start rank {rank}: {error.strerror} (ulimit -u, pids.max)"
+            os.write(2, f"{line}\n".encode())
             os._exit(1)
         if pid:
             self._ranks[pid] = rank
@@ -264,7 +265,7 @@ class _Server:
         return pid == 0
 
     def _become(self, message: Mapping[str, Any]) -> None:
-        """Be as a process that was just started with this command line, but for what is imported already."""
+        """Make this forked process equal to one started with the rank's command line, except for its imports."""
         die_with(self._pid)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -278,15 +279,15 @@ class _Server:
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel end this process when ``parent``, which started it, ends; Linux alone can."""
+    """Let the kernel kill this process when its ``parent`` ends; Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-        if os.getppid() != parent:  # it was faster
+        if os.getppid() != parent:  # the parent ended before the call
             os._exit(1)
 
 
 def show_as(text: str) -> None:
-    """What `ps` shows of this process, as far as its command line was long enough; Linux alone can."""
+    """Set the command line that `ps` shows, up to its original length; Linux only."""
     with contextlib.suppress(OSError, ValueError):
         stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         start, end = map(int, stat[_ARGUMENTS_START : _ARGUMENTS_START + 2])
@@ -297,8 +298,8 @@ def show_as(text: str) -> None:
 
 
 def warm_up(libraries: Sequence[str] = ()) -> None:
-    """Import what a rank imports, which is not looked through for garbage again. What of ``libraries`` cannot be
-    imported the ranks say."""
+    """Import the modules of a rank, and exclude them from later garbage collections. Errors in ``libraries`` are
+    ignored: the ranks report them."""
     gc.disable()
     importlib.import_module("parallax.commands.train")
     for name in libraries:
@@ -310,7 +311,7 @@ def warm_up(libraries: Sequence[str] = ()) -> None:
 
 
 def main() -> None:
-    """The server, and each of the ranks that come out of it: from then on one is ``python -m parallax train``."""
+    """Run the server, and in each forked process a rank, like ``python -m parallax train``."""
     channel, parent, directory, *libraries = sys.argv[1:]
     die_with(int(parent))
     server = _Server(socket.socket(fileno=int(channel)), directory)

@@ -1,7 +1,7 @@
-"""From a prepared run to the processes of this machine, and to another plan where its steps are not as predicted.
+"""Launch a prepared run on this machine, and replan it if its steps differ from the prediction.
 
-A process that has measured on an accelerator keeps a context and freed blocks there for as long as it lives, and the
-launcher lives as long as its ranks, which need that memory. So it goes on as a fresh process of the same id::
+A process that has measured on an accelerator keeps a context and freed blocks there until it ends, and the launcher
+lives as long as its ranks, which need that memory. So it replaces itself by a fresh process with the same id::
 
     parallax train ── measures, plans, prepares ── execv: parallax train --run-dir ── ranks
 """
@@ -42,13 +42,13 @@ from parallax.run.working import working
 from parallax.train.loop import OnDrift
 from parallax.train.stop import Drifted
 
-_AFRESH = "PARALLAX_AFRESH"  # in a process that has taken the place of one that planned
+_AFRESH = "PARALLAX_AFRESH"  # set in a process that has replaced one that planned
 
 
 def launch(run: PreparedRun, *, own_process: bool) -> int:
-    """Train on this machine; the exit code. With ``plan.replan=auto`` a run whose steps are not as predicted stops at
-    a checkpoint, once, and goes on under a plan that is made with what it measured. ``own_process``: the command has
-    this process to itself, so another may take its place."""
+    """Train on this machine and return the exit code. With ``plan.replan=auto``, a run whose steps differ from the
+    prediction stops once at a checkpoint and resumes under a plan made with its measurements. ``own_process``: the
+    command owns this process, so another may replace it."""
     first = OnDrift.STOP if run.config.plan.replan == AUTO else OnDrift.IGNORE
     on_drift = OnDrift(os.environ.pop(ON_DRIFT, first))
     check_start(run)
@@ -62,29 +62,29 @@ def launch(run: PreparedRun, *, own_process: bool) -> int:
         if code == 0 and (words := _contradicted(run)):
             safe_console().print(words, highlight=False, markup=False, soft_wrap=True)
     if relay.first and own_process:
-        exit_on_request(code)  # what else asks is answered
+        exit_on_request(code)  # later requests are handled as well
     return code
 
 
 def _drifted(directory: Path) -> str:
-    """Why the run stopped early; empty where it did not."""
+    """Return why the run stopped early; empty if it did not."""
     summary = _summary(directory)
     return str(summary["drift"]) if summary.get("ended") == Drifted.name else ""
 
 
 def _contradicted(run: PreparedRun) -> str:
-    """What to tell where the run shows that the kept profile of its model is wrong."""
+    """Return a message if the run shows that the cached profile of its model is wrong."""
     return drop_contradicted(run.directory, run.config, _summary(run.directory))
 
 
 def _slow_ranks(directory: Path) -> dict[int, float]:
-    """Ranks that were found to be slow, and how many times as long they took."""
+    """Return the slow ranks that the run found, and the factor by which each is slower."""
     found = _summary(directory).get("stragglers", [])
     return {int(each["rank"]): float(each["factor"]) for each in found}
 
 
 def _summary(directory: Path) -> dict[str, Any]:
-    """What a run wrote at its end; nothing where it did not."""
+    """Return the summary of a run; empty if it wrote none."""
     try:
         return summary_of(directory) or {}
     except ConfigError:
@@ -92,7 +92,7 @@ def _summary(directory: Path) -> dict[str, Any]:
 
 
 def _replanned(run: PreparedRun, reason: str, console: Console) -> PreparedRun:
-    """The run under the plan that is best by its own measurements; the old one where no other can be had."""
+    """Return the run under the plan that is best by its own measurements; the old plan if planning fails."""
     console.print(f"planning again: {reason}", highlight=False, soft_wrap=True)
     try:
         with working(console, "planning again") as work:
@@ -107,7 +107,7 @@ def _replanned(run: PreparedRun, reason: str, console: Console) -> PreparedRun:
                 verified=True,
             )
     except ParallaxError as error:
-        console.print(f"going on with the old plan: {error}", highlight=False, markup=False)
+        console.print(f"continuing with the old plan: {error}", highlight=False, markup=False)
         return run
     times = (
         found.first_seconds,
@@ -117,7 +117,7 @@ def _replanned(run: PreparedRun, reason: str, console: Console) -> PreparedRun:
     )
     first, measured, second, new = map(format_seconds, times)
     console.print(
-        f"the old plan was predicted at {first} per step and measured at {measured}; by what was measured it takes "
+        f"the old plan was predicted at {first} per step and measured at {measured}; with the measurements it needs "
         f"{second}, the new one {new}",
         highlight=False,
     )
@@ -135,7 +135,7 @@ def _replanned(run: PreparedRun, reason: str, console: Console) -> PreparedRun:
 
 
 def _blocks_of(plan: Plan, rank: int) -> str:
-    """What of the model a rank holds."""
+    """Return the blocks that a rank holds, as text."""
     if rank >= plan.world_size:
         return "nothing"
     stage = plan.stages[plan.coordinate(rank).pipeline_rank]
@@ -144,9 +144,9 @@ def _blocks_of(plan: Plan, rank: int) -> str:
 
 
 def _start(run: PreparedRun, on_drift: OnDrift, relay: Relay, own_process: bool) -> int:
-    """Start the processes that the plan needs; the exit code."""
+    """Start the processes that the plan needs; return the exit code."""
     kind = choose_devices(local_cluster(run.config)).kind
-    # Once: who has only asked for the properties of a device has used it, as torch counts.
+    # At most once: for torch, a query of a device's properties already uses the device.
     afresh = os.environ.pop(_AFRESH, "")
     if own_process and not afresh and kind != "cpu" and accelerator_named(kind).in_use:
         _start_afresh(run, on_drift)
@@ -164,15 +164,15 @@ def _start(run: PreparedRun, on_drift: OnDrift, relay: Relay, own_process: bool)
 
 
 def _libraries(config: RunConfig) -> tuple[str, ...]:
-    """What ranks import late, and may as well find imported. Not for accelerators: who knows whether a library asks for
-    devices when it is imported? Its process could not be forked any more."""
+    """Return libraries that ranks import late, for the fork server to import. None for accelerators: a library may
+    query devices at import, and a process that did so cannot be forked."""
     curves = ("tensorboard.summary",) if config.logger.tensorboard else ()
     models = {HuggingFaceConfig: ("transformers.modeling_utils",), TimmConfig: ("timm",)}
     return curves + models.get(type(config.model), ())
 
 
 def _start_afresh(run: PreparedRun, on_drift: OnDrift) -> NoReturn:
-    """Do so in this process's place, without what it holds of devices."""
+    """Replace this process by one that launches the run without a device context."""
     sys.stdout.flush()
     sys.stderr.flush()
     named = [f"{key}={path}" for key, path in class_paths(configuration.dump(run.config)).items()]
@@ -182,7 +182,7 @@ def _start_afresh(run: PreparedRun, on_drift: OnDrift) -> NoReturn:
 
 
 def rank_environment(run: PreparedRun) -> dict[str, str]:
-    """Environment variables of every rank, unless the user has set them."""
+    """Return environment variables for every rank, except those that the user has set."""
     choice = choose_devices(local_cluster(run.config))
     threads = {} if os.environ.get("OMP_NUM_THREADS") else {"OMP_NUM_THREADS": str(choice.threads)}
     return threads if choice.kind == "cpu" else threads | unset_variables(choice.kind)

@@ -1,4 +1,4 @@
-"""From a process's environment to its rank: what one process under torchrun does."""
+"""Run one rank: from the environment of one process under torchrun to its exit."""
 
 from __future__ import annotations
 
@@ -58,30 +58,30 @@ from parallax.train.data import seed_generators
 from parallax.train.loop import OnDrift, TrainerConfig, train
 from parallax.train.monitor import load_curves
 
-ON_DRIFT = "PARALLAX_ON_DRIFT"  # what the launcher asks of its ranks
-_MEETING_SECONDS = 10.0  # that a rank that was asked to end waits for others, to end with them
+ON_DRIFT = "PARALLAX_ON_DRIFT"  # the launcher's setting for its ranks
+_MEETING_SECONDS = 10.0  # for which a rank that was asked to end waits for others, to end together
 _COMPILING = 2  # steps that may compile: training, and another after an evaluation
-# No action takes longer than its step; predictions are not better than that.
+# No action lasts longer than its step, and predictions may be off by this factor.
 _STEPS_IN_ONE_ACTION = 2
 
 
 def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -> NoReturn:
-    """What one rank under torchrun does, with which its process ends. Without a prepared directory, rank 0 prepares one
-    for all. ``trusts`` is asked about the class paths of one that somebody else has prepared.
+    """Run one rank under torchrun and end its process. Without a prepared directory, rank 0 prepares one for all.
+    ``trusts`` decides on the class paths of a directory that another user has prepared.
 
-    After an exception the process ends without more ado: leaving the world in order would wait for the others.
+    After an exception the process ends without cleanup: destroying the process groups would wait for the other ranks.
     """
     watch: Watch | None = None
     heartbeat = heartbeat_for_launcher()
-    held = contextlib.ExitStack()  # what ends with the process, however it ends
+    held = contextlib.ExitStack()  # locks, released with the process at the latest
     try:
-        die_with(os.getppid())  # no rank is left over when the launcher is killed
+        die_with(os.getppid())  # ranks must not outlive a killed launcher
         if not faulthandler.is_enabled():
-            # A crash in compiled code says where it was called from.
+            # Print the Python stack of a crash in compiled code.
             faulthandler.enable(all_threads=False)
-        _meet()
+        _join_ranks()
         watch = Watch.start(say, heartbeat)
-        usual = TrainerConfig()  # until the run says otherwise
+        usual = TrainerConfig()  # defaults, until the run's configuration is known
         watch.limit(usual.watchdog_seconds, usual.phase_seconds, usual.grace_seconds)
         with watch.phase("planning"):
             nodes = Nodes.gather()
@@ -102,13 +102,13 @@ def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -
         stop_processes()
         held.close()
         heartbeat.end()
-    except BaseException as error:  # also a call of exit(), which is no end of a run
+    except BaseException as error:  # also SystemExit, which is not the end of a run
         leave(error, watch)
-    depart(0 if EXIT_REPORT in os.environ else code)  # our launcher knows
+    depart(0 if EXIT_REPORT in os.environ else code)  # Parallax's launcher sets the code itself
 
 
 def _check_world(run: PreparedRun) -> None:
-    """Raise :class:`PlanError` where there are more or fewer ranks than the plan has."""
+    """Raise :class:`PlanError` if the number of ranks differs from the plan's."""
     started, planned = dist.get_world_size(), run.plan.world_size
     if started != planned:
         raise PlanError(
@@ -118,8 +118,8 @@ def _check_world(run: PreparedRun) -> None:
         )
 
 
-def _meet() -> None:
-    """Join the other ranks; where that fails, it is for an address or a port that the user can change."""
+def _join_ranks() -> None:
+    """Join the other ranks. If that fails, the error names the address and the port, which the user can change."""
     for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         if not os.environ.get(key, "0").isdecimal():
             raise ConfigError(
@@ -141,7 +141,7 @@ def _meet() -> None:
 
 
 def _give_up(number: int) -> None:
-    """End this rank, which was asked to and waits for others."""
+    """End this rank, which was asked to end while it waits for other ranks."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         what = "while it waited for the other ranks"
         say(FailureReport(0, FailureKind.STOPPED, stopped_by(number), what, code=exit_code(number)))
@@ -149,7 +149,7 @@ def _give_up(number: int) -> None:
 
 
 def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
-    """Build, train, report; the exit code."""
+    """Build, train and report; return the exit code."""
     choice = node_devices(local_cluster(run.config), nodes)
     settle(choice)
     device = select_device(choice.kind, int(os.environ.get("LOCAL_RANK", "0")))
@@ -166,7 +166,7 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
     _place(run, nodes, engine.transports)
     watch.attend(engine, run.plan, patient_steps=_COMPILING if run.config.compile else 0)
     watch.serve()
-    # Building has drawn from them, on each rank for another stage.
+    # Building has drawn random numbers, different ones on each rank.
     seed_generators(run.config.seed)
     try:
         tokens = tokens_per_row(run.config)
@@ -186,7 +186,7 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
     except Exception as caught:
         error = _in_run_directory(caught, run.directory)
         if not follows(error):
-            # The others need not wait for this rank to tidy up.
+            # The others need not wait for this rank's cleanup.
             watch.claim(failure_of(error, watch))
         if error is caught:
             raise
@@ -198,24 +198,24 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
 
 
 def _end(run: PreparedRun, nodes: Nodes, summary: Mapping[str, Any]) -> int:
-    """Say how the run has ended; the exit code."""
+    """Report how the run has ended; return the exit code."""
     stopped, saved = int(summary["stopped"]), summary["steps"] > 0
-    # Torchruns of several hosts wait for each other where ranks end well, and for one that was asked to end in vain.
+    # Torchruns of several hosts wait for each other after success, in vain for one that was asked to end.
     code = exit_code(stopped, saved=saved and not nodes.several) if stopped else 0
     if dist.get_rank() == 0:
-        _tell_end(run, summary, code)
+        _report_end(run, summary, code)
     if stopped:
-        dist.barrier()  # a rank that leaves with an error code ends the others
+        dist.barrier()  # a rank that ends with an error code ends the others
     return code
 
 
 def _place(run: PreparedRun, nodes: Nodes, ways: Mapping[str, str]) -> None:
-    """Write where everything runs and how it talks; say it where that is not one node."""
+    """Write the placement of ranks and their transports; print it if there are several nodes."""
     by_edge = {edge: way for found in from_all(lambda: ways) for edge, way in found.items()}
     if nodes.rank != 0:
         return
     names = [nodes.name(rank) for rank in range(len(nodes.of))]
-    with contextlib.suppress(OSError):  # a full disk is said by what needs it
+    with contextlib.suppress(OSError):  # a full disk is reported by required files
         save_placement(run.directory, placement(run.plan, names, by_edge))
     if nodes.several and by_edge:
         console = safe_console()
@@ -240,18 +240,18 @@ def _build_engine(run: PreparedRun, chain: Chain, loss: Loss, device: torch.devi
     )
 
 
-def _tell_end(run: PreparedRun, summary: Mapping[str, Any], code: int) -> None:
+def _report_end(run: PreparedRun, summary: Mapping[str, Any], code: int) -> None:
     for line in summary["unwritten"]:
-        print(f"parallax: {printable(line)}; the run went on without it", file=sys.stderr)
+        print(f"parallax: {printable(line)}; the run continued without it", file=sys.stderr)
     if summary["stopped"]:
-        _tell_stopped(run, summary, code)
+        _report_stopped(run, summary, code)
     else:
         safe_console().print(summary_table(summary))
         safe_console().print(f"results: {run.directory}", soft_wrap=True)
 
 
-def _tell_stopped(run: PreparedRun, summary: Mapping[str, Any], code: int) -> None:
-    """Where no launcher of ours goes on, this is the last line."""
+def _report_stopped(run: PreparedRun, summary: Mapping[str, Any], code: int) -> None:
+    """Print the last line of a stopped run, or report it to Parallax's launcher."""
     number, step = int(summary["stopped"]), summary["steps"]
     ours = EXIT_REPORT in os.environ
     remark = "" if ours else f"; the same command with name={run.config.name} continues"
@@ -261,7 +261,8 @@ def _tell_stopped(run: PreparedRun, summary: Mapping[str, Any], code: int) -> No
 
 
 def _in_run_directory(error: Exception, directory: Path) -> Exception:
-    """What cannot be opened in the run's directory is no fault of the program."""
+    """Return a :class:`ConfigError` for a file of the run's directory that cannot be opened: this is no programming
+    error."""
     name = error.filename if isinstance(error, OSError) else None
     if (
         not isinstance(error, OSError)
@@ -273,7 +274,7 @@ def _in_run_directory(error: Exception, directory: Path) -> Exception:
 
 
 def _limits(run: PreparedRun) -> tuple[float, float, float]:
-    """Seconds that an action, that anything else, and that saving after a request to end may take."""
+    """Return the limits in seconds of an action, of a phase, and of saving after a request to end."""
     trainer = run.config.trainer
     slow = _STEPS_IN_ONE_ACTION * run.plan.prediction.step_seconds
     action = trainer.watchdog_seconds and max(trainer.watchdog_seconds, slow)
@@ -281,8 +282,8 @@ def _limits(run: PreparedRun) -> tuple[float, float, float]:
 
 
 def _on_drift(config: RunConfig) -> OnDrift:
-    """What the launcher asked for; ranks that were started by another can only say so. Steps that are recorded take
-    longer than any plan says."""
+    """Return the launcher's setting; ranks without Parallax's launcher can only report drift. Recorded steps are slower
+    than any prediction, so they are not compared."""
     if config.debug.record != "off":
         return OnDrift.IGNORE
     usual = OnDrift.NOTE if config.plan.replan == AUTO else OnDrift.IGNORE

@@ -1,9 +1,9 @@
-"""After a failure: whether all ranks start again, and the line that says so.
+"""Decide after a failure whether all ranks restart, and explain the decision.
 
-A machine's trouble passes: a process that the system killed, a crash, a hang, a disk or a network that was away for a
-moment. A mistake in the program, the input or the numbers comes again, so nothing is started again for it. What passes
-and what does not the failure itself says (:func:`~parallax.runtime.failure.exit_report.may_pass`); what was thought to
-pass, and comes again at the same step, does not.
+The launcher retries after failures that may be transient: a process killed by the system, a crash, a hang, a disk or a
+network that was unavailable. It does not retry failures that would repeat: an error in the program, the input or the
+numbers. The failure itself tells which it is (:func:`~parallax.runtime.failure.exit_report.may_pass`); a failure that
+seemed transient and repeats at the same step is not.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ from parallax.runtime.checkpoint import list_checkpoints
 from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.train.repeats import METRICS, last_step
 
-_ANEW = "start from the beginning: there is no checkpoint yet"
-_BY_THE_SYSTEM = (
-    2  # restarts at the same step of a rank that was killed; of anything else one is enough
-)
+_FROM_START = "start from the beginning: there is no checkpoint yet"
+_BY_THE_SYSTEM = 2  # restarts at the same step after a rank was killed; after other failures one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """How an attempt of all ranks ended. ``exit_code`` is that of the rank named in ``report``, the first that ended;
-    below zero, the signal that ended it."""
+    """How an attempt of all ranks ended. ``exit_code`` belongs to the rank named in ``report``, the first that ended; a
+    negative code is the signal that ended it."""
 
     report: FailureReport
     exit_code: int
@@ -37,9 +35,9 @@ class Failure:
     def of(
         cls, codes: dict[int, int], told: FailureReport | None, early: Collection[int] = ()
     ) -> Failure:
-        """From exit codes by rank, in the order in which they came, and what the ranks ``told``. Which signal ended a
-        rank only its parent knows, and nobody else knows anything where no other rank was left. Ranks that ended
-        ``early`` did so with code 0, which is no failure of theirs and none that may pass."""
+        """Build it from exit codes by rank, in the order of arrival, and the report ``told`` by the ranks. Only a
+        rank's parent knows the signal that ended it, and no rank can report if none was alive. Ranks that ended
+        ``early`` have exit code 0; restarting would not help."""
         if early and (told is None or told.how is FailureKind.LOST):
             rank = told.rank if told is not None and told.rank in early else next(iter(early))
             return cls(report=_ended_early(rank, told), exit_code=0)
@@ -51,7 +49,7 @@ class Failure:
             rank = told.rank if told is not None and told.rank in killed else next(iter(killed))
             known = told if told is not None and told.rank == rank else None
             return cls(report=_killed(rank, killed[rank], known), exit_code=killed[rank])
-        # Where no rank has ended by itself, all were killed: they did not answer.
+        # If no rank has ended by itself, the launcher killed all because they did not answer.
         rank, code = next(iter(ended.items()), (-1, -signal.SIGKILL))
         if told is None:
             said = code if code == UserError.exit_code else 1
@@ -60,21 +58,21 @@ class Failure:
 
     @classmethod
     def of_server(cls, code: int, report: FailureReport | None) -> Failure:
-        """The process from which ranks are forked has gone, and they with it; ``report`` says why, where it was
-        ended."""
+        """Build it from the end of the fork server, which ends all ranks; ``report`` tells the reason if the launcher
+        killed it."""
         who = "the process that starts the ranks"
         lost = FailureReport(-1, FailureKind.LOST, who, _ended(code))
         return cls(report=report or lost, exit_code=code)
 
     @property
     def may_pass(self) -> bool:
-        """Whether the next attempt may well go on."""
+        """Whether the next attempt may succeed."""
         asked = self.report.how in (FailureKind.STOPPED, FailureKind.OVERDUE)
         asked = asked or -self.exit_code in REQUESTS
         return self.report.may_pass and not asked and self.report.code != UserError.exit_code
 
     def same_as(self, other: Failure) -> bool:
-        """Whether it is of the same kind, of the same rank."""
+        """Return whether both are of the same kind and of the same rank."""
         mine, others = (
             (each.report.rank, each.report.how, each.exit_code) for each in (self, other)
         )
@@ -95,7 +93,7 @@ def _ended_early(rank: int, told: FailureReport | None) -> FailureReport:
 
 
 def _ended(code: int) -> str:
-    """How a process ended, in words that follow its name."""
+    """Return how a process ended, as the continuation of its name."""
     if code >= 0:
         return f"ended with exit code {code}"
     if -code in REQUESTS:
@@ -118,8 +116,8 @@ class Restarts:
         return self.limit - self._left
 
     def refused(self, failure: Failure, *, asked: bool) -> str | None:
-        """What is said where nothing is started again after ``failure``; None where all ranks are to start again.
-        ``asked``: they are to end anyway. Called once for each failure, of which it takes note."""
+        """Record ``failure``, and return the message if nothing restarts after it; None if all ranks must restart.
+        ``asked``: they were asked to end. Call it once for each failure."""
         step = last_step(self._metrics)
         same = self._before is not None and failure.same_as(self._before) and step == self._step
         self._times = self._times + 1 if same else 0
@@ -127,14 +125,14 @@ class Restarts:
         if asked or not failure.may_pass or not self.limit:
             return self._again() if failure.exit_code < 0 else ""
         if self._times >= (_BY_THE_SYSTEM if failure.exit_code == -signal.SIGKILL else 1):
-            same_again = f"the same came {self._times + 1} times at the same step"
+            same_again = f"the same failure came {self._times + 1} times at the same step"
             return f"{same_again}, so nothing is started again; {self._again()}"
         if not self._left:
             return f"no restart is left (trainer.max_restarts={self.limit}); {self._again()}"
         return None
 
     def next(self) -> str:
-        """Count one more; from where it goes on, and how many are left then."""
+        """Count one more restart; return a message with the checkpoint to resume from and the restarts left."""
         self._left -= 1
         found = list_checkpoints(self._checkpoints)
         where = found[-1].name if found else "the beginning: there is no checkpoint yet"
@@ -142,4 +140,4 @@ class Restarts:
 
     def _again(self) -> str:
         saved = list_checkpoints(self._checkpoints)
-        return f"run again to {'continue from the last checkpoint' if saved else _ANEW}"
+        return f"run again to {'continue from the last checkpoint' if saved else _FROM_START}"

@@ -1,7 +1,7 @@
-"""A run that its ranks prepare together, on one node or on several, under the user's own torchrun.
+"""Prepare a run together by its ranks, on one or several nodes, under the user's own torchrun.
 
-Rank 0 composes and plans, for the cluster that all nodes are; what it writes into the run's directory the others read
-there. Where they do not see it, as without a shared file system, it is sent, and each node has a directory of its own::
+Rank 0 composes the configuration and plans for the cluster of all nodes; the other ranks read its files from the run's
+directory. On nodes that do not share that directory, the files are sent, and each node has a directory of its own::
 
     node a    runs/NAME   config, plan, profile ──sent──>   node b    runs/NAME   the same
 """
@@ -32,15 +32,15 @@ from parallax.run.processes.elastic import patience_seconds, present_settings
 from parallax.run.resume import Trusts, settings
 from parallax.train.data import Source
 
-_COMPARED_ROWS = 4  # of which the times on several kinds of devices are compared
-_CLEARLY_LESS = 0.9  # of another host's memory; what is free differs a little from host to host
+_COMPARED_ROWS = 4  # rows for which kinds of devices are compared
+_CLEARLY_LESS = 0.9  # fraction of another host's memory; free memory differs a little between hosts
 
 
 def prepare_together(
     overrides: Sequence[str], nodes: Nodes, held: contextlib.ExitStack
 ) -> PreparedRun:
-    """Rank 0 composes and plans once; the others read what it wrote, or end as it did. Directories stay locked until
-    ``held`` is closed."""
+    """Return the run that rank 0 composes and plans; the others read its files, or raise its error. Directories stay
+    locked until ``held`` is closed."""
     sized = present_settings(overrides, nodes)
     config = configuration.load(
         from_first(lambda: configuration.dump(_asked(settings(sized, RUNS).config)))
@@ -64,8 +64,8 @@ def prepare_together(
 def read_together(
     directory: Path, nodes: Nodes, held: contextlib.ExitStack, trusts: Trusts
 ) -> PreparedRun:
-    """A directory that is prepared. Under the user's own torchrun rank 0 locks it for all, and every rank asks whether
-    to trust it; a launcher of ours has done both."""
+    """Return a run that is already prepared. Under the user's own torchrun, rank 0 locks the directory for all, and
+    checks trust in its class paths; Parallax's launcher has done both."""
     if "PARALLAX_RENDEZVOUS" in os.environ:
         return PreparedRun.read(directory)
     if not nodes.several:
@@ -82,7 +82,7 @@ def read_together(
 
 
 def compare(run: PreparedRun) -> None:
-    """The first barrier: every rank has read the same configuration and the same plan."""
+    """Check at the first barrier that every rank has read the same configuration and the same plan."""
     mine = run.fingerprints(), configuration.dump(run.config), run.plan.to_dict()
     found = from_all(lambda: mine)
     for rank, (fingerprints, text, plan) in enumerate(found):
@@ -90,25 +90,25 @@ def compare(run: PreparedRun) -> None:
             first = configuration.load(found[0][1])
             lines = configuration.differences(first, configuration.load(text))
             lines += Plan.from_dict(found[0][2]).diff(Plan.from_dict(plan))
-            raise PlanError(f"rank {rank} read another run than rank 0: {'; '.join(lines[:5])}")
+            raise PlanError(f"rank {rank} read a different run from rank 0: {'; '.join(lines[:5])}")
 
 
 def compare_rows(source: Source, nodes: Nodes) -> None:
-    """Every rank has the same rows, as far as their source says which they are (``fingerprint``): each opens them on
-    its own host, where they may be others."""
+    """Check that every rank has the same rows, as far as their source identifies them (``fingerprint``): each rank
+    opens them on its own host, where the files may differ."""
     mine = str(getattr(source, "fingerprint", ""))
     for rank, found in enumerate(prints := from_all(lambda: mine)):
         if found != prints[0]:
             which = " and ".join(printable(str(each))[:16] for each in (found, prints[0]))
             raise DataError(
-                f"rank {rank} on {printable(nodes.name(rank))} reads other rows than rank 0 on "
+                f"rank {rank} on {printable(nodes.name(rank))} reads different rows from rank 0 on "
                 f"{printable(nodes.name(0))} ({which}): put the same files there, or name a folder that both "
                 "see (data.*)"
             )
 
 
 def _distributed(directory: Path, nodes: Nodes, held: contextlib.ExitStack) -> PreparedRun:
-    """The run, read where this node sees its directory; where it does not, from one that is made here."""
+    """Return the run, read from its directory; nodes that do not see the directory create their own."""
     sites = find_sites(directory, nodes)
     files = from_first(lambda: {} if sites.shared else run_files(directory))
 
@@ -122,7 +122,8 @@ def _distributed(directory: Path, nodes: Nodes, held: contextlib.ExitStack) -> P
 
 
 def _blame_least(error: InfeasiblePlan, joined: Joined, nodes: Nodes) -> None:
-    """Raise :class:`UnfitHostError` where one host has clearly less for a device than another: all count as it does."""
+    """Raise :class:`UnfitHostError` if one host has clearly less memory per device than another, since the plan gives
+    every device the memory of the smallest."""
     least = min(joined.device_bytes)
     if least < _CLEARLY_LESS * max(joined.device_bytes):
         rank = nodes.first(joined.device_bytes.index(least))
@@ -135,8 +136,8 @@ def _blame_least(error: InfeasiblePlan, joined: Joined, nodes: Nodes) -> None:
 
 
 def _join(config: RunConfig, nodes: Nodes) -> Joined:
-    """The cluster of all nodes, its devices' speeds relative to those of rank 0's: a profile is measured once for each
-    kind of device, by the first node of that kind; rank 0 measures when it plans."""
+    """Return the cluster of all nodes, with device speeds relative to rank 0's. The first node of each kind of device
+    measures a profile; rank 0 measures when it plans."""
     joined = join_nodes(local_cluster(config), config.swap, nodes, RUNS)
     kinds = joined.kinds
     if len(set(kinds)) == 1:
@@ -147,14 +148,14 @@ def _join(config: RunConfig, nodes: Nodes) -> Joined:
 
 
 def _asked(config: RunConfig) -> RunConfig:
-    """The same, which must say for how long to train, on machines that are there."""
+    """Check that a configuration sets the number of steps and requests available devices; return it."""
     config.trainer.check_steps()
     local_cluster(config)
     return config
 
 
 def _step_seconds(config: RunConfig, nodes: Nodes) -> float:
-    """What forward and backward of some rows take on a device of this node."""
+    """Return the seconds of forward and backward of a few rows on a device of this node."""
     cluster = replace(local_cluster(config), devices=nodes.local_count)
     return _computing(profile_run(replace(config, cluster=cluster), lambda text: None))
 

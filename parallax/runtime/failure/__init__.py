@@ -1,1 +1,1 @@
-"""Who failed, said once."""
+"""Failure detection: find the rank that failed, and report it once."""

@@ -1,8 +1,8 @@
-"""How a rank leaves a run that failed, and its last words.
+"""End a rank after a failure, and write its exit report.
 
-Every rank that is left behind has an exception of its own, and a launcher sees nothing but exit codes. Whoever trains
-wants one line: so a rank that failed asks the watch whether it is the one to speak, and tells its launcher, where that
-one is ours, instead of the terminal.
+When one rank fails, every other rank raises an exception of its own, and a launcher sees only exit codes. The user
+needs one line. So a failed rank asks the watch whether it is the rank that reports, and writes its report to the
+launcher if that is Parallax's, otherwise to the terminal.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from parallax.runtime.failure.refusal import end
 from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.runtime.failure.watch import PATIENCE_SECONDS, Watch
 
-# Names the file in which ranks tell their launcher why the run ended.
+# Names the file in which ranks report to their launcher why the run ended.
 EXIT_REPORT = "PARALLAX_EXIT_REPORT"
 _BROKEN = re.compile(
     r"gloo/|NCCL|[Cc]onnection (closed|reset|refused)|Broken pipe|has ended or given up"
 )
 
-# What torch raises as a RuntimeError for tensors of a wrong type or shape.
+# RuntimeErrors of torch for tensors of a wrong type or shape.
 _TORCH_MISTAKES = re.compile(
     r"same (dtype|type)|dtype but|expected scalar type|expected .* (dtype|type)|[Ff]ound dtype|shapes cannot be "
     r"multiplied|sizes? of tensor|tensor size|size mismatch|match the size|not implemented for '|for input of size|"
@@ -58,12 +58,12 @@ _MISTAKES = (
 
 
 def leave(error: BaseException, watch: Watch | None = None) -> NoReturn:
-    """One rank's exception ends the run: say where and why, once, and go.
+    """Report the exception of this rank, once for the run, and end the process.
 
-    A connection that broke is no cause: whoever broke it is known to the others soon, and this process ends meanwhile.
-    Before there is a watch, the first rank of a host speaks for the host.
+    A broken connection is not a cause: the other ranks soon know the rank that broke it, and the watch ends this
+    process meanwhile. Before there is a watch, the first rank of a host reports for the host.
     """
-    # Of the model's own, or before there was a watch, which heeds Ctrl-C.
+    # Raised by the model itself, or before there was a watch, which handles Ctrl-C.
     if isinstance(error, KeyboardInterrupt):
         code = exit_code(signal.SIGINT)
         if watch is not None:
@@ -81,7 +81,7 @@ def leave(error: BaseException, watch: Watch | None = None) -> NoReturn:
             print(print_exception(error), end="", file=sys.stderr)
         (say if watch is None else watch.say)(report)
     else:
-        # Torchrun would stop the one that speaks, if another left first.
+        # If this rank ended first, torchrun would stop the reporting rank.
         time.sleep(PATIENCE_SECONDS)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -89,28 +89,29 @@ def leave(error: BaseException, watch: Watch | None = None) -> NoReturn:
 
 
 def depart(code: int) -> NoReturn:
-    """End the process of a rank that has closed what it had open.
+    """End the process of a rank after it has closed its resources.
 
-    Threads of libraries may still wait for Python's lock; an interpreter that takes itself apart ends them inside of
-    C++, which calls that an abort, now and then.
+    Threads of libraries may still wait for Python's lock. A finalizing interpreter ends them inside C++ code, which
+    occasionally calls abort.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it any more, or its disk is full
+        with contextlib.suppress(OSError):  # the pipe is closed, or the disk is full
             stream.flush()
     os._exit(code)
 
 
 def say(report: FailureReport) -> None:
-    """Why the run ended: to the launcher, which knows more and says it; otherwise to whoever reads this rank's errors.
+    """Report why the run ended: to Parallax's launcher, which adds its own knowledge and prints the report, otherwise
+    to this rank's stderr.
 
-    Written past Python's buffers: the main thread may hold their locks for ever.
+    The text bypasses Python's buffers, because the main thread may hold their locks for ever.
     """
     if not report.text:
         return
     file = os.environ.get(EXIT_REPORT)
     if file is not None:
-        with contextlib.suppress(OSError):  # no room for them: then as without a launcher
+        with contextlib.suppress(OSError):  # the disk is full: report as without a launcher
             Path(file).write_text(json.dumps(report.to_dict()), encoding="utf-8")
             return
     with contextlib.suppress(OSError):
@@ -121,28 +122,28 @@ def say(report: FailureReport) -> None:
 
 
 def heartbeat_for_launcher() -> Heartbeat:
-    """This rank's, beside the file of last words, where the launcher is ours."""
+    """Return this rank's heartbeat, in the folder of the exit report, if the launcher is Parallax's."""
     file = os.environ.get(EXIT_REPORT)
     return FileHeartbeat(Path(file).parent, int(os.environ["RANK"])) if file else NoHeartbeat()
 
 
-def read_exit_report(words: Path) -> FailureReport | None:
-    """What the ranks told; None where none was able to."""
+def read_exit_report(file: Path) -> FailureReport | None:
+    """Return the report that the ranks wrote; None if no rank could."""
     try:
-        return FailureReport.from_dict(read_json(words, SMALL_BYTES))
+        return FailureReport.from_dict(read_json(file, SMALL_BYTES))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
 def follows(error: BaseException) -> bool:
-    """Whether an exception only says that another rank has gone."""
+    """Return whether an exception only shows that another rank has ended."""
     return isinstance(error, RuntimeError | TransportError) and bool(_BROKEN.search(str(error)))
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether another attempt may well go on after ``error``: a disk or a network may be back, a device answer again.
-    What Python raises for mistakes in programs comes again, and so do wrong input, wrong numbers, and a program's wish
-    to exit."""
+    """Return whether another attempt may succeed after ``error``: a disk, a network or a device may be available again.
+    Python's exceptions for programming errors would repeat, and so would invalid input, non-finite numbers, and a
+    call of exit."""
     if isinstance(error, ParallaxError):
         return error.may_pass
     if type(error) is RuntimeError and _TORCH_MISTAKES.search(str(error)):
@@ -151,14 +152,14 @@ def may_pass(error: BaseException) -> bool:
 
 
 def failure_of(error: BaseException, watch: Watch | None) -> FailureReport:
-    """What is said of an exception."""
+    """Return the report of an exception."""
     return replace(_failure_of(error, watch), may_pass=may_pass(error))
 
 
 def _failure_of(error: BaseException, watch: Watch | None) -> FailureReport:
-    """Wrong input, for one, is the same for every rank: no one is named."""
-    said, text = os.environ.get("RANK", "0"), printable(str(error))
-    rank = int(said) if said.isdecimal() else 0  # what else it says may be the error
+    """Errors that are common to all ranks, such as invalid input, name no rank."""
+    variable, text = os.environ.get("RANK", "0"), printable(str(error))
+    rank = int(variable) if variable.isdecimal() else 0  # an invalid RANK may be the error
     if isinstance(error, ParallaxError) and error.common:
         return FailureReport(rank, FailureKind.RAISED, "", text, code=error.exit_code)
     code = error.exit_code if isinstance(error, ParallaxError) else 1
@@ -171,7 +172,7 @@ def _failure_of(error: BaseException, watch: Watch | None) -> FailureReport:
 
 
 def _speaks_first() -> bool:
-    """Whether this is the first rank of its host to fail: what others could say follows from it."""
+    """Return whether this is the first rank of its host to fail. Later failures follow from it."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return True

@@ -1,13 +1,13 @@
-"""Where all ranks stand still at once, or end before their time, none of them can say so: their launcher does.
+"""Heartbeats of ranks, which show the launcher that all ranks hang or that a rank ended early.
 
-Ranks watch each other. But of ranks that are all stopped none watches, and a process that is the only rank, or that a
-call of ``os._exit(0)`` has ended, leaves nobody who knows. So the launcher makes a file for each rank, into which the
-rank's watch writes what it is doing, a few times a second, and which the rank removes where it ends in order::
+Ranks watch each other. But if all ranks are stopped, no rank watches, and if the only rank is stopped, or a call of
+``os._exit(0)`` ends a process, no rank can report it. So the launcher makes a file for each rank. The rank's watch
+writes its status there a few times a second, and the rank removes the file when it ends in order::
 
     rank 0 ── watch ── beat ──> heartbeat-0 ──┐
     rank 1 ── watch ── beat ──> heartbeat-1 ──┴── launcher: none has changed for longer than the limit
 
-Of a rank whose file cannot be written or read nothing is concluded, but that it has not ended while the file is there.
+If a rank's file cannot be written or read, the launcher only knows that the rank has not ended while the file exists.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from parallax.runtime.failure.report import (
     root_cause,
 )
 
-# Of a file, all of them each time: a disk that fills up later takes none of them away.
+# Size of a file, written in full each time, so that a disk that fills up later does not matter.
 _BYTES = 4096
-_LOOK_SECONDS = 1.0  # between two looks at the files
-# Without a look: the launcher itself was stopped, most likely with its ranks.
+_READ_SECONDS = 1.0  # between two readings of the files
+# After a longer gap the launcher itself was stopped, most likely with its ranks.
 _PAUSE_SECONDS = 15.0
-_SLACK_SECONDS = 5.0  # more than ranks need to judge each other
+_SLACK_SECONDS = 5.0  # longer than ranks need to find each other's failures
 
 
 class Heartbeat(Protocol):
-    """A rank's side: ``beat`` is called by the thread of its watch, ``end`` by the main one."""
+    """A rank's side: the watch's thread calls ``beat``, the main thread calls ``end``."""
 
     def beat(self, status: BeatStatus) -> None:
-        """The rank is there."""
+        """Show that the rank is alive."""
 
     def end(self) -> None:
-        """The rank has come to its end, in order."""
+        """Record that the rank ended in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeatStatus:
-    """What a rank tells of itself: its ``name``, what it does, for how many seconds it may be silent (0: for ever), and
-    within how many it must have saved where it is asked to end (0: no limit)."""
+    """The status of a rank: its ``name``, its activity, the seconds for which it may be silent (0: no limit), and the
+    seconds that it has to save after a request to end (0: no limit)."""
 
     name: str
     seen: RankStatus
@@ -63,17 +63,17 @@ class BeatStatus:
 
 
 class NoHeartbeat:
-    """Of a rank whose launcher is not ours."""
+    """No heartbeat: the rank was not started by Parallax's launcher."""
 
     def beat(self, status: BeatStatus) -> None:
-        """Nobody reads it."""
+        """No-op."""
 
     def end(self) -> None:
-        """Nobody reads it."""
+        """No-op."""
 
 
 class FileHeartbeat:
-    """In the file of ``rank`` in ``folder``."""
+    """Writes heartbeats to the file of ``rank`` in ``folder``."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path, self._count = _file(folder, rank), itertools.count()
@@ -82,7 +82,7 @@ class FileHeartbeat:
             self._handle = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
 
     def beat(self, status: BeatStatus) -> None:
-        """Write it in place of the last."""
+        """Overwrite the previous status."""
         if self._handle is None:
             return
         seen, limits = status.seen.to_list(), (status.limit_seconds, status.grace_seconds)
@@ -91,10 +91,10 @@ class FileHeartbeat:
             os.pwrite(self._handle, text.encode().ljust(_BYTES)[:_BYTES], 0)
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._handle, 0)  # what is old would be taken for silence
+                os.ftruncate(self._handle, 0)  # an old status would count as silence
 
     def end(self) -> None:
-        """Remove it, which even a full disk has room for."""
+        """Remove the file, which also works on a full disk."""
         self._path.unlink(missing_ok=True)
         if self._handle is not None:
             os.close(self._handle)
@@ -107,7 +107,7 @@ def _file(folder: Path, rank: int) -> Path:
 
 @dataclass(slots=True)
 class _Heard:
-    """What was last read of a rank, as it was written and as it is meant, and the seconds since it has changed."""
+    """The last status read from a rank, raw and parsed, and the seconds since it last changed."""
 
     text: list[object] = field(default_factory=list)
     status: BeatStatus | None = None
@@ -115,41 +115,41 @@ class _Heard:
 
 
 class Heartbeats:
-    """The launcher's side: the files of so many ``ranks`` in ``folder``, which it makes before there are ranks.
-    ``requests``: those to end so far."""
+    """The launcher's side: the files of ``ranks`` ranks in ``folder``, created before the ranks start. ``requests`` are
+    the requests to end so far."""
 
     def __init__(self, folder: Path, ranks: int, requests: Requests) -> None:
         self._folder, self._requests = folder, requests
         self._heard = [_Heard() for _ in range(ranks)]
-        self._looked = time.monotonic()
+        self._read_at = time.monotonic()
         self.report: FailureReport | None = None
-        """Why they are to be killed, once they are."""
+        """Why the ranks must be killed, once they must."""
         for rank in range(ranks):
             with contextlib.suppress(OSError):
                 _file(folder, rank).touch()
 
-    def of_living(self, ranks: Iterable[int]) -> list[int]:
-        """Those of ``ranks`` that have not ended in order."""
+    def living(self, ranks: Iterable[int]) -> list[int]:
+        """Return the elements of ``ranks`` that have not ended in order."""
         return [rank for rank in ranks if _file(self._folder, rank).exists()]
 
     def have_stopped(self) -> bool:
-        """Whether the ranks are to be killed, as none of them answers: for longer than any may be silent, or where they
-        were asked to end, for so long that nothing will be saved in time. To be called often."""
-        gap = time.monotonic() - self._looked
-        if gap >= _LOOK_SECONDS:
-            self._looked += gap
-            self._look(gap if gap < _PAUSE_SECONDS else 0.0)
-            self.report = self._judge()
+        """Return whether the launcher must kill the ranks because none of them responds: each has been silent for
+        longer than its limit, or they were asked to end and cannot save in time. Call it often."""
+        gap = time.monotonic() - self._read_at
+        if gap >= _READ_SECONDS:
+            self._read_at += gap
+            self._read(gap if gap < _PAUSE_SECONDS else 0.0)
+            self.report = self._find_failure()
         return self.report is not None
 
-    def _judge(self) -> FailureReport | None:
-        living = self.of_living(range(len(self._heard)))
+    def _find_failure(self) -> FailureReport | None:
+        alive = self.living(range(len(self._heard)))
         known = [
             (rank, status, replace(status.seen, silent_seconds=self._heard[rank].silent_seconds))
-            for rank in living
+            for rank in alive
             if (status := self._heard[rank].status) is not None
         ]
-        if not known or len(known) < len(living):
+        if not known or len(known) < len(alive):
             return None
         rank, status, seen = max(known, key=lambda each: each[2].silent_seconds)
         others = ", nor has any other rank" if len(known) > 1 else ""
@@ -162,8 +162,8 @@ class Heartbeats:
             return FailureReport(rank, FailureKind.SILENT, status.name, what, remark)
         return None
 
-    def _look(self, gap: float) -> None:
-        """Read the files, ``gap`` seconds after the last look."""
+    def _read(self, gap: float) -> None:
+        """Read the files, ``gap`` seconds after the last reading."""
         for rank, heard in enumerate(self._heard):
             heard.silent_seconds += gap
             try:
@@ -171,14 +171,14 @@ class Heartbeats:
                 _, name, seen, limit, grace = text
                 status = BeatStatus(str(name), RankStatus.from_list(seen), limit, grace)
             except (OSError, ValueError, TypeError):
-                heard.silent_seconds = 0.0  # there is none, or it is being written
+                heard.silent_seconds = 0.0  # the file does not exist, or is being written
                 continue
             if text != heard.text:
                 heard.text, heard.status, heard.silent_seconds = text, status, 0.0
 
 
 def _silent(seen: RankStatus, limit_seconds: float) -> bool:
-    """For longer than it may be, where it may not be for ever."""
+    """Return whether a rank with a limit has been silent for longer than that."""
     sooner = replace(seen, silent_seconds=seen.silent_seconds - _SLACK_SECONDS)
     found = root_cause([sooner], limit_seconds) if limit_seconds else None
     return found is not None and found[1] is FailureKind.SILENT

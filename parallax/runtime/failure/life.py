@@ -1,8 +1,8 @@
-"""Whether a process gets anywhere, seen from a thread of its own.
+"""Signs of life: find out from another thread whether the process makes progress.
 
-Outside of steps nobody can say how long something may take: text is gathered, weights are read, kernels are compiled.
-But whoever does that computes, reads or writes, or has somebody do it; what hangs sleeps. So a thread asks the kernel
-whether the main thread has run since it last looked, or anything else in the process or below it has.
+Outside of steps no fixed limit is right: a phase may tokenize text, read weights or compile kernels. But a process that
+does any of these computes, reads or writes, or has a child that does; a process that hangs sleeps. So a thread asks the
+kernel whether the main thread, another thread or a child process has run since the last check.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 
 import psutil
 
-BUSY = 0.02  # of an interval's seconds, by other threads and child processes: less is housekeeping
+BUSY = 0.02  # fraction of an interval that other threads and children must compute: less is housekeeping
 _INSTALLED = {sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib", "scripts")}
 _FOLDERS = [str(Path(__file__).parents[2]), *sorted(_INSTALLED)]
-# Where code lies that is not the user's.
+# File name prefixes of code that is not the user's.
 _OTHERS = ("<", *(os.path.join(folder, "") for folder in _FOLDERS))
 _WAITING = (
     "torch.distributed",
@@ -31,28 +31,29 @@ _WAITING = (
 
 
 class Life:
-    """Signs of life of this process. Asked by one thread, which is not the main one."""
+    """Signs of life of this process, checked by one thread that is not the main thread."""
 
     def __init__(self) -> None:
         self._status, self._threads = (
             Path(f"/proc/self/task/{os.getpid()}/status"),
             Path("/proc/self/task"),
         )
-        self._own, self._below = self._measure(), 0.0
+        self._own, self._children = self._measure(), 0.0
 
     def shows(self) -> bool:
-        """Whether there was any since the last call."""
+        """Return whether there was a sign of life since the last call."""
         (then, switched, before), self._own = self._own, self._measure()
         now, switches, seconds = self._own
         busy = BUSY * (now - then)
         if switches != switched or seconds - before > busy or self._reads_or_writes():
             return True
-        # Looks at every process of the host: only where it matters.
-        below, self._below = self._below, _seconds_below()
-        return self._below - below > busy
+        # Iterates over every process of the host, so it comes last.
+        children, self._children = self._children, _children_seconds()
+        return self._children - children > busy
 
     def _measure(self) -> tuple[float, str, float]:
-        """The time, how often the main thread went to sleep, seconds computed by this process but by this thread."""
+        """Return the time, the context switches of the main thread, and the CPU seconds of this process without this
+        thread."""
         return time.monotonic(), self._switches(), time.process_time() - time.thread_time()
 
     def _switches(self) -> str:
@@ -63,7 +64,8 @@ class Life:
         return ""
 
     def _reads_or_writes(self) -> bool:
-        """Whether any thread waits for a disk, which shows in nothing else: the main one may wait for it."""
+        """Return whether any thread waits for a disk, which no other counter shows: the main thread may wait for that
+        thread."""
         for stat in self._threads.glob("*/stat"):
             with contextlib.suppress(OSError, IndexError):
                 if stat.read_text().rpartition(")")[2].split()[0] == "D":
@@ -72,14 +74,14 @@ class Life:
 
 
 class ThreadLife:
-    """Signs of life of one thread of this process, asked by another."""
+    """Signs of life of one thread of this process, checked by another thread."""
 
     def __init__(self, native_id: int) -> None:
         self._folder = Path(f"/proc/self/task/{native_id}")
         self._before = ""
 
     def shows(self) -> bool:
-        """Whether there was any since the last call; also where the system does not tell."""
+        """Return whether there was a sign of life since the last call; True if the system cannot tell."""
         try:
             status = (self._folder / "status").read_text()
             ran = (self._folder / "schedstat").read_text()
@@ -88,10 +90,10 @@ class ThreadLife:
         switches = [line for line in status.splitlines() if "ctxt_switches" in line]
         now = " ".join([ran, *switches])
         before, self._before = self._before, now
-        return now != before or "\nState:\tD" in status  # it waits for a disk
+        return now != before or "\nState:\tD" in status  # D: the thread waits for a disk
 
 
-def _seconds_below() -> float:
+def _children_seconds() -> float:
     total = 0.0
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -101,15 +103,16 @@ def _seconds_below() -> float:
 
 
 def waits_for_others() -> bool:
-    """Whether the main thread is in a call in which ranks wait for each other."""
+    """Return whether the main thread is in a call in which ranks wait for each other."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_WAITING)
 
 
 def where(thread: threading.Thread | None = None) -> str:
-    """The line that a thread, the main one, is in: the innermost of the user's own code, where it is in such."""
-    asked = thread or threading.main_thread()
-    frame = innermost = sys._current_frames().get(asked.ident or 0)
+    """Return the line that a thread (by default the main thread) executes: the innermost line of the user's code, if
+    any."""
+    observed = thread or threading.main_thread()
+    frame = innermost = sys._current_frames().get(observed.ident or 0)
     while frame is not None and frame.f_code.co_filename.startswith(_OTHERS):
         frame = frame.f_back
     frame = frame if frame is not None else innermost

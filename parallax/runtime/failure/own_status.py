@@ -1,4 +1,4 @@
-"""What this rank is doing now, as its watch sees it from a thread of its own."""
+"""The current activity of this rank, observed by the thread of its watch."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from parallax.plan.schedule import Action
 from parallax.runtime.failure.life import Life, ThreadLife, waits_for_others
 from parallax.runtime.failure.report import RankStatus
 
-_EXAMINE_SECONDS = 1.0  # between two looks for signs of life
+_EXAMINE_SECONDS = 1.0  # between two checks for signs of life
 
 
 class Watched(Protocol):
-    """The engine: what it executes, in which step, since when; None between steps."""
+    """The engine: the action that it executes, its step, and since when; None between steps."""
 
     @property
     def current(self) -> tuple[Action, int, float] | None:
-        """One object for as long as an action lasts."""
+        """One object for the duration of an action."""
 
     @property
     def completed_steps(self) -> int:
-        """Of the run."""
+        """Completed steps of the run."""
 
     @property
     def beside(self) -> Mapping[str, threading.Thread]:
-        """What it does beside its steps, and the thread that does it."""
+        """Background activities by name, with the thread of each."""
 
 
 @dataclass(slots=True)
 class BesideSteps:
-    """``what`` a ``thread`` does beside the steps, and for how many seconds it has shown no sign of ``life``."""
+    """The background activity ``what`` of a ``thread``, and the seconds for which ``life`` has shown no sign of
+    life."""
 
     what: str
     thread: threading.Thread
@@ -44,26 +45,26 @@ class BesideSteps:
 
 
 class OwnStatus:
-    """What the main thread executes, or, outside of steps, which phase it is in and whether it shows signs of life.
-    ``steps``: those that were seen."""
+    """The action that the main thread executes or, outside of steps, its phase and whether it shows signs of life.
+    ``steps`` are the observed steps."""
 
     def __init__(self) -> None:
         self.steps: set[int] = set()
         self._attended: tuple[Watched, Plan] | None = None
-        self._phase: tuple[str] = ("",)  # a new object for each, however often it comes
+        self._phase: tuple[str] = ("",)  # a new object for each phase, even if the name repeats
         self._life = Life()
         self._examined = time.monotonic()
         self._doing: object = None
         self.beside: BesideSteps | None = None
-        self._looked_beside = time.monotonic()
+        self._beside_at = time.monotonic()
 
     def attend(self, engine: Watched, plan: Plan) -> None:
-        """Look at ``engine`` from now on."""
+        """Observe ``engine`` from now on."""
         self._attended = engine, plan
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What this rank does outside of steps, to go on after "has been"."""
+        """Name the activity inside this context, outside of steps, as a continuation of "has been"."""
         before, self._phase = self._phase, (name,)
         try:
             yield
@@ -76,11 +77,11 @@ class OwnStatus:
         return self._attended[0].current if self._attended else None
 
     def coordinate(self, rank: int) -> Coordinate | None:
-        """The place of ``rank``, once there is a plan."""
+        """Return the coordinate of ``rank``, once there is a plan."""
         return self._attended[1].coordinate(rank) if self._attended else None
 
-    def look(self, before: RankStatus, now: float, gap: float) -> RankStatus:
-        """The status ``gap`` seconds after it was ``before``."""
+    def observe(self, before: RankStatus, now: float, gap: float) -> RankStatus:
+        """Return the status ``gap`` seconds after it was ``before``."""
         current = self.current
         doing = current or self._phase
         gap = gap if doing is self._doing else 0.0
@@ -90,18 +91,18 @@ class OwnStatus:
             self.steps.add(current[1])
             return RankStatus(current[0], current[1], seconds)
         idle, waits = self._examine(before, now, gap)
-        # Steps that take less than a look are seen by nobody.
+        # Steps shorter than an observation interval are not observed.
         done = self._attended[0].completed_steps if self._attended else 0
         return RankStatus(
             None, done or -1, seconds, phase=self._named_phase, idle_seconds=idle, waits=waits
         )
 
-    def look_beside(self, now: float) -> None:
-        """At what is done beside the steps, once in a while."""
-        seconds = now - self._looked_beside
+    def observe_beside(self, now: float) -> None:
+        """Check the background activity for signs of life, about once a second."""
+        seconds = now - self._beside_at
         if seconds < _EXAMINE_SECONDS or self._attended is None:
             return
-        self._looked_beside = now
+        self._beside_at = now
         what, thread = next(iter(self._attended[0].beside.items()), ("", None))
         if thread is None or thread.native_id is None:
             self.beside = None
@@ -110,16 +111,17 @@ class OwnStatus:
         elif self.beside.life.shows():
             self.beside.idle_seconds = 0.0
         else:
-            # Less where this process itself was stopped.
+            # Capped, since this process itself may have been stopped.
             self.beside.idle_seconds += min(seconds, 2 * _EXAMINE_SECONDS)
 
     @property
     def _named_phase(self) -> str:
-        """What the main thread does outside of steps: nothing is without a name, or it could hang unseen."""
+        """The phase of the main thread outside of steps. It always has a name, since an unnamed phase could hang
+        undetected."""
         return self._phase[0] or ("between steps" if self._attended else "starting")
 
     def _examine(self, before: RankStatus, now: float, gap: float) -> tuple[float, bool]:
-        """For how long this rank has shown no sign of life outside of steps, and whether it waits for others."""
+        """Return the seconds without a sign of life outside of steps, and whether this rank waits for others."""
         idle = before.idle_seconds + gap if gap else 0.0
         if min(now - self._examined, before.seconds) < _EXAMINE_SECONDS:
             return idle, before.waits and gap > 0

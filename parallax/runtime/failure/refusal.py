@@ -1,7 +1,7 @@
-"""The end of a rank that torchrun would start again in vain.
+"""End a rank so that torchrun does not restart it in vain.
 
-Torchrun starts all ranks again whatever ended them. Where the input is wrong, each start says the same line; so the
-first rank of a host asks its torchrun to end, and leaves a mark for the script that started it.
+Torchrun restarts all ranks after every failure. Invalid input would fail in the same way each time, so the first rank
+of a host asks its torchrun to end, and writes a marker file for the script that started torchrun.
 """
 
 from __future__ import annotations

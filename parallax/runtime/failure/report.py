@@ -1,8 +1,7 @@
-"""What is known of a rank that failed or hangs, and the one sentence that is said about it.
+"""The state of a rank that failed or hangs, and the one sentence that reports it.
 
-When one rank stops, all others wait for it, each in another action: every rank has something to complain about, and one
-of them is the reason. What the ranks were last seen doing tells them apart: a rank that computes keeps the others
-waiting, never the other way round.
+When one rank stops, all others wait for it, each in another action: every rank observes a problem, and one rank is the
+cause. The last known actions tell them apart: a rank that computes keeps the others waiting, never the reverse.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ from parallax.plan.schedule import Action, Kind
 ALONE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.FETCH})
 """Actions in which a rank waits for no other rank."""
 
-_BEFORE_STEPS = 5  # times as long a rank may be silent before its first step: what is loaded may keep Python's lock
+_BEFORE_STEPS = (
+    5  # times the limit of silence before the first step: loading may hold Python's lock
+)
 
 
 class FailureKind(StrEnum):
-    """How a rank came to its end: it raised, its process ended without a word, nothing reaches its host, it stays in
-    one action, it does not answer, somebody stopped it on purpose, or somebody did and it could not save in the time
-    that it had."""
+    """How a rank ended: it raised, its process ended without a report, its host is unreachable, it stays in one action,
+    it does not answer, it was stopped on purpose, or it was asked to end and could not save in time."""
 
     RAISED = "raised"
     LOST = "lost"
@@ -37,17 +37,18 @@ class FailureKind(StrEnum):
     OVERDUE = "overdue"
 
 
-_SPEECHLESS = (FailureKind.LOST, FailureKind.CUT, FailureKind.SILENT)
-"""Of which a rank cannot tell itself."""
+_CANNOT_REPORT = (FailureKind.LOST, FailureKind.CUT, FailureKind.SILENT)
+"""Failures that the failed rank cannot report itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What a rank was last seen doing: its action, in which step, for how many seconds as it said itself, and how many
-    seconds ago it said anything.
+    """The last known activity of a rank: its action, the step, the seconds that the rank has spent in it, and the
+    seconds since its last message.
 
-    Outside of a step ``action`` is None and ``phase`` says what it does instead; ``idle_seconds`` is for how long it
-    has shown no sign of life, and ``waits`` whether it waits for other ranks."""
+    Outside of a step ``action`` is None and ``phase`` names the activity; ``idle_seconds`` are the seconds without a
+    sign of life, and ``waits`` tells whether the rank waits for other ranks.
+    """
 
     action: Action | None = None
     step: int = -1
@@ -58,7 +59,7 @@ class RankStatus:
     waits: bool = False
 
     def to_list(self) -> list[Any]:
-        """As plain data; how long ago that was is the hearer's to say."""
+        """Return plain data without ``silent_seconds``, which the receiver measures."""
         action = (
             [str(self.action.kind), self.action.stage, self.action.micro] if self.action else None
         )
@@ -66,14 +67,14 @@ class RankStatus:
 
     @classmethod
     def from_list(cls, plain: Sequence[Any]) -> RankStatus:
-        """What :meth:`to_list` gave."""
+        """Read the output of :meth:`to_list`."""
         action, step, seconds, phase, idle, waits = plain
         done = Action(Kind(action[0]), int(action[1]), int(action[2])) if action else None
         return cls(done, int(step), seconds, phase=str(phase), idle_seconds=idle, waits=bool(waits))
 
     @property
     def last(self) -> str:
-        """How to go on after having said that a rank says nothing any more."""
+        """The continuation of a sentence about a rank that sends no more messages."""
         if self.action is not None:
             return f", last seen in {self}"
         after = f" after step {self.step}" if self.step >= 0 else ""
@@ -92,9 +93,9 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class FailureReport:
-    """Why the run ends: ``who`` is the rank in words, ``what`` it did, ``remark`` what may help. All ranks leave with
-    ``code``. ``speaker`` says it where the rank itself cannot, -1 where each host's first rank does. ``may_pass``:
-    another attempt may well go on. ``saved``: nothing is lost."""
+    """Why the run ends. ``who`` names the rank, ``what`` tells its failure, ``remark`` adds a remedy. All ranks end
+    with ``code``. ``speaker`` prints the report if the rank itself cannot; -1 means the first rank of each host.
+    ``may_pass``: another attempt may succeed. ``saved``: no progress is lost."""
 
     rank: int
     how: FailureKind
@@ -108,7 +109,7 @@ class FailureReport:
 
     @property
     def text(self) -> str:
-        """The sentence; nothing where there is nothing to say."""
+        """The sentence; empty if there is nothing to report."""
         return f"{self.who} {self.what}{self.remark}".strip()
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,13 +117,13 @@ class FailureReport:
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> FailureReport:
-        """What :meth:`to_dict` gave."""
+        """Read the output of :meth:`to_dict`."""
         return cls(**{**plain, "how": FailureKind(plain["how"])})
 
 
 def name(rank: int, place: Coordinate | None, action: Action | None = None, node: str = "") -> str:
-    """A rank in words. ``place``: its coordinate, once there is a plan; an action names the stage it is of.
-    ``node``: where there are several."""
+    """Return a rank's name. ``place`` is its coordinate, once there is a plan; an action determines the stage. ``node``
+    is set if there are several nodes."""
     on = f" on {printable(node)}" if node else ""
     if place is None:
         return f"rank {rank}{on}"
@@ -131,10 +132,9 @@ def name(rank: int, place: Coordinate | None, action: Action | None = None, node
 
 
 def speaker(report: FailureReport, hosts: Sequence[str], present: Sequence[int]) -> int:
-    """Who says it, of ranks on ``hosts`` of which those ``present`` are still there: the rank that failed; where it
-    cannot, the first beside it on its host, otherwise the first of all. Nobody for all, -1, where hosts cannot reach
-    each other."""
-    if report.how not in _SPEECHLESS:
+    """Return the rank that prints the report, given the ranks' ``hosts`` and the ``present`` ranks: the failed rank; if
+    it cannot, the first other rank on its host, otherwise the first of all. -1 if hosts cannot reach each other."""
+    if report.how not in _CANNOT_REPORT:
         return report.rank
     if report.how is FailureKind.CUT:
         return -1
@@ -146,9 +146,9 @@ def speaker(report: FailureReport, hosts: Sequence[str], present: Sequence[int])
 
 
 def speaks(report: FailureReport, rank: int, hosts: Sequence[str]) -> bool:
-    """Whether ``rank`` says it. Where rank 0, which names the speaker, has gone, or nothing goes between hosts, each
-    host's first does."""
-    if report.how not in _SPEECHLESS:
+    """Return whether ``rank`` prints the report. If rank 0, which names the speaker, has ended, or if the network
+    between hosts is partitioned, the first rank of each host does."""
+    if report.how not in _CANNOT_REPORT:
         return report.rank == rank
     if report.speaker >= 0:
         return report.speaker == rank
@@ -159,15 +159,15 @@ def speaks(report: FailureReport, rank: int, hosts: Sequence[str]) -> bool:
 def root_cause(
     seen: Sequence[RankStatus], limit_seconds: float, phase_seconds: float = 0.0
 ) -> tuple[int, FailureKind] | None:
-    """The rank that keeps the others from going on, and how; None as long as somebody goes on.
+    """Return the rank that keeps the others from progress, and how it failed; None as long as a rank makes progress.
 
-    A rank that is not heard of explains everything else; then comes one that computes for too long. Waiting is never
-    wrong in itself: a deep pipeline waits longer than any of its actions takes. Only where every rank has stood still
-    for so long and some of them within a step, there is one to be named: one that is not in the step at all, otherwise
-    the one that came least far.
+    A silent rank explains all other waits, so it comes first; then comes a rank that computes for too long. Waiting is
+    never wrong in itself: a deep pipeline waits longer than any of its actions lasts. Only if every rank has stayed in
+    its action for longer than the limit, and some of them within a step, one of them is the cause: a rank outside the
+    step, otherwise the rank with the least progress.
 
-    Outside of steps there is no saying how long a phase may take: a rank is to blame where none shows any sign of life,
-    or after ``phase_seconds`` (0: never), but not for waiting for others.
+    Outside of steps the duration of a phase is unknown: a rank is the cause if no rank shows a sign of life, or after
+    ``phase_seconds`` (0: never), but not while it waits for others.
     """
     ranks = range(len(seen))
     silent = [
@@ -207,9 +207,8 @@ def _root_cause_outside(
         return max(found, key=lambda r: seen[r].seconds), FailureKind.HANGS
     if not idle:
         return None
-    return max(
-        range(len(seen)), key=lambda r: seen[r].seconds
-    ), FailureKind.HANGS  # each waits: who came least far
+    # All ranks wait: the one with the least progress is the cause.
+    return max(range(len(seen)), key=lambda r: seen[r].seconds), FailureKind.HANGS
 
 
 def complaint(
@@ -219,7 +218,7 @@ def complaint(
     limit_seconds: float,
     phase_seconds: float = 0.0,
 ) -> tuple[str, str]:
-    """What ``rank`` does wrong and what the others wait in, as ``what`` and ``remark`` of a report."""
+    """Return ``what`` and ``remark`` of a report: the failure of ``rank``, and the actions in which others wait."""
     found = seen[rank]
     waiting = [
         f"rank {r} waits in {each}" for r, each in enumerate(seen) if r != rank and each.action
@@ -238,8 +237,8 @@ def complaint(
 
 
 def overdue(rank: int, number: int, grace_seconds: float, what: str) -> FailureReport:
-    """Of a ``rank`` that was asked to end by signal ``number``, and has not saved in the time that there is for it;
-    ``what`` it does instead."""
+    """Return the report of a ``rank`` that was asked to end by signal ``number`` and has not saved in time; ``what`` is
+    its activity."""
     return FailureReport(
         rank,
         FailureKind.OVERDUE,
@@ -251,7 +250,7 @@ def overdue(rank: int, number: int, grace_seconds: float, what: str) -> FailureR
 
 
 def remedy(limit_seconds: float, phase_seconds: float) -> str:
-    """Which limit it was, and how to change it; ``phase_seconds`` where it was that one."""
+    """Return the limit that was exceeded, and how to change it; ``phase_seconds`` if it was that limit."""
     if phase_seconds:
         return f"the limit is {phase_seconds:g} s (trainer.phase_seconds; 0 sets none)"
     return f"the limit is {limit_seconds:g} s (trainer.watchdog_seconds; 0 sets none)"

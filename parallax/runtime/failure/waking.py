@@ -1,4 +1,4 @@
-"""How the watch's thread wakes up: by a byte of the main thread, or of Python's own handler of signals."""
+"""Wake the watch's thread: by a byte from the main thread, or from Python's signal handler."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from parallax.common.signals import early_request, handled_signals
 
 
 class WakeUp:
-    """A socket that becomes readable when there is something to look at: ``read()`` gives the numbers of the signals
-    that came meanwhile. The main thread's handlers do nothing while it is there: it may be waiting in a call, where no
-    handler runs."""
+    """A socket that becomes readable on an event: ``read()`` returns the numbers of the signals since the last call.
+    Meanwhile the main thread's handlers do nothing, because it may be in a call in which no handler runs."""
 
     def __init__(self) -> None:
         self.socket, self._wake = socket.socketpair()
@@ -21,12 +20,12 @@ class WakeUp:
         self._handlers = {
             number: signal.signal(number, lambda *_: None) for number in handled_signals()
         }
-        if number := early_request():  # while this process imported, or met the others
+        if number := early_request():  # during imports, or before the ranks had connected
             self._wake.send(bytes([number]))
 
     def rouse(self) -> None:
-        """Wake it up, without waiting."""
-        with contextlib.suppress(BlockingIOError):  # it is awake
+        """Wake the thread without waiting."""
+        with contextlib.suppress(BlockingIOError):  # a full buffer wakes it anyway
             self._wake.send(b"\0")
 
     def read(self) -> list[int]:
@@ -34,12 +33,12 @@ class WakeUp:
         return [number for number in self._handlers if number in found]
 
     def forget(self) -> None:
-        """A forked child minds its signals again, and none of them comes here."""
+        """Restore the signal handlers in a forked child, which is not watched."""
         self._restore(-1)
         self._close()
 
     def close(self) -> None:
-        """Everything is as before it was made."""
+        """Restore the previous handlers and close the sockets."""
         self._restore(self._before)
         self._close()
 

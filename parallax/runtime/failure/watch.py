@@ -1,18 +1,18 @@
-"""Every rank learns at once that another one failed, and one of them says which and why.
+"""The watch: every rank learns at once that another rank failed, and one rank reports which and why.
 
-Ranks wait for each other in calls of torch and of its backends that know nothing of a peer's end: for the timeout of a
-process group, ten minutes and more. So beside the main thread each rank has one that only listens, connected with rank
-0's, which judges::
+Ranks wait for each other in calls of torch and of its backends, which do not notice the end of a peer before the
+timeout of a process group, ten minutes and more. So each rank has a thread that only listens, connected with the thread
+of rank 0, which decides::
 
     rank 1    receive_gradient of micro-batch 0, for 61 s ─┐
     rank 2    failed: RuntimeError ...                     ├─> rank 0 ──> report ──> every rank ends
     rank 3    its connection ends ─────────────────────────┘
 
-An exception is told in words; the end of a process, whatever ended it, by the end of its connection; a hang by what the
-ranks are doing, which their threads read from the engine. Exactly one rank speaks: the one that failed, or one beside
-it where it cannot. Then each thread ends its process, whatever the main thread waits in: nothing of torch interrupts
-that (``ProcessGroup.abort`` returns at once and a gloo receive goes on), and nothing has to be put in order, for swap
-files have no name and checkpoints appear by renaming.
+A rank reports an exception by a message; the end of its connection shows the end of a process, for whatever reason; a
+hang is found from the ranks' current actions, which their threads read from the engine. Exactly one rank prints the
+report: the failed one, or another one if it cannot. Then each thread ends its process, whatever call the main thread is
+in: nothing in torch interrupts that call (``ProcessGroup.abort`` returns at once and a gloo receive continues). No
+cleanup is needed, because swap files have no name and checkpoints appear by renaming.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ from parallax.runtime.failure.report import (
 )
 from parallax.runtime.failure.waking import WakeUp
 
-PATIENCE_SECONDS = 1.0  # for rank 0's judgement, and for a main thread that has its last words
-_BEAT_SECONDS = 0.5  # between two messages of a rank that has nothing new to say
-_LOOK_SECONDS = 0.1  # between two looks at the engine
-_HEARD_PER_SECOND = 200  # messages that rank 0 can read beside its work
-# Without a look: this process itself was stopped, and knows nothing of the others.
+PATIENCE_SECONDS = 1.0  # for rank 0's decision, and for a main thread that prints its report
+_BEAT_SECONDS = 0.5  # between two messages of a rank without news
+_OBSERVE_SECONDS = 0.1  # between two observations of the engine
+_HEARD_PER_SECOND = 200  # messages that rank 0 can read in parallel with its work
+# After a longer gap this process itself was stopped, and knows nothing of the others.
 _PAUSE_SECONDS = 5.0
-# What those that have nothing to say leave the one that has: torchrun stops it with them.
+# Other ranks wait this long for the reporting rank: torchrun stops it when they end.
 _FOLLOW_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class HangLimits:
-    """More than ``seconds`` in one action, without an answer, or outside of steps without a sign of life are a hang,
-    and so are more than ``phase_seconds`` in one phase; 0 sets no limit. The first ``patient_steps`` steps, which
-    compile, take as long as a phase. A rank that is asked to end has ``grace_seconds`` to save. The stacks of a rank
-    that hangs are left in ``directory``."""
+    """Limits after which a rank counts as hanging: ``seconds`` in one action, without an answer, or outside of steps
+    without a sign of life; ``phase_seconds`` in one phase; 0 sets no limit. The first ``patient_steps`` steps
+    compile and may last as long as a phase. A rank that is asked to end has ``grace_seconds`` to save. The stacks of
+    a rank that hangs are written to ``directory``."""
 
     seconds: float = 0.0
     phase_seconds: float = 0.0
@@ -79,14 +79,14 @@ class HangLimits:
     directory: Path | None = None
 
     def after(self, steps: int) -> float:
-        """The limit of an action when so many steps have begun."""
+        """Return the limit of an action when ``steps`` steps have begun."""
         if 0 < steps <= self.patient_steps:
             return max(self.seconds, self.phase_seconds or float("inf"))
         return self.seconds
 
 
 class Watch:
-    """One rank's watch. Made by :meth:`start`, and closed where the run ends in order."""
+    """The watch of one rank, created by :meth:`start`, and closed when the run ends in order."""
 
     def __init__(
         self, met: Meeting, say: Callable[[FailureReport], None], heartbeat: Heartbeat
@@ -95,16 +95,16 @@ class Watch:
         self._heartbeat = heartbeat
         self._links = dict(met.links)
         size = len(met.pids)
-        # Slower where there are many.
+        # Messages are less frequent in large worlds.
         self._pace = max(1.0, size / _HEARD_PER_SECOND * _BEAT_SECONDS)
         self._limits, self._own = HangLimits(), OwnStatus()
         self._seen = [RankStatus()] * size
-        self._looked, self._told = time.monotonic(), float("-inf")
-        self._heard = [self._looked] * size
+        self._observed_at, self._sent_at = time.monotonic(), float("-inf")
+        self._heard = [self._observed_at] * size
         self._requests = Requests()
         self._serving = self._served = False
-        self._hanging: threading.Thread | None = None  # the main one
-        self._leaving = float("inf")
+        self._hanging: threading.Thread | None = None  # None: the main thread
+        self._exit_at = float("inf")
         self._claim: FailureReport | None = None
         self._report: FailureReport | None = None
         self._judged = threading.Event()
@@ -120,9 +120,9 @@ class Watch:
 
     @classmethod
     def start(cls, say: Callable[[FailureReport], None], heartbeat: Heartbeat) -> Watch:
-        """Begin to watch. Called by the main thread of every rank, with torch's world initialised where there is one.
-        ``say`` is called on the rank that speaks, by any thread; ``heartbeat`` tells the launcher that this rank is
-        there."""
+        """Start to watch. The main thread of every rank calls it, after torch's world is initialised, if there is one.
+        ``say`` is called on the rank that prints the report, by any thread; ``heartbeat`` shows the launcher that
+        this rank is alive."""
         watch = cls(meet(), say, heartbeat)
         watch._thread.start()
         return watch
@@ -134,7 +134,7 @@ class Watch:
         grace_seconds: float,
         directory: Path | None = None,
     ) -> None:
-        """Set what :class:`HangLimits` says."""
+        """Set the limits, see :class:`HangLimits`."""
         self._limits = replace(
             self._limits,
             seconds=seconds,
@@ -144,42 +144,43 @@ class Watch:
         )
 
     def attend(self, engine: Watched, plan: Plan, *, patient_steps: int = 0) -> None:
-        """Look at ``engine`` from now on. Its first ``patient_steps`` steps, which compile, take as long as a phase."""
+        """Observe ``engine`` from now on. Its first ``patient_steps`` steps compile and may last as long as a phase."""
         self._own.attend(engine, plan)
         self._limits = replace(self._limits, patient_steps=patient_steps)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """What this rank does outside of steps, to go on after "has been"."""
+        """Name the activity inside this context, outside of steps, as a continuation of "has been"."""
         return self._own.phase(name)
 
     def serve(self) -> None:
-        """From now on requests to end are the caller's to serve, who asks for them with :meth:`asked`. Before that,
-        there is nothing to save: they end all ranks."""
+        """From now on the caller handles requests to end, see :meth:`asked`. Earlier requests end all ranks, since
+        there is nothing to save."""
         self._serving = True
 
     def served(self) -> None:
-        """Everything is saved: no request to end can be late any more."""
+        """Record that everything is saved: no request to end is overdue any more."""
         self._served = True
 
     def asked(self) -> int:
-        """The signal that asked this rank to end; 0 where none has."""
+        """Return the signal that asked this rank to end; 0 if none has."""
         return self._requests.first
 
     def failed(self, how: FailureKind, cause: str, code: int) -> FailureReport:
-        """The report on this rank, by what it is in the middle of."""
+        """Return the report on this rank, with its current action."""
         current = self._own.current
         where = f" in {RankStatus(current[0], current[1])}" if current else ""
         who = self._name(self.rank, current[0] if current else None)
         return FailureReport(self.rank, how, who, f"failed{where}: {cause}", code=code)
 
     def claim(self, report: FailureReport) -> None:
-        """Tell the others, without waiting, that this rank has failed. What is claimed later follows from it."""
+        """Report to the others, without waiting, that this rank has failed. Later claims are ignored, since they follow
+        from the first."""
         if self._claim is None:
             self._claim = report
             self._waking.rouse()
 
     def wait(self) -> None:
-        """Wait until it is this rank's turn to speak; where another one failed first, the process ends meanwhile."""
+        """Wait until this rank may print its report. If another rank failed first, the process ends meanwhile."""
         self._judged.wait(PATIENCE_SECONDS)
 
     def say(self, report: FailureReport) -> None:
@@ -187,7 +188,7 @@ class Watch:
             self._say(report)
 
     def close(self) -> None:
-        """Say goodbye and stop watching."""
+        """Announce the end in order, and stop watching."""
         self._closing = True
         self._waking.rouse()
         self._thread.join()
@@ -198,14 +199,14 @@ class Watch:
 
     def _run(self) -> None:
         while not self._closing:
-            ready = [key.data for key, _ in self._selector.select(_LOOK_SECONDS * self._pace)]
+            ready = [key.data for key, _ in self._selector.select(_OBSERVE_SECONDS * self._pace)]
             for peer in ready:
                 if peer is not None:
                     self._hear(peer)
-            # Last: why peers end comes before the signal that torchrun sends then.
+            # Signals come last: torchrun sends one after a peer's end, whose reason must be read first.
             if None in ready:
-                self._heed(self._waking.read())
-            self._look()
+                self._handle(self._waking.read())
+            self._observe()
         for link in self._links.values():
             link.send({"bye": True})
 
@@ -218,27 +219,27 @@ class Watch:
                 elif "report" in message:
                     self._decide(FailureReport.from_dict(message["report"]))
                 elif "bye" in message:
-                    self._part(peer)
+                    self._disconnect(peer)
                     return
         except (OSError, ValueError) as error:
-            self._part(peer)
+            self._disconnect(peer)
             seen = self._seen[peer]
             who = self._name(peer, seen.action)
             if isinstance(error, UnreachableError):
                 what = f"cannot be reached any more: for {UNREACHABLE_SECONDS:g} s nothing came through to its host"
-                remark = f"{seen.last}; the network between is cut, or the host has gone"
+                remark = f"{seen.last}; the network between is partitioned, or the host is down"
                 self._decide(FailureReport(peer, FailureKind.CUT, who, what, remark))
             else:
                 what = "ended without a word"
                 self._decide(FailureReport(peer, FailureKind.LOST, who, what, seen.last))
 
-    def _part(self, peer: int) -> None:
+    def _disconnect(self, peer: int) -> None:
         link = self._links.pop(peer)
         self._selector.unregister(link.socket)
         link.close()
 
-    def _heed(self, signals: Sequence[int]) -> None:
-        """What the main thread wants to be looked at, and signals, which it cannot heed while it waits in a call."""
+    def _handle(self, signals: Sequence[int]) -> None:
+        """Handle the main thread's claim, and signals, which the main thread cannot handle while it waits in a call."""
         for number in signals:
             self._requests.add(number)
             if self._claim is None and (self._requests.impatient or not self._serving):
@@ -253,40 +254,40 @@ class Watch:
         if self._claim is None or self._report is not None:
             return
         if self.rank != 0 and 0 in self._links:
-            # Comes back, or another one does.
+            # Rank 0 sends this report back, or an earlier one.
             self._links[0].send({"report": self._claim.to_dict()})
             if self._claim.how in (FailureKind.STOPPED, FailureKind.OVERDUE):
-                self._leaving = min(self._leaving, time.monotonic() + PATIENCE_SECONDS)
+                self._exit_at = min(self._exit_at, time.monotonic() + PATIENCE_SECONDS)
         else:
             self._decide(self._claim)
 
-    def _look(self) -> None:
-        """At the engine, at the clock, and at what the others said last."""
+    def _observe(self) -> None:
+        """Update this rank's status, send it, and check all limits."""
         now = time.monotonic()
-        gap, self._looked = now - self._looked, now
+        gap, self._observed_at = now - self._observed_at, now
         if gap > _PAUSE_SECONDS * self._pace:
             self._heard = [now] * len(self._heard)
             gap = 0.0
         before = self._seen[self.rank]
-        seen = self._seen[self.rank] = self._own.look(before, now, gap)
+        seen = self._seen[self.rank] = self._own.observe(before, now, gap)
         news = self.rank != 0 and (before.action, before.step) != (seen.action, seen.step)
-        if now - self._told >= (_LOOK_SECONDS if news else _BEAT_SECONDS) * self._pace:
-            self._told = now
+        if now - self._sent_at >= (_OBSERVE_SECONDS if news else _BEAT_SECONDS) * self._pace:
+            self._sent_at = now
             for link in self._links.values():
                 link.send({"seen": seen.to_list()})
             limits = self._limits.seconds and self._silent_seconds, self._limits.grace_seconds
             self._heartbeat.beat(BeatStatus(self._name(self.rank, seen.action), seen, *limits))
         if self._late():
             self.claim(self._overdue())
-        self._look_beside(now)
-        if now > self._leaving and self._claim is not None:
+        self._check_beside(now)
+        if now > self._exit_at and self._claim is not None:
             os._exit(self._claim.code)
         if self._limits.seconds and self._report is None:
-            self._judge(now)
+            self._find_failure(now)
 
-    def _look_beside(self, now: float) -> None:
-        """At what this rank does beside its steps, which no action shows: it hangs as a phase does."""
-        self._own.look_beside(now)
+    def _check_beside(self, now: float) -> None:
+        """Check background activities, which no action shows. They hang under the same limit as a phase."""
+        self._own.observe_beside(now)
         beside, limit = self._own.beside, self._limits.seconds
         if beside is None or not 0 < limit < beside.idle_seconds:
             return
@@ -296,7 +297,7 @@ class Watch:
         self.claim(FailureReport(self.rank, FailureKind.HANGS, who, what, why))
 
     def _late(self) -> bool:
-        """Whether this rank was asked to end, and has not saved within the time that there is for it."""
+        """Return whether this rank was asked to end, and has not saved in time."""
         open_request = self._serving and not self._served and self._claim is None
         return open_request and 0 < self._limits.grace_seconds < self._requests.seconds
 
@@ -307,11 +308,11 @@ class Watch:
 
     @property
     def _silent_seconds(self) -> float:
-        """That a rank may be silent now, where there is a limit."""
+        """The seconds for which a rank may be silent now, if there is a limit."""
         return max(self._limits.after(len(self._own.steps)), 4 * _BEAT_SECONDS * self._pace)
 
-    def _judge(self, now: float) -> None:
-        """Rank 0 judges all, the others rank 0, and that only if it does not answer."""
+    def _find_failure(self, now: float) -> None:
+        """Rank 0 checks all ranks. The others check only whether rank 0 answers."""
         heard = {self.rank: now} | {peer: self._heard[peer] for peer in self._links}
         seen = [
             replace(each, silent_seconds=now - heard.get(rank, now))
@@ -325,7 +326,7 @@ class Watch:
         self._decide(FailureReport(rank, how, self._name(rank, seen[rank].action), what, remark))
 
     def _decide(self, report: FailureReport) -> None:
-        """The first report holds. Rank 0 tells it to all; then the process ends."""
+        """Accept the first report. Rank 0 sends it to all; then the process ends."""
         if self._report is not None:
             return
         if self.rank == 0:
@@ -338,7 +339,7 @@ class Watch:
         if report.rank == self.rank:
             self._judged.set()
             if report.how is FailureKind.RAISED:
-                time.sleep(PATIENCE_SECONDS)  # the main thread speaks and leaves
+                time.sleep(PATIENCE_SECONDS)  # the main thread reports and ends the process
             if report.how is FailureKind.HANGS:
                 report = self._with_stacks(report)
         if speaks(report, self.rank, self._met.hosts):
@@ -346,7 +347,9 @@ class Watch:
             silent = report.how is FailureKind.SILENT
             if silent and self._met.hosts[report.rank] == self._met.hosts[self.rank]:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._met.pids[report.rank], signal.SIGKILL)  # it heeds nothing else
+                    os.kill(
+                        self._met.pids[report.rank], signal.SIGKILL
+                    )  # a stopped process handles no other signal
         else:
             time.sleep(
                 _FOLLOW_SECONDS
@@ -355,13 +358,13 @@ class Watch:
         end(report.code)
 
     def _present(self, report: FailureReport) -> list[int]:
-        """The ranks that are still there, as rank 0 sees it."""
+        """Return the ranks that are still connected to rank 0."""
         if report.how is FailureKind.LOST and len(set(self._met.hosts)) > 1:
-            time.sleep(_FOLLOW_SECONDS)  # a host that goes takes all of its ranks along
+            time.sleep(_FOLLOW_SECONDS)  # a host that fails ends all of its ranks
         return [0, *(peer for peer, link in self._links.items() if not link.ended)]
 
     def _with_stacks(self, report: FailureReport) -> FailureReport:
-        """Say where this rank hangs, and leave the stacks of its threads."""
+        """Return the report with the line in which this rank hangs, after writing the stacks of its threads."""
         report = replace(report, remark=f"{report.remark}; it is in {where(self._hanging)}")
         if self._limits.directory is None:
             return report
@@ -376,7 +379,7 @@ class Watch:
         return name(rank, self._own.coordinate(rank), action, node)
 
     def _forget(self) -> None:
-        """A forked child is no rank: it holds no connection that should end with its parent, and minds its signals."""
+        """Close the connections and restore the signal handlers in a forked child, which is not a rank."""
         if not self._closing:
             self._waking.forget()
             self._close_links()

@@ -1,4 +1,5 @@
-"""What the ranks find out about a run beside training it, told with what they exchange after each step anyway."""
+"""The health monitor of a run: waits for rows, slow ranks and growing memory, exchanged with the statistics of each
+step."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from parallax.train.health.inputs import TimedRows
 from parallax.train.health.memory import BETWEEN, ROWS, STEP, Growth, MemoryAlarm
 from parallax.train.health.stragglers import Straggler, StragglerJudge
 
-_HIDDEN = 0.1  # of a device's seconds: reading that takes no more than that does not matter
+_HIDDEN = 0.1  # fraction of a device's seconds up to which reading is ignored
 
 
 class Checkup:
-    """One rank's part. :meth:`fetch` and :meth:`stepped` are called in each step, then :meth:`columns`, which are told
-    to all, and :meth:`agree` with those of all."""
+    """One rank's health monitor. In each step call :meth:`fetch` and :meth:`stepped`, then send :meth:`columns` to all
+    ranks, and call :meth:`agree` with the columns of all ranks."""
 
     def __init__(self, engine: Engine) -> None:
         self._mesh = engine.mesh
@@ -37,7 +38,7 @@ class Checkup:
         self._growths: list[str] = []
 
     def fetch(self, get: Callable[[], Rows]) -> Rows:
-        """The rows of the next step, which ``get`` gives."""
+        """Return the rows of the next step from ``get``, timed."""
         self._alarm.mark(BETWEEN)
         begun = time.perf_counter()
         self._batch = TimedRows(get())
@@ -46,7 +47,7 @@ class Checkup:
         return self._batch
 
     def stepped(self, result: StepResult) -> None:
-        """A step was taken with them."""
+        """Record the step that used the rows."""
         on_demand = self._batch.seconds if self._batch is not None else 0.0
         self._busy = self._own_seconds(busy_seconds(result.spans), on_demand)
         self._input_seconds, self._seconds = self._fetching + on_demand, result.seconds
@@ -54,14 +55,14 @@ class Checkup:
         self._growth = self._alarm.look()
 
     def _own_seconds(self, busy: float, on_demand: float) -> float:
-        """For how long this rank computed; 0 where nobody knows. Spans of an accelerator are the device's, and how much
-        of the reading is in them, which the host did beside it, is not known."""
+        """Return the seconds that this rank computed; 0 if unknown. An accelerator's spans are measured on the device,
+        and the part of the reading that the host did in parallel is unknown."""
         if self._mesh.device.type == "cpu":
             return max(0.0, busy - on_demand)
         return busy if on_demand <= _HIDDEN * busy else 0.0
 
     def columns(self) -> dict[str, float]:
-        """Of this rank: seconds that it waited for rows, that it computed, and whether its memory rises."""
+        """Return this rank's seconds of waiting for rows, its seconds of computing, and whether its memory grows."""
         return {
             "input_seconds": self._input_seconds,
             "busy_seconds": self._busy,
@@ -69,8 +70,8 @@ class Checkup:
         }
 
     def agree(self, columns: Mapping[str, Sequence[float]], *, saving: bool = False) -> list[str]:
-        """What is to be said after "step n", given the numbers of all ranks by name; all ranks call it.
-        ``saving``: a checkpoint was written beside the step, which slows down the ranks that write."""
+        """Return the messages to print after "step n", given the columns of all ranks; all ranks call it. ``saving``: a
+        checkpoint was written in parallel with the step, which slows the writing ranks down."""
         waited, busy = columns["input_seconds"], columns["busy_seconds"]
         step = self._seconds + self._fetching
         self.input_share = min(1.0, max(waited) / step) if step > 0 else 0.0
@@ -83,13 +84,15 @@ class Checkup:
         self.stragglers += found
         growths = self._tell_growth() if any(columns["memory_grows"]) else []
         self._growths += growths
-        return [f": {each}" for each in (*(f"{one}; training goes on" for one in found), *growths)]
+        return [
+            f": {each}" for each in (*(f"{one}; training continues" for one in found), *growths)
+        ]
 
     def metrics(self) -> dict[str, Any]:
         return {"input_seconds": self._input_seconds, "input_share": self.input_share}
 
     def slow(self) -> str:
-        """Why another plan is worth while: a rank is slow; empty where none is."""
+        """Return why another plan may be faster: the slow ranks; empty if there are none."""
         return "; ".join(map(str, self.stragglers))
 
     def summary(self) -> dict[str, Any]:

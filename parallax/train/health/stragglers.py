@@ -33,10 +33,10 @@ from parallax.plan.rows import micro_batch_rows, replica_rows
 
 WARM_UP = 2  # steps: first touches of memory, first connections
 WINDOW = 8  # steps that are compared together
-MOST = 7  # of these that must be slow
+MOST = 7  # steps of the window that must be slow
 SLOW = 2.0  # times the expected seconds
 PREDICTED_SLOW = 2.5  # the same as a median of steps: predictions of two stages differ in their errors, by up to half
-UNPREDICTED_SLOW = 3.0  # where the plan has no prediction of how unequal the work of the ranks is
+UNPREDICTED_SLOW = 3.0  # the same without a prediction of the ranks' unequal work
 HOLDS_UP = 0.2  # of the step: the least delay by a slow rank
 LEAST_WORK = 0.05  # of the largest predicted seconds of a rank: the least that make a ratio
 FASTEST = 0.75  # measured / predicted seconds: ranks that are faster still count as that fast
@@ -110,8 +110,8 @@ class StragglerJudge:
         self._named: set[int] = set()
 
     def add(self, step_seconds: float, busy: Sequence[float]) -> list[tuple[int, float]]:
-        """After a step: ranks that are found to be slow, and by which factor; each once. ``busy`` are the seconds that
-        each rank computed, 0 where they are not known."""
+        """Record a step; return the ranks newly found to be slow, and the factor of each. ``busy`` are the seconds that
+        each rank computed, 0 if unknown."""
         self._steps += 1
         if self._steps <= WARM_UP or any(busy[rank] <= 0 for rank in self._comparable):
             return []
@@ -187,7 +187,7 @@ def _weighted_median(found: Sequence[tuple[float, float]]) -> float:
 
 
 def _predicted_seconds(plan: Plan, pipeline_rank: int) -> float:
-    """Of the replica with the most rows in every micro-batch; 0 where the plan says nothing."""
+    """Return the predicted seconds of the replica with the most rows in every micro-batch; 0 without a prediction."""
     stages = plan.prediction.stages
     return (
         sum(stages[pipeline_rank].seconds.get(term, 0.0) for term in _PREDICTED) if stages else 0.0
@@ -195,7 +195,7 @@ def _predicted_seconds(plan: Plan, pipeline_rank: int) -> float:
 
 
 def _unpredicted_work(plan: Plan, pipeline_rank: int) -> float:
-    """The same in forwards of one block and row, of which a backward takes two."""
+    """Return the work of that replica in forwards of one block and row; a backward counts as two."""
     directives = [
         each for stage in plan.stages_of(pipeline_rank) for each in plan.stages[stage].directives
     ]
@@ -205,12 +205,12 @@ def _unpredicted_work(plan: Plan, pipeline_rank: int) -> float:
 
 
 def _most_rows(plan: Plan, pipeline_rank: int) -> int:
-    """Rows of the fullest replica in a micro-batch."""
+    """Return the rows of the fullest replica in a micro-batch."""
     return -(-plan.microbatch // plan.stages[pipeline_rank].replicas)
 
 
 def _work(plan: Plan, place: Coordinate, seconds: float) -> _RankWork:
-    """The work of a replica; ``seconds`` are those of one that has the most rows in every micro-batch."""
+    """Return the work of a replica; ``seconds`` is the work of a replica with the most rows in every micro-batch."""
     replicas = plan.stages[place.pipeline_rank].replicas
     count = plan.micro_batches(plan.global_batch)
     parts = [micro_batch_rows(plan.global_batch, count, micro) for micro in range(count)]

@@ -1,1 +1,1 @@
-"""What a training loop saves and when: checkpoints on disks, copies in memory."""
+"""Saving in a training loop: checkpoints on disk, copies in memory."""

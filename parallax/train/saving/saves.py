@@ -1,8 +1,8 @@
-"""When a training loop saves, what it waits for, and what it says of it.
+"""Decide when a training loop saves and waits for checkpoints, and report them.
 
-Training waits while its state is copied, and for the rest only where it must: the checkpoint with which a run ends, and
-the one before where the next is already due. Everything else is written beside the steps, and what ranks tell each
-other after a step says when all of them are done (:mod:`parallax.runtime.pending`).
+Training waits while its state is copied. It waits for the write only if necessary: for the last checkpoint of a run,
+and for the previous checkpoint when the next is due. All other writes run in parallel with the steps, and the numbers
+that ranks exchange after a step show when all ranks have finished (:mod:`parallax.runtime.pending`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from parallax.train.logger import RankZeroLogger
 from parallax.train.onlooker import Onlooker
 
 _PHASE = "saving a checkpoint"
-_LONG_SECONDS = 1.0  # of waiting for the checkpoint before that are worth a line
+_LONG_SECONDS = 1.0  # of waiting for the previous checkpoint that are reported
 
 
 class Saves:
-    """The checkpoints of one rank's loop, in ``directory``, of which the last ``keep_last`` stay, and those that
-    ``config`` names."""
+    """The checkpoints of one rank's loop, in ``directory``: the last ``keep_last`` are kept, and those that ``config``
+    selects."""
 
     def __init__(
         self,
@@ -39,28 +39,28 @@ class Saves:
         self._engine, self._directory, self._config = engine, directory, config
         self._retention, self._onlooker = config.retention(keep_last), onlooker
         self.seconds = 0.0
-        """For how long training has waited for checkpoints so far."""
-        self._told = 0.0  # of them by :meth:`columns`
-        # The step after which the last was begun; before the first there is nothing to lose.
+        """Seconds for which training has waited for checkpoints so far."""
+        self._reported = 0.0  # part of :attr:`seconds` that :meth:`columns` has returned
+        # The step of the last checkpoint; 0, because before the first step there is nothing to save.
         self._saved: int | None = 0
-        self._saves_none = True  # of its own so far
+        self._saves_none = True  # whether this start has saved none so far
 
     def columns(self) -> dict[str, float]:
-        """How far this rank is with what is being written, and for how long its training has waited for checkpoints
-        since the last call."""
-        waited, self._told = self.seconds - self._told, self.seconds
+        """Return the progress of this rank's write, and the seconds that its training has waited for checkpoints since
+        the last call."""
+        waited, self._reported = self.seconds - self._reported, self.seconds
         progress = float(self._engine.saving.pending.progress)
         return {"saving_progress": progress, "checkpoint_seconds": waited}
 
     def advance(self, logger: RankZeroLogger, columns: Mapping[str, Sequence[float]]) -> None:
-        """Go on with what is being written as far as all ranks are; all call it."""
+        """Continue the write as far as all ranks have come; all ranks call it."""
         progress = columns["saving_progress"]
         if any(progress):
             with self._waiting():
                 self._say(logger, self._engine.saving.pending.advance(progress))
 
     def resumed(self, path: Path) -> None:
-        """The run goes on from there."""
+        """Record that the run resumes from ``path``."""
         if path.parent == self._directory:
             self._saved = step_of(path)
 
@@ -72,8 +72,8 @@ class Saves:
         *,
         last: bool,
     ) -> None:
-        """A checkpoint with the caller's ``state``, judged by ``metrics``, where there is none of this step. It is
-        waited for where it is the ``last``, or not to be asynchronous."""
+        """Save a checkpoint with the caller's ``state`` and ``metrics``, unless there is one of this step. Wait for it
+        if it is the ``last``, or if checkpoints are not asynchronous."""
         step = self._engine.completed_steps
         with self._waiting():
             self.finish(logger, next_step=step)
@@ -86,27 +86,28 @@ class Saves:
                 self.finish(logger)
 
     def finish(self, logger: RankZeroLogger, *, next_step: int = 0) -> None:
-        """Wait for what is being written; for ``next_step`` where that is already due."""
+        """Wait for the current write; ``next_step`` is the step whose checkpoint is already due."""
         pending, start = self._engine.saving.pending, time.perf_counter()
         with self._waiting():
             self._say(logger, pending.finish())
         waited = time.perf_counter() - start
         if next_step and waited > _LONG_SECONDS:
             logger.note(
-                f"step {next_step}: waited {waited:.1f} s for the checkpoint before to be written; raise "
+                f"step {next_step}: waited {waited:.1f} s for the previous checkpoint; raise "
                 "trainer.checkpoint_every"
             )
 
     def end(self, logger: RankZeroLogger) -> None:
-        """No more is saved. What a start that was killed behind its last checkpoint has left of older ones goes."""
+        """Finish the last write. If this start saved none, delete older checkpoints that a killed start did not delete
+        after its last checkpoint."""
         self.finish(logger)
         if self._saves_none and self._saved:
             self._engine.saving.trim(self._directory, self._saved, self._retention)
 
     @contextlib.contextmanager
     def saved_before(self, logger: RankZeroLogger) -> Iterator[None]:
-        """Around a step: where all ranks end in it, because a number is not finite, what is being written is from
-        before."""
+        """Finish the current write if the step inside ends all ranks because of a non-finite number: that checkpoint is
+        from before the step."""
         try:
             yield
         except NonFiniteError:
@@ -115,13 +116,13 @@ class Saves:
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Training waits, for a checkpoint."""
+        """Count the time inside this context as waiting for a checkpoint."""
         start, before = time.perf_counter(), self.seconds
         try:
             with self._onlooker.phase(_PHASE):
                 yield
         finally:
-            self.seconds = before + time.perf_counter() - start  # once where it is nested
+            self.seconds = before + time.perf_counter() - start  # nested waits count once
 
     def _say(self, logger: RankZeroLogger, path: Path | None) -> None:
         if path is not None:

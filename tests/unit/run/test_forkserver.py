@@ -46,13 +46,13 @@ def test_a_server_that_was_stopped_is_ended_when_a_rank_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would tell nobody: the launcher would wait for ever."""
-    monkeypatch.setattr(forkserver, "_LOOK_SECONDS", LOOK_SECONDS)
+    monkeypatch.setattr(forkserver, "_CHECK_SECONDS", LOOK_SECONDS)
     waits = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "0"}
     waits |= {"TORCHELASTIC_RUN_ID": "ours", "PARALLAX_RENDEZVOUS": str(tmp_path / "ranks")}
     with ForkServer(tmp_path / "run", {"OMP_NUM_THREADS": "1"}) as server:
         server.fork([waits])
         while not server.has_ranks:
-            server._hear(LOOK_SECONDS)
+            server._receive_next(LOOK_SECONDS)
         pid = server._process.pid
         os.kill(pid, signal.SIGSTOP)
         os.kill(server._pids[0], signal.SIGKILL)
@@ -87,7 +87,7 @@ channel.recv(1 << 16)
 def test_a_server_that_is_late_is_not_taken_for_one_that_was_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forkserver, "_LOOK_SECONDS", LOOK_SECONDS)
+    monkeypatch.setattr(forkserver, "_CHECK_SECONDS", LOOK_SECONDS)
     monkeypatch.setattr(forkserver, "__name__", "late_server")
     (tmp_path / "late_server.py").write_text(LATE)
     with ForkServer(tmp_path, {"PYTHONPATH": str(tmp_path)}) as server:

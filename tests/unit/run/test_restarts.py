@@ -83,7 +83,7 @@ def test_progress_is_what_counts(tmp_path: Path) -> None:
     answers = [ours.refused(Failure.of(KILLED, None), asked=False) for _ in range(3)]
     assert answers[:2] == [None, None]
     assert answers[2] == (
-        "the same came 3 times at the same step, so nothing is started again; "
+        "the same failure came 3 times at the same step, so nothing is started again; "
         "run again to start from the beginning: there is no checkpoint yet"
     )
     saved = tmp_path / "checkpoints/step-00000003"

@@ -25,7 +25,7 @@ class Keyboard:
         if event == "call":
             mine = (
                 frame.f_code.co_filename == subject.__file__
-                and "_Onlooker" in frame.f_code.co_qualname
+                and "_Watchdog" in frame.f_code.co_qualname
             )
             return self if mine else None
         if event == "line":
@@ -39,7 +39,7 @@ class Keyboard:
 def left() -> tuple[object, ...]:
     """What others would find: handlers, the descriptor to which signals are written, threads."""
     descriptor = signal.set_wakeup_fd(-1)
-    threads = [each.name for each in threading.enumerate() if each.name == "parallax-onlooker"]
+    threads = [each.name for each in threading.enumerate() if each.name == "parallax-watchdog"]
     return [signal.getsignal(number) for number in subject.handled_signals()], descriptor, threads
 
 

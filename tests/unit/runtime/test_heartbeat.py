@@ -96,7 +96,7 @@ def test_one_that_answers_is_there_to_judge(tmp_path: Path, begin: Begin, clock:
 
     assert seconds_until(clock, looks) is None
     there.end()
-    assert heard.of_living([0, 1]) == [0]
+    assert heard.living([0, 1]) == [0]
     assert seconds_until(clock, heard.have_stopped) is not None  # nobody is left to
 
 
@@ -150,5 +150,5 @@ def test_what_cannot_be_written_is_no_silence(
 
     monkeypatch.setattr(os, "pwrite", full)
     beat(rank)
-    assert heard.of_living([0]) == [0]
+    assert heard.living([0]) == [0]
     assert seconds_until(clock, heard.have_stopped) is None

@@ -114,7 +114,7 @@ def test_a_link_has_ended_when_all_was_read() -> None:
         assert not here.ended
         assert list(here.receive()) == [{"last": "words"}]
         assert here.ended
-        with pytest.raises(ConnectionError, match="has gone"):
+        with pytest.raises(ConnectionError, match="closed the connection"):
             list(here.receive())
 
 
