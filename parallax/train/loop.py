@@ -26,15 +26,15 @@ from parallax.swap.statistics import SwapStatistics
 from parallax.train.data import Source
 from parallax.train.debug import DebugConfig, Recorder, recorder
 from parallax.train.evaluation import HeldOut
-from parallax.train.health.checkup import Checkup
+from parallax.train.health.monitor import HealthMonitor
 from parallax.train.logger import RankZeroLogger, open_logger
 from parallax.train.monitor import LoggerConfig, StepLine, Unwritten, finite
 from parallax.train.nodes import NodeRecords, events_path
-from parallax.train.onlooker import Nobody, Onlooker
 from parallax.train.record import RunRecord
 from parallax.train.rows_end import ENDED, RowsEnd
 from parallax.train.saving.saves import Saves
 from parallax.train.stop import Drifted, Requested, Stopping, StopReason, drift
+from parallax.train.watchdog import NoWatchdog, Watchdog
 
 _MOST_SKIPS = 10  # consecutive steps with a non-finite loss or gradient
 
@@ -130,13 +130,13 @@ def train(
     checkpoints: Path | None = None,
     checkpoint: CheckpointConfig | None = None,
     debug: DebugConfig | None = None,
-    onlooker: Onlooker | None = None,
+    watchdog: Watchdog | None = None,
 ) -> dict[str, Any]:
     """Train to ``trainer.steps`` in the run directory, and return the summary, which rank 0 also writes there; every
     rank calls it. ``checkpoints`` is the folder of checkpoints, by default one in the run directory; ``checkpoint``
     configures them.
 
-    ``onlooker`` receives the phases outside of steps, and knows whether this rank was asked to end. If there is a
+    ``watchdog`` receives the phases outside of steps, and knows whether this rank was asked to end. If there is a
     reason to end early (:mod:`parallax.train.stop`), all ranks end after the same step, with a checkpoint.
 
     The summary's ``ended`` is "steps", "rows" if the source has no more rows, or the name of the reason: "drift", with
@@ -155,7 +155,7 @@ def train(
         tokens_per_row,
         on_drift,
         recording,
-        onlooker or Nobody(),
+        watchdog or NoWatchdog(),
     )
     return run.run()
 
@@ -175,11 +175,11 @@ class _Run:
         tokens_per_row: int,
         on_drift: OnDrift,
         recording: Recorder,
-        onlooker: Onlooker,
+        watchdog: Watchdog,
     ) -> None:
         self._engine, self._source, self._trainer = engine, source, trainer
-        self._onlooker, self._unfinished, self._recording = onlooker, False, recording
-        self._checkup = Checkup(engine)
+        self._watchdog, self._unfinished, self._recording = watchdog, False, recording
+        self._health = HealthMonitor(engine)
         self._stopping = Stopping(self._reasons(on_drift), engine.mesh)
         self._logger, self._directory, self._tokens = logger, directory, tokens_per_row
         self._rank, self._mesh = engine.mesh.rank, engine.mesh
@@ -187,7 +187,7 @@ class _Run:
         ranks = range(engine.plan.world_size)
         self._budgets = [engine.plan.allocator_bytes(rank) for rank in ranks]
         keep = trainer.keep_checkpoints
-        self._saves = Saves(engine, checkpoints, checkpoint, keep, onlooker)
+        self._saves = Saves(engine, checkpoints, checkpoint, keep, watchdog)
         self._refused: list[str] = []
         self._unwritten = Unwritten()
         self._record = RunRecord(engine.mesh, engine.plan, directory, self._unwritten)
@@ -200,7 +200,7 @@ class _Run:
         )
 
     def run(self) -> dict[str, Any]:
-        phase = self._onlooker.phase
+        phase = self._watchdog.phase
         with phase("loading a checkpoint"):
             resumed = self._resume()
             state_text(
@@ -231,7 +231,7 @@ class _Run:
                     break
                 with self._recording.step(), self._saves.saved_before(logger):
                     result = self._nodes.on_common_clock(self._engine.step(batch))
-                self._checkup.stepped(result)
+                self._health.stepped(result)
                 with self._unwritten.trying(self._directory / "debug"):
                     self._recording.add(result)
                 self._record.add(result)
@@ -248,8 +248,8 @@ class _Run:
 
     def _next_batch(self) -> Rows | None:
         """Return the next rows; None on all ranks if the rows of any rank have ended."""
-        with self._onlooker.phase("fetching rows"):
-            return self._rows_end.fetch(lambda: self._checkup.fetch(self._fetch))
+        with self._watchdog.phase("fetching rows"):
+            return self._rows_end.fetch(lambda: self._health.fetch(self._fetch))
 
     def _end_of_rows(self, logger: RankZeroLogger) -> None:
         """Evaluate and save; raise :class:`DataError` if the rows must not end here. If some ranks still have rows, the
@@ -259,7 +259,7 @@ class _Run:
         if self._rows_end.everywhere:
             logger.note(f"the rows end after step {step} of {self._trainer.steps}: training ends")
             if step and self._evaluated != step:
-                with self._onlooker.phase("evaluating"):
+                with self._watchdog.phase("evaluating"):
                     metrics = finite({"validation_loss": self._evaluate(logger, step)})
             self._saves.save(logger, self._state(), metrics, last=True)
         self._rows_end.refuse(step)
@@ -272,7 +272,7 @@ class _Run:
         return {"source": self._source.state_dict()}
 
     def _end(self) -> dict[str, Any]:
-        self._onlooker.served()
+        self._watchdog.served()
         # Written before the ranks synchronise, so that every run with a summary has it.
         self._record.write_occupancy(self._engine.completed_steps)
         self._nodes.gather(self._unwritten)
@@ -289,11 +289,11 @@ class _Run:
         heeded, ends = on_drift is not OnDrift.IGNORE, on_drift is OnDrift.STOP
 
         def judge() -> str:
-            slow = self._checkup.slow() if ends else ""  # otherwise it has been reported
+            slow = self._health.slow() if ends else ""  # otherwise it has been reported
             predicted = self._engine.plan.prediction.step_seconds
             return slow or drift(self._record.seconds, predicted)
 
-        return [Requested(self._onlooker), Drifted(judge, judges=heeded, ends=ends)]
+        return [Requested(self._watchdog), Drifted(judge, judges=heeded, ends=ends)]
 
     def _resume(self) -> Path | None:
         """Load the last valid checkpoint of the run directory; return its path."""
@@ -323,13 +323,13 @@ class _Run:
             {"peak_bytes": result.peak_bytes, "unwritten": self._unwritten.has_news},
             result.swap.columns(),
             self._saves.columns(),
-            self._checkup.columns(),
+            self._health.columns(),
             self._stopping.columns(),
         )
         mine = {name: number for each in told for name, number in each.items()}
         assert len(mine) == sum(map(len, told)), "two contributors use one name"
         columns = self._mesh.gather_columns(mine)
-        said = self._checkup.agree(columns, saving=any(columns["saving_progress"]))
+        said = self._health.agree(columns, saving=any(columns["saving_progress"]))
         self._stopping.agree(columns)
         if any(columns["unwritten"]):
             self._tell_unwritten(logger)
@@ -350,7 +350,7 @@ class _Run:
             overlap=overall.overlap,
             stall_seconds=max(stalls),
             skipped=result.skipped_steps,
-            input_share=self._checkup.input_share,
+            input_share=self._health.input_share,
             learning_rate=result.learning_rate,
         )
         moved = {
@@ -359,7 +359,7 @@ class _Run:
             "swap_overlap": line.overlap if swapping else None,
             "checkpoint_seconds": max(columns["checkpoint_seconds"]),
         }
-        logger.step(line, _metrics(line, result) | moved | self._checkup.metrics())
+        logger.step(line, _metrics(line, result) | moved | self._health.metrics())
         for words in filter(None, (_trouble(result), *said)):
             logger.note(f"step {line.step}{words}")
         self._saves.advance(logger, columns)
@@ -374,10 +374,10 @@ class _Run:
         last, trainer = step == total, self._trainer
         saves, found = last or _due(trainer.checkpoint_every, step), None
         if last or _due(trainer.eval_every, step) or (saves and self._checkpoint.judges):
-            with self._onlooker.phase("evaluating"):
+            with self._watchdog.phase("evaluating"):
                 found = self._evaluate(logger, step)
         if saves or self._stopping.at_once:
-            with self._onlooker.phase("saving a checkpoint"):
+            with self._watchdog.phase("saving a checkpoint"):
                 state = self._state()
             self._saves.save(
                 logger,
@@ -425,7 +425,7 @@ class _Run:
             **self._stopping.summary(complete=self._complete),
             **({"ended": ENDED} if self._rows_end.everywhere else {}),
             "unigram_entropy": getattr(self._source, "unigram_entropy", None) if first else None,
-            **self._checkup.summary(),
+            **self._health.summary(),
             **self._record.summary(self._trainer.global_batch, self._tokens),
         }
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from parallax.mesh import Mesh
-from parallax.train.onlooker import Onlooker
 from parallax.train.record import COMPLETE, WARM_UP
+from parallax.train.watchdog import Watchdog
 
 JUDGED = 5  # steps after the warm-up before a prediction is evaluated
 DRIFT = 0.2  # relative error of a prediction that justifies another plan
@@ -46,7 +46,7 @@ class StopReason(Protocol):
     ends: bool
     then: str
 
-    def asked(self) -> int:
+    def stop_requested(self) -> int:
         """Return this rank's number; above 0 the run ends after this step."""
 
     def judged(self) -> str:
@@ -61,11 +61,11 @@ class Requested:
 
     name, judges, ends, then = "stopped", False, True, ""
 
-    def __init__(self, onlooker: Onlooker) -> None:
-        self._onlooker = onlooker
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._watchdog = watchdog
 
-    def asked(self) -> int:
-        return self._onlooker.asked()
+    def stop_requested(self) -> int:
+        return self._watchdog.stop_requested()
 
     def judged(self) -> str:
         return ""
@@ -84,7 +84,7 @@ class Drifted:
     def __init__(self, judge: Callable[[], str], *, judges: bool, ends: bool) -> None:
         self._judge, self.judges, self.ends = judge, judges, ends
 
-    def asked(self) -> int:
+    def stop_requested(self) -> int:
         return 0
 
     def judged(self) -> str:
@@ -137,7 +137,7 @@ class Stopping:
 
     def columns(self) -> dict[str, float]:
         """Return this rank's number for each reason."""
-        return {f"stop_{n}": reason.asked() for n, reason in enumerate(self._reasons)}
+        return {f"stop_{n}": reason.stop_requested() for n, reason in enumerate(self._reasons)}
 
     def agree(self, columns: Mapping[str, Sequence[float]]) -> None:
         """Accept ``columns``, the numbers of all ranks by name, including those of :meth:`columns`."""

@@ -18,8 +18,8 @@ from parallax.runtime.engine import Engine
 from parallax.train import loop
 from parallax.train.loop import TrainerConfig, train
 from parallax.train.monitor import LoggerConfig
-from parallax.train.onlooker import Nobody
 from parallax.train.stop import Agreed, StopReason
+from parallax.train.watchdog import NoWatchdog
 from tests.distributed.pool import Pool
 from tests.plans import make_plan
 
@@ -54,7 +54,7 @@ class Full:
     def __init__(self, rank: int, after: int) -> None:
         self.rank, self.after, self.steps, self.saved = rank, after, 0, 0
 
-    def asked(self) -> int:
+    def stop_requested(self) -> int:
         self.steps += 1
         return (
             28 + self.rank if self.after and self.steps == self.after + 1 else 0
@@ -141,13 +141,13 @@ class Counted(SameRows):
         self.state = dict(state)
 
 
-class Asked(Nobody):
+class Asked(NoWatchdog):
     """Asks this rank to end in the midst of its third step, or another."""
 
     def __init__(self, source: Counted, step: int = 3) -> None:
         self._source, self._step = source, step
 
-    def asked(self) -> int:
+    def stop_requested(self) -> int:
         return 15 if self._source.taken >= self._step else 0
 
 
@@ -160,12 +160,12 @@ def in_parts(folder: Path, every: int, asked: bool) -> Ended:
     summaries, between = [], []
     for ask in (asked, False):
         engine, source = an_engine(folder), Counted()
-        onlooker = Asked(source) if ask and engine.mesh.rank == 1 else Nobody()
+        watchdog = Asked(source) if ask and engine.mesh.rank == 1 else NoWatchdog()
         trainer = TrainerConfig(
             steps=STEPS, global_batch=4, eval_every=0, eval_batches=1, checkpoint_every=every
         )
         logger = LoggerConfig(tensorboard=False, events=False)
-        told = train(engine, source, trainer, logger, folder, tokens_per_row=1, onlooker=onlooker)
+        told = train(engine, source, trainer, logger, folder, tokens_per_row=1, watchdog=watchdog)
         summaries.append(told)
         weights = {name: tensor.detach().clone() for name, tensor in engine.parameters.items()}
         engine.close()
@@ -201,7 +201,7 @@ def extended(folder: Path) -> tuple[str, int]:
         trainer = TrainerConfig(steps=steps, global_batch=4, eval_batches=1)
         logger = LoggerConfig(tensorboard=False, events=False)
         asked = Asked(source)
-        train(engine, source, trainer, logger, folder, tokens_per_row=1, onlooker=asked)
+        train(engine, source, trainer, logger, folder, tokens_per_row=1, watchdog=asked)
         engine.close()
         torch.distributed.barrier()
     summary = json.loads((folder / "summary.json").read_text())

@@ -45,9 +45,9 @@ class Agent:
     checkpoints: Path
     libraries: tuple[str, ...] = ()
 
-    def start(self, told: Mapping[str, str], relay: Relay) -> int:
-        """Start the ranks with ``told`` in their environment, wait for their end, and return the exit code. ``relay``
-        handles requests to end meanwhile.
+    def start(self, told: Mapping[str, str], forwarder: SignalForwarder) -> int:
+        """Start the ranks with ``told`` in their environment, wait for their end, and return the exit code.
+        ``forwarder`` handles requests to end meanwhile.
 
         The rendezvous is a file, so no port is opened that others could reach. A failed rank reports the reason itself.
         """
@@ -55,14 +55,14 @@ class Agent:
         restarts = Restarts(self.max_restarts, self.directory, self.checkpoints)
         with temporary_folder() as folder:
             try:
-                while (code := self._attempts(told, relay, restarts, folder)) is None:
+                while (code := self._attempts(told, forwarder, restarts, folder)) is None:
                     pass
                 return code
             except Stopped as stopped:
                 if self._has_ended(since=begun):  # the last rank had just ended
                     return 0
                 lost = "what came after the last checkpoint is lost"
-                what = f"at once: {lost}" if relay.impatient else ""
+                what = f"at once: {lost}" if forwarder.impatient else ""
                 what = what or (f"while it was starting again: {lost}" if restarts.counted else "")
                 return self._say_stopped(
                     stopped.number,
@@ -70,15 +70,22 @@ class Agent:
                 )
 
     def _attempts(
-        self, environment: Mapping[str, str], relay: Relay, restarts: Restarts, folder: Path
+        self,
+        environment: Mapping[str, str],
+        forwarder: SignalForwarder,
+        restarts: Restarts,
+        folder: Path,
     ) -> int | None:
         """Run attempts with one fork server until one succeeds or fails for good, and return the exit code. None if the
         server was lost and a new one may continue."""
-        with ForkServer(self.directory, environment, self.libraries) as server, relay.to(server):
+        with (
+            ForkServer(self.directory, environment, self.libraries) as server,
+            forwarder.to(server),
+        ):
             while not server.lost:
                 report = folder / f"attempt-{restarts.counted}" / "exit-report"
                 report.parent.mkdir()
-                heartbeats = Heartbeats(report.parent, self.ranks, relay)
+                heartbeats = Heartbeats(report.parent, self.ranks, forwarder)
                 try:
                     server.fork([*self._environments(restarts.counted, folder, report)])
                     codes = server.wait(heartbeats.have_stopped)
@@ -87,10 +94,10 @@ class Agent:
                 else:
                     told = heartbeats.report or read_exit_report(report)
                     early = heartbeats.living(rank for rank in codes if not codes[rank])
-                    if (code := self._ended(codes, relay, told, early)) is not None:
+                    if (code := self._ended(codes, forwarder, told, early)) is not None:
                         return code
                     failure = Failure.of(codes, told, early)
-                if not _starts_again(failure, restarts, asked=bool(relay.first)):
+                if not _starts_again(failure, restarts, asked=bool(forwarder.first)):
                     return failure.report.code
         return None
 
@@ -118,7 +125,7 @@ class Agent:
     def _ended(
         self,
         codes: Mapping[int, int],
-        relay: Relay,
+        forwarder: SignalForwarder,
         report: FailureReport | None,
         early: Sequence[int],
     ) -> int | None:
@@ -126,9 +133,9 @@ class Agent:
         ``early``."""
         stopped = report is not None and report.how is FailureKind.STOPPED
         ended = {*codes.values()} - {0}
-        asked = relay.first and report is None and (ended or early) and ended <= _BY_REQUEST
+        asked = forwarder.first and report is None and (ended or early) and ended <= _BY_REQUEST
         if stopped or asked:
-            return self._say_stopped(relay.first, report)
+            return self._say_stopped(forwarder.first, report)
         well = len(codes) == self.ranks and not any(codes.values())
         return 0 if well and not early else None
 
@@ -154,7 +161,7 @@ class Agent:
             return False
 
 
-class Relay(Requests):
+class SignalForwarder(Requests):
     """Forwards the first request to end to the ranks, which save and end. Without ranks, and at the second Ctrl-C, it
     raises :class:`Stopped`. Other later requests change nothing, even if the ranks have ended."""
 

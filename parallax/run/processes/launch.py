@@ -34,7 +34,7 @@ from parallax.run.feedback import correct, drop_contradicted
 from parallax.run.job import local_cluster, plan_run
 from parallax.run.preflight import check_start
 from parallax.run.prepare import PreparedRun, write_run
-from parallax.run.processes.agent import Agent, Relay
+from parallax.run.processes.agent import Agent, SignalForwarder
 from parallax.run.processes.rank import ON_DRIFT
 from parallax.run.resume import STORED, load_stored, read_stored
 from parallax.run.sweep.points import summary_of
@@ -52,16 +52,16 @@ def launch(run: PreparedRun, *, own_process: bool) -> int:
     first = OnDrift.STOP if run.config.plan.replan == AUTO else OnDrift.IGNORE
     on_drift = OnDrift(os.environ.pop(ON_DRIFT, first))
     check_start(run)
-    relay = Relay()
-    with handling_requests(relay, signal.SIGQUIT):
-        code = _start(run, on_drift, relay, own_process)
+    forwarder = SignalForwarder()
+    with handling_requests(forwarder, signal.SIGQUIT):
+        code = _start(run, on_drift, forwarder, own_process)
         stops = code == 0 and on_drift is OnDrift.STOP
         if stops and (reason := _drifted(run.directory)):
             again = _replanned(run, reason, safe_console())
-            code = _start(again, OnDrift.NOTE, relay, own_process)
+            code = _start(again, OnDrift.NOTE, forwarder, own_process)
         if code == 0 and (words := _contradicted(run)):
             safe_console().print(words, highlight=False, markup=False, soft_wrap=True)
-    if relay.first and own_process:
+    if forwarder.first and own_process:
         exit_on_request(code)  # later requests are handled as well
     return code
 
@@ -143,7 +143,9 @@ def _blocks_of(plan: Plan, rank: int) -> str:
     return f"blocks {stage.start}..{stage.stop - 1}{among}"
 
 
-def _start(run: PreparedRun, on_drift: OnDrift, relay: Relay, own_process: bool) -> int:
+def _start(
+    run: PreparedRun, on_drift: OnDrift, forwarder: SignalForwarder, own_process: bool
+) -> int:
     """Start the processes that the plan needs; return the exit code."""
     kind = choose_devices(local_cluster(run.config)).kind
     # At most once: for torch, a query of a device's properties already uses the device.
@@ -160,7 +162,7 @@ def _start(run: PreparedRun, on_drift: OnDrift, relay: Relay, own_process: bool)
         config.checkpoint.folder(directory, config.name),
         libraries=_libraries(config) if kind == "cpu" else (),
     )
-    return agent.start(told, relay)
+    return agent.start(told, forwarder)
 
 
 def _libraries(config: RunConfig) -> tuple[str, ...]:

@@ -181,7 +181,7 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
             checkpoints=run.config.checkpoint.folder(run.directory, run.config.name),
             checkpoint=run.config.checkpoint,
             debug=run.config.debug,
-            onlooker=watch,
+            watchdog=watch,
         )
     except Exception as caught:
         error = _in_run_directory(caught, run.directory)

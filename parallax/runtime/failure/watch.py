@@ -153,15 +153,15 @@ class Watch:
         return self._own.phase(name)
 
     def serve(self) -> None:
-        """From now on the caller handles requests to end, see :meth:`asked`. Earlier requests end all ranks, since
-        there is nothing to save."""
+        """From now on the caller handles requests to end, see :meth:`stop_requested`. Earlier requests end all ranks,
+        since there is nothing to save."""
         self._serving = True
 
     def served(self) -> None:
         """Record that everything is saved: no request to end is overdue any more."""
         self._served = True
 
-    def asked(self) -> int:
+    def stop_requested(self) -> int:
         """Return the signal that asked this rank to end; 0 if none has."""
         return self._requests.first
 

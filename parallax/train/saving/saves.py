@@ -18,7 +18,7 @@ from parallax.runtime.checkpoint import step_of
 from parallax.runtime.checkpoint.config import CheckpointConfig
 from parallax.runtime.engine import Engine
 from parallax.train.logger import RankZeroLogger
-from parallax.train.onlooker import Onlooker
+from parallax.train.watchdog import Watchdog
 
 _PHASE = "saving a checkpoint"
 _LONG_SECONDS = 1.0  # of waiting for the previous checkpoint that are reported
@@ -34,10 +34,10 @@ class Saves:
         directory: Path,
         config: CheckpointConfig,
         keep_last: int,
-        onlooker: Onlooker,
+        watchdog: Watchdog,
     ) -> None:
         self._engine, self._directory, self._config = engine, directory, config
-        self._retention, self._onlooker = config.retention(keep_last), onlooker
+        self._retention, self._watchdog = config.retention(keep_last), watchdog
         self.seconds = 0.0
         """Seconds for which training has waited for checkpoints so far."""
         self._reported = 0.0  # part of :attr:`seconds` that :meth:`columns` has returned
@@ -119,7 +119,7 @@ class Saves:
         """Count the time inside this context as waiting for a checkpoint."""
         start, before = time.perf_counter(), self.seconds
         try:
-            with self._onlooker.phase(_PHASE):
+            with self._watchdog.phase(_PHASE):
                 yield
         finally:
             self.seconds = before + time.perf_counter() - start  # nested waits count once

@@ -11,12 +11,12 @@ import torch
 from parallax.common.events import Span
 from parallax.model.mlp import MLPConfig
 from parallax.runtime.batch import TensorRows
-from parallax.train.health.checkup import Checkup
+from parallax.train.health.monitor import HealthMonitor
 from parallax.train.health.stragglers import WARM_UP, WINDOW
 from tests.plans import described, make_plan
 
 
-def checkup(kind: str) -> Checkup:
+def monitor(kind: str) -> HealthMonitor:
     """Of rank 1, whose device is of that kind, and which has a replica beside it."""
     nodes = SimpleNamespace(local_count=2, name=lambda rank: "here")
     chain = described(MLPConfig(layers=2, hidden=16, embedding=4, sequence=4).build)
@@ -25,12 +25,12 @@ def checkup(kind: str) -> Checkup:
         plan=make_plan(chain, replicas=(2,), global_batch=8),
         tier_bytes=dict,
     )
-    return Checkup(engine)
+    return HealthMonitor(engine)
 
 
 def computed(kind: str, seconds: float, reading: float) -> float:
     """What is told of a step whose actions took so many seconds, and whose rows as many as ``reading``."""
-    found = checkup(kind)
+    found = monitor(kind)
     batch = found.fetch(lambda: TensorRows(torch.zeros(4, 4), torch.zeros(4)))
     batch.seconds = reading  # type: ignore[attr-defined]
     span = Span(1, 0, "forward", 0, 0, 0.0, seconds)
@@ -54,7 +54,7 @@ def test_reading_is_not_computing(kind: str, reading: float, busy: float) -> Non
 
 def test_a_slow_accelerator_is_named() -> None:
     """Though its rows are read on demand, beside what it computes."""
-    judge, said = checkup("meta"), list[str]()
+    judge, said = monitor("meta"), list[str]()
     own = [computed("meta", seconds, reading=0.02) for seconds in (0.2, 1.0)]
     judge._seconds = 1.0
     for _ in range(WARM_UP + WINDOW):

@@ -19,7 +19,7 @@ from parallax.train.health.stragglers import Straggler, StragglerJudge
 _HIDDEN = 0.1  # fraction of a device's seconds up to which reading is ignored
 
 
-class Checkup:
+class HealthMonitor:
     """One rank's health monitor. In each step call :meth:`fetch` and :meth:`stepped`, then send :meth:`columns` to all
     ranks, and call :meth:`agree` with the columns of all ranks."""
 

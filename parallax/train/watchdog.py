@@ -1,0 +1,34 @@
+"""The interface through which a training loop reports its phases and learns of requests to end."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+
+class Watchdog(Protocol):
+    """Watches a training loop from another thread."""
+
+    def stop_requested(self) -> int:
+        """Return the number of the signal that asked this rank to end, or 0."""
+
+    def served(self) -> None:
+        """Record that everything is saved, as such a signal demands."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Name the activity inside this context, outside of steps."""
+
+
+class NoWatchdog:
+    """A loop without a watchdog."""
+
+    def stop_requested(self) -> int:
+        return 0
+
+    def served(self) -> None:
+        """No-op."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        del name
+        return contextlib.nullcontext()
