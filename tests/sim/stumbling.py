@@ -30,7 +30,7 @@ from tests.sim.engines import Apart, Shared
 BLOCKS, WIDTH, MICRO_BATCHES = 8, 64, 2
 BUCKET_BYTES = WIDTH * (WIDTH + 1) * 4  # of one block's gradients
 # Where buckets stay in the step that fails in each block. Before the last two no replica's neighbour has filled one.
-HELD = ("FILLING", "COMING", "FLYING", "GOING", "GOING", "FLYING", "FILLING", "FILLING")
+HELD = ("FILLING", "READING", "REDUCING", "WRITING", "WRITING", "REDUCING", "FILLING", "FILLING")
 _PATIENCE_SECONDS = 60
 _APART = 1e-5  # relative; rows of a replica are summed in another order
 

@@ -139,4 +139,4 @@ def test_a_step_fails_in_its_last_backward(sim_pool: Pool, direct: bool) -> None
     for (error, races, _), states in sim_pool.run(job, 2):
         assert not error
         assert not races, races[0]
-        assert states == {"FILLING", "COMING", "FLYING", "GOING"}
+        assert states == {"FILLING", "READING", "REDUCING", "WRITING"}

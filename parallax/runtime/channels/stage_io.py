@@ -77,8 +77,8 @@ class StageIO:
         ]
 
     def _ahead(self, sender: int) -> int:
-        """Return how many messages may be under way on an edge, so that a send does not wait: as many as micro-batches
-        are in flight on the stage that sends; the number of stages where all are in flight."""
+        """Return how many messages may be under way on an edge, so that a send does not wait: one more than the
+        micro-batches in flight on the stage that sends; the number of stages where all micro-batches are in flight."""
         plan = self._mesh.plan
         count, most = len(plan.stages), plan.micro_batches(plan.global_batch)
         if plan.schedule.holds_all:

@@ -97,8 +97,8 @@ def _together(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]
 
 
 class Momentum(SGD):
-    """SGD with momentum for parameters whose first gradients come at different steps: torch's fused kernel takes one
-    parameter's state for whether it is the first step of all. A velocity of zeros before the first step gives the
+    """SGD with momentum for parameters whose first gradients come at different steps: torch's fused kernel reads from
+    one parameter's state whether this is the first step of all. A velocity of zeros before the first step gives the
     same update."""
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ weights (ZeRO stage 1; Rajbhandari et al. 2020, section 5.1), so each of ``r`` r
     replica 1    step C ─▶ step D ─▶┘ receive A, B ──▶ broadcast C, D
 
 Both are bit-identical to the plain step: the buckets are those of the offloaded optimizer
-(:mod:`parallax.swap.optimizer.buckets`), whose kernels are elementwise, so bucket boundaries do not matter.
+(:mod:`parallax.swap.optimizer.buckets`), whose result does not depend on bucket boundaries.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Gradients summed over the replicas of a stage."""
+"""Sums of gradients over the replicas of a stage."""

@@ -1,4 +1,4 @@
-"""Gradient synchronisation of replicas without DDP: buckets that are reduced as soon as they are complete."""
+"""Gradient synchronization of replicas without DDP: buckets that are all-reduced as soon as they are complete."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from torch import nn
 from parallax.plan.cluster import LEAST_BUCKET_BYTES
 
 Reduced = Callable[[torch.Tensor], None]
-_FLYING = 2  # buckets that may be reduced at one time: each is a copy of its gradients
+_CONCURRENT = 2  # all-reduces at one time; each holds a copy of its gradients
 
 
 class BucketSync:
-    """Several replicas, without DDP: for backwards that are split, whose weight halves autograd does not see, and for
-    what no last backward announced. Buckets of ``bucket_bytes``, or a parameter more, are reduced in one order, each
-    when it and all before it are complete, in the type ``short`` where there is one."""
+    """All-reduces the gradients of several replicas without DDP: for split backwards, whose weight gradients autograd
+    hooks do not see, and for parameters without an announced last backward. Buckets have ``bucket_bytes``, or up to
+    one parameter more. They are reduced in a fixed order, each when it and all buckets before it are complete, in
+    the type ``short`` where it is given."""
 
     def __init__(
         self,
@@ -31,18 +32,18 @@ class BucketSync:
     ) -> None:
         self._group, self._short = group, short
         self._buckets: list[list[nn.Parameter]] = []
-        room = 0
+        free_bytes = 0
         # The last layer's gradients are complete first.
         for parameter in reversed(list(parameters)):
-            if room <= 0:
+            if free_bytes <= 0:
                 self._buckets.append([])
-                room = bucket_bytes
+                free_bytes = bucket_bytes
             self._buckets[-1].append(parameter)
-            room -= parameter.nbytes
+            free_bytes -= parameter.nbytes
         self._place = {
             parameter: place for place, bucket in enumerate(self._buckets) for parameter in bucket
         }
-        self._flying: deque[tuple[dist.Work, torch.Tensor, list[nn.Parameter]]] = deque()
+        self._reducing: deque[tuple[dist.Work, torch.Tensor, list[nn.Parameter]]] = deque()
         self.all_reduces = 0
         self.disarm()
 
@@ -51,27 +52,29 @@ class BucketSync:
         return self._place.keys()
 
     def took_part(self, parameter: nn.Parameter) -> bool:
-        """Whether ``parameter`` has, or had, a gradient that was not made up here; asked before :meth:`finish`."""
-        return parameter.grad is not None and parameter not in self._made_up
+        """Whether ``parameter`` has a gradient, other than zeros that this class added. Valid before :meth:`finish`."""
+        return parameter.grad is not None and parameter not in self._zeros
 
-    def split(self, owed: Collection[nn.Parameter]) -> Reduced:
-        """Begin with what is complete."""
+    def split(self, pending: Collection[nn.Parameter]) -> Reduced:
+        """Reduce buckets of complete gradients; return a function to call for each parameter in ``pending`` when its
+        gradient is complete."""
         for parameter in self._place:
-            if parameter not in owed:
+            if parameter not in pending:
                 self._left[self._place[parameter]] -= 1
         self._launch()
-        return self._ready
+        return self._complete
 
-    def _ready(self, parameter: torch.Tensor) -> None:
+    def _complete(self, parameter: torch.Tensor) -> None:
         place = self._place.get(parameter)  # type: ignore[call-overload]
         if place is not None:
             self._left[place] -= 1
             self._launch()
 
     def disarm(self) -> None:
-        """Everything is to come. Nothing that flies is waited for: where a step failed, others may never answer."""
-        self._flying.clear()
-        self._made_up: set[nn.Parameter] = set()
+        """Reset for a new step, without waiting for reductions under way: after a failed step, other ranks may never
+        join them."""
+        self._reducing.clear()
+        self._zeros: set[nn.Parameter] = set()
         self._left = [len(bucket) for bucket in self._buckets]
         self._next = 0
 
@@ -79,7 +82,7 @@ class BucketSync:
         start = time.perf_counter()
         self._left = [0] * len(self._buckets)
         self._launch()
-        self._land(0)
+        self._collect(0)
         self.disarm()
         return time.perf_counter() - start
 
@@ -90,8 +93,8 @@ class BucketSync:
             for parameter in bucket:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                    self._made_up.add(parameter)
-            self._land(_FLYING - 1)
+                    self._zeros.add(parameter)
+            self._collect(_CONCURRENT - 1)
             flat = torch.cat(
                 [parameter.grad.reshape(-1) for parameter in bucket if parameter.grad is not None]
             )
@@ -99,12 +102,12 @@ class BucketSync:
                 flat = flat.to(self._short)
             work = dist.all_reduce(flat, group=self._group, async_op=True)
             assert work is not None
-            self._flying.append((work, flat, bucket))
+            self._reducing.append((work, flat, bucket))
             self.all_reduces += 1
 
-    def _land(self, left: int) -> None:
-        while len(self._flying) > left:
-            work, flat, bucket = self._flying.popleft()
+    def _collect(self, left: int) -> None:
+        while len(self._reducing) > left:
+            work, flat, bucket = self._reducing.popleft()
             work.wait()
             for parameter, part in zip(
                 bucket, flat.split([parameter.numel() for parameter in bucket])
@@ -116,7 +119,7 @@ class BucketSync:
 def anywhere(
     flags: Sequence[bool], device: torch.device, group: dist.ProcessGroup | None
 ) -> list[bool]:
-    """Which of the flags are set on any rank of the group."""
+    """Return which of the flags are set on any rank of the group."""
     found = torch.tensor(flags, dtype=torch.uint8, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return [bool(flag) for flag in found.tolist()]

@@ -1,7 +1,7 @@
-"""What replicas send of their gradients: all of it, half of the bits, or products of two narrow matrices.
+"""Compression of the gradients that replicas send: none, half of the bits, or products of two narrow matrices.
 
-The hooks are torch's own for DDP. They average, and our gradients are parts of one sum: what is given to a hook is
-multiplied by the number of replicas before.
+The hooks are torch's own for DDP. They average, and gradients here are parts of one sum, so each bucket is first
+multiplied by the number of replicas.
 """
 
 # No `from __future__ import annotations` here: DDP checks a communication hook's annotations as objects.
@@ -15,13 +15,15 @@ from parallax.errors import PlanError
 
 SHORT = {"fp16": torch.float16, "bf16": torch.bfloat16}
 COMPRESSIONS = ("none", *SHORT, "powersgd")
-EXACT_STEPS = 2  # torch's PowerSGD needs buckets that stay as they are, and takes the third for the first such step
+EXACT_STEPS = (
+    2  # torch's PowerSGD starts when DDP no longer rebuilds its buckets: with the third step
+)
 
 Reduce = Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]  # type: ignore[name-defined]
 
 
 def reduce_exactly(group: dist.ProcessGroup) -> Reduce:
-    """The sum over ``group``."""
+    """Return a hook that sums over ``group``."""
 
     def reduce(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
@@ -31,14 +33,14 @@ def reduce_exactly(group: dist.ProcessGroup) -> Reduce:
 
 
 def reduce_as(compress: str, rank: int, group: dist.ProcessGroup, device: torch.device) -> Reduce:
-    """The sum over ``group`` of what ``compress`` leaves of a bucket. ``rank`` is PowerSGD's."""
+    """Return a hook that sums over ``group`` under ``compress``. ``rank``: PowerSGD's."""
     if compress == "none":
         return reduce_exactly(group)
     hook, state = (
         _power_sgd(rank, group, device) if compress == "powersgd" else _short(compress, group)
     )
-    # PowerSGD goes on to its next all-reduce when one has ended. Gloo ends them on threads of its own, so with two
-    # buckets under way, replicas may begin them in different orders.
+    # PowerSGD starts its next all-reduce when one has ended. Gloo completes them on threads of its own, so with two
+    # buckets under way, replicas may start them in different orders.
     one_by_one = compress == "powersgd" and dist.get_backend(group) == "gloo"
     size = group.size()
 
@@ -65,7 +67,7 @@ def _power_sgd(
 ) -> tuple[Callable[..., Any], Any]:
     if device.type == "cpu" and torch.accelerator.is_available():
         raise PlanError(
-            "replicas.compress=powersgd waits for a GPU that the stage is not on: hide it with "
+            "replicas.compress=powersgd synchronizes with a GPU that the stage does not use: hide it with "
             "CUDA_VISIBLE_DEVICES='', or use replicas.compress=bf16"
         )
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook

@@ -1,10 +1,9 @@
-"""torch DDP as the reducer of one stage's replicas, made to add instead of average, once per step.
+"""torch DDP as the reducer of one stage's replicas, made to sum instead of average, once per step.
 
 DDP's forward is never called: blocks run on their own, and DDP's hooks ignore every backward until the reducer is
-told to expect one. That is done right before the last micro-batch's backward (torch's own pipelining does the same),
-so the all-reduce of the accumulated gradients overlaps with it and happens exactly once. This file holds the two
-private names that needs: ``reducer.prepare_for_backward`` and, for DDP's own forward is what would call it,
-``reducer._rebuild_buckets``.
+prepared for one. That is done right before the last micro-batch's backward (as in torch's own pipelining), so the
+all-reduce of the accumulated gradients overlaps with it and happens exactly once. This file alone uses the two private
+names for it: ``reducer.prepare_for_backward``, and ``reducer._rebuild_buckets``, which DDP's own forward would call.
 """
 
 # No `from __future__ import annotations` here: DDP checks a communication hook's annotations as objects.
@@ -23,30 +22,30 @@ from parallax.runtime.replicas.config import ReplicasConfig
 
 
 def touch_reducer() -> None:
-    """Make one for next to nothing, in a process that is in a world: torch loads its compiler for the first."""
-    DistributedDataParallel(nn.Linear(1, 1), init_sync=False)  # which says nothing to anybody
+    """Make a reducer of a tiny module, in a process with an initialised world: the first one loads torch's compiler."""
+    DistributedDataParallel(nn.Linear(1, 1), init_sync=False)  # without communication
 
 
-class _Books:
-    """What the communication hook is told, and tells. The reducer holds it for as long as it lives, and nothing that
-    holds the reducer: that would be a cycle which no collector sees."""
+class _HookState:
+    """The state of the communication hook. The reducer holds it for its lifetime, so it must not hold the reducer: the
+    garbage collector could not see that cycle."""
 
     def __init__(self, reduce: Reduce) -> None:
         self.reduce = reduce
         self.all_reduces = self.numbers = 0
 
 
-def _sum(books: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    assert isinstance(books, _Books)
-    books.all_reduces += 1
-    books.numbers += bucket.buffer().numel()
-    return books.reduce(bucket)
+def _sum(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    assert isinstance(state, _HookState)
+    state.all_reduces += 1
+    state.numbers += bucket.buffer().numel()
+    return state.reduce(bucket)
 
 
 class ReplicaSync:
-    """Several replicas: DDP's reducer with a hook that sums, compressed as ``config`` says. Where nothing was
-    announced, PowerSGD is left out. Its buckets, of ``bucket_bytes``, are the gradients: large ones take no more
-    memory."""
+    """Sums the gradients of several replicas with DDP's reducer, compressed as ``config`` says; without PowerSGD where
+    no backward was announced. The gradients are views of its buckets, of ``bucket_bytes``, so large buckets use no
+    more memory."""
 
     def __init__(
         self,
@@ -57,39 +56,40 @@ class ReplicaSync:
         bucket_bytes: int,
     ) -> None:
         self._parameters = parameters
-        self._books = _Books(reduce_exactly(group))
+        self._state = _HookState(reduce_exactly(group))
         self._armed = False
-        # Ids of parameters that ever had a gradient; in the last backward:
+        # Ids of parameters that ever had a gradient, and of those with one in the last backward.
         self._used: set[int] = set()
         self._fired: set[int] = set()
         self._unannounced = BucketSync(parameters.values(), group, SHORT.get(config.compress))
         self._trained = sum(parameter.numel() for parameter in parameters.values())
         self._ddp = DistributedDataParallel(
-            nn.ParameterList(parameters.values()),  # all that DDP needs to know of a stage
+            nn.ParameterList(parameters.values()),  # DDP needs only the parameters of a stage
             device_ids=[device.index] if device.type != "cpu" else None,
             process_group=group,
             bucket_cap_mb=bucket_bytes / 2**20,
             gradient_as_bucket_view=True,
             init_sync=False,
         )
-        self._ddp.register_comm_hook(self._books, _sum)
+        self._ddp.register_comm_hook(self._state, _sum)
         self._settle()
         for parameter in parameters.values():
             parameter.register_post_accumulate_grad_hook(_note(self._used, self._fired))
-        self._books.reduce = reduce_as(config.compress, config.powersgd_rank, group, device)
+        self._state.reduce = reduce_as(config.compress, config.powersgd_rank, group, device)
 
     @property
     def all_reduces(self) -> int:
-        return self._books.all_reduces + self._unannounced.all_reduces
+        return self._state.all_reduces + self._unannounced.all_reduces
 
     def arm(self) -> None:
-        """Tell the reducer to expect a backward."""
-        self._armed, self._books.numbers = True, 0
+        """Prepare the reducer for a backward."""
+        self._armed, self._state.numbers = True, 0
         self._fired.clear()
         self._ddp.reducer.prepare_for_backward([])
 
     def ended(self) -> None:
-        """Add zeros to what took no part: other replicas may have used it, and wait for it in their buckets."""
+        """Add zeros to parameters that the backward did not use: other replicas may have used them, and their buckets
+        wait for all."""
         missing = (
             [p for p in self._parameters.values() if id(p) not in self._fired]
             if self._armed
@@ -101,35 +101,37 @@ class ReplicaSync:
             self._used.intersection_update(used)
 
     def took_part(self, parameter: nn.Parameter) -> bool:
-        """Whether ``parameter`` ever had a gradient here."""
+        """Whether ``parameter`` ever had a gradient on this rank."""
         return id(parameter) in self._used
 
     def disarm(self) -> None:
-        """Gradients are reduced at the end."""
+        """Reduce gradients in :meth:`finish`."""
         self._armed = False
 
     def finish(self) -> float:
-        """The armed backward has ended with everything reduced; otherwise reduce here, in the same order everywhere."""
+        """Check that the announced backward has reduced everything; otherwise reduce here, in the same order on all
+        ranks."""
         start = time.perf_counter()
         if not self._armed:
             self._unannounced.finish()
-        elif self._books.numbers < self._trained:
+        elif self._state.numbers < self._trained:
             raise ParallaxError(
-                f"the replicas reduced {self._books.numbers} of {self._trained} gradients: a parameter was used after "
+                f"the replicas reduced {self._state.numbers} of {self._trained} gradients: a parameter was used after "
                 "the last micro-batch's backward had ended; run the blocks through the engine alone"
             )
         self._armed = False
         return time.perf_counter() - start
 
     def _settle(self) -> None:
-        """Two rounds on zeros. DDP begins with one bucket for everything, which overlaps with nothing, and cuts it in
-        the order of a first backward; after the second, gradients lie in the buckets instead of beside them."""
+        """Run two backwards on zeros. DDP starts with one bucket for everything, which overlaps with nothing, and
+        rebuilds its buckets in the order of the first backward; after the second, gradients are views of the
+        buckets."""
         for _ in range(2):
             self.arm()
             self._add_zeros(self._parameters.values())
             self._ddp.reducer._rebuild_buckets()
         self.finish()
-        self._books.all_reduces = 0
+        self._state.all_reduces = 0
 
     def _add_zeros(self, parameters: Iterable[nn.Parameter]) -> None:
         added = list(parameters)
@@ -138,7 +140,8 @@ class ReplicaSync:
 
 
 def _note(*sets: set[int]) -> Reduced:
-    """A hook that notes its parameter's id: parameters hold their hooks, so a hook must not hold parameters."""
+    """Return a hook that records its parameter's id: parameters hold their hooks, so a hook must not hold
+    parameters."""
 
     def note(parameter: torch.Tensor) -> None:
         for each in sets:

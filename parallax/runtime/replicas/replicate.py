@@ -1,4 +1,4 @@
-"""Gradients become sums over replicas, and over stages that share a parameter; replicas share optimizer states."""
+"""Sums of gradients over replicas and over stages that share a parameter, and optimizer states that replicas share."""
 
 from __future__ import annotations
 
@@ -25,76 +25,77 @@ from parallax.swap.parameters.offloaded import OffloadedParameters
 
 
 class GradientSync(Protocol):
-    """How the gradients of one rank's stages become the sum over their replicas.
+    """Sums the gradients of one rank's stages over their replicas.
 
-    The last backward of a stage is announced by :meth:`arm`; where backwards are split, the last weight half by
-    :meth:`split` instead.
+    :meth:`arm` announces the last backward of a stage; for split backwards :meth:`split` announces the last
+    weight-gradient pass instead.
     """
 
     @property
     def all_reduces(self) -> int:
-        """Of replicated gradients, so far."""
+        """All-reduces of replicated gradients so far."""
 
     def arm(self, stage: int) -> None:
-        """The next backward is the step's last of ``stage``: reduce each bucket as soon as it is complete."""
+        """Announce the step's last backward of ``stage``: reduce each bucket as soon as it is complete."""
 
     def ended(self, stage: int) -> None:
-        """That backward has ended: what took no part in it is complete, too."""
+        """End that backward: gradients of unused parameters are complete too."""
 
-    def split(self, stage: int, owed: Collection[nn.Parameter]) -> Reduced:
-        """All gradients of ``stage`` are final but those ``owed``; the function is to be told of these one by one."""
+    def split(self, stage: int, pending: Collection[nn.Parameter]) -> Reduced:
+        """Announce that all gradients of ``stage`` are final except those of ``pending``. Return a function to call for
+        each of these when it is final."""
 
     def disarm(self) -> None:
-        """The backward that was expected ended early, or there is none."""
+        """Drop an announcement: the backward failed, or there is none."""
 
     def finish(self) -> float:
-        """Return with every gradient reduced; the seconds waited. Reduces here what was not announced."""
+        """Reduce all gradients that are not reduced yet; return the seconds spent waiting."""
 
 
 class NoSync:
-    """One replica: nothing to add. In the last backward of a stage, ``reduced`` is told of each of its parameters as
-    soon as the gradient is final. Hooks that do so are there for this one backward: each costs a call into Python."""
+    """One replica: nothing is summed. In the last backward of a stage, ``reduced`` is called with each parameter as
+    soon as its gradient is final. The hooks exist only for this backward: each costs a call into Python."""
 
     all_reduces = 0
 
     def __init__(self, parameters: Mapping[int, Iterable[nn.Parameter]], reduced: Reduced) -> None:
         self._parameters = {stage: list(found) for stage, found in parameters.items()}
         self._hooks: list[RemovableHandle] = []
-        # Weakly: parameters hold their hooks, and who is told holds the parameters.
+        # A weak reference: parameters hold their hooks, and the listener holds the parameters.
         listener = weakref.WeakMethod(reduced)
 
-        def tell(parameter: torch.Tensor) -> None:
-            told = listener()
-            if told is not None:
-                told(parameter)
+        def notify(parameter: torch.Tensor) -> None:
+            report = listener()
+            if report is not None:
+                report(parameter)
 
-        self._tell = tell
+        self._notify = notify
 
     def arm(self, stage: int) -> None:
-        """What the next backward adds is the last."""
+        """Add hooks for the last backward."""
         for parameter in self._parameters.get(stage, ()):
-            if parameter.requires_grad:  # it may have been frozen since
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._tell))
+            if parameter.requires_grad:  # the user may have frozen it
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._notify))
 
     def ended(self, stage: int) -> None:
-        """Nobody waits for what had no gradient."""
+        """Remove the hooks; nothing waits for parameters without a gradient."""
         del stage
         self.disarm()
 
-    def split(self, stage: int, owed: Collection[nn.Parameter]) -> Reduced:
-        """Tell of all others now."""
+    def split(self, stage: int, pending: Collection[nn.Parameter]) -> Reduced:
+        """Report all final gradients now."""
         mine = set(self._parameters.get(stage, ()))
 
         def ready(parameter: torch.Tensor) -> None:
             if parameter in mine:
-                self._tell(parameter)
+                self._notify(parameter)
 
-        for parameter in mine.difference(owed):
+        for parameter in mine.difference(pending):
             ready(parameter)
         return ready
 
     def disarm(self) -> None:
-        """What is added is not the last."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -104,11 +105,12 @@ class NoSync:
 
 
 class StageGradientSync:
-    """Several replicas of all stages of one pipeline rank: ``parts`` announce their last backwards each for itself; of
-    what stages here share, nobody knows which backward is the last, so ``late`` is reduced at the end.
+    """Sums the gradients of all stages of one pipeline rank over several replicas. ``parts`` are reduced in the last
+    backward of each stage. Parameters that stages of this rank share have no known last backward, so ``late`` is
+    reduced at the end.
 
-    A parameter that no replica has ever used has no gradient, as in one process, so that no weight decay acts on it: as
-    long as there may be some, the replicas ask each other.
+    A parameter that no replica has ever used has no gradient, as in one process, so that no weight decay changes it. As
+    long as there may be such parameters, the replicas compare in each step.
     """
 
     def __init__(
@@ -129,7 +131,6 @@ class StageGradientSync:
         return sum(part.all_reduces for part in (*self._parts.values(), self._late))
 
     def arm(self, stage: int) -> None:
-        """Expect the last backward of ``stage``."""
         part = self._parts.get(stage)
         if isinstance(part, ReplicaSync):
             part.arm()
@@ -139,10 +140,9 @@ class StageGradientSync:
         if isinstance(part, ReplicaSync):
             part.ended()
 
-    def split(self, stage: int, owed: Collection[nn.Parameter]) -> Reduced:
-        """Begin with what is complete."""
+    def split(self, stage: int, pending: Collection[nn.Parameter]) -> Reduced:
         part = self._parts.get(stage)
-        return part.split(owed) if isinstance(part, BucketSync) else lambda parameter: None
+        return part.split(pending) if isinstance(part, BucketSync) else lambda parameter: None
 
     def disarm(self) -> None:
         for part in self._parts.values():
@@ -162,24 +162,24 @@ class StageGradientSync:
             parameter.grad = None
 
 
-class Following(Protocol):
-    """What is done when the gradients of a rank's own parameters are reduced, or begun in a step's last backward."""
+class SyncStep(Protocol):
+    """Work after a rank's own gradients are reduced; it may start in a step's last backward."""
 
     @property
     def all_reduces(self) -> int:
-        """Of replicated gradients, so far."""
+        """All-reduces of replicated gradients so far."""
 
     def arm(self) -> None:
-        """The next backward is the last."""
+        """Announce the last backward."""
 
     def ended(self) -> None:
-        """It is over."""
+        """End that backward."""
 
     def run(self) -> None:
-        """Do it."""
+        """Do the work."""
 
     def forget(self) -> None:
-        """The step ended early."""
+        """Drop the step."""
 
 
 class StatisticsAverage:
@@ -191,24 +191,24 @@ class StatisticsAverage:
         self._norms = norms
 
     def arm(self) -> None:
-        """Nothing is done before the end."""
+        """No-op: the work is done in :meth:`run`."""
 
     def ended(self) -> None:
-        """Nothing was begun."""
+        """No-op: nothing was started."""
 
     def run(self) -> None:
         self._norms.average_statistics()
 
     def forget(self) -> None:
-        """Micro-batches so far do not count."""
+        """Drop the counts of micro-batches."""
         self._norms.reset_counts()
 
 
 class SharedSum:
-    """Adds up the gradients of parameters that several stages hold, after each stage has added up its replicas.
+    """Sums the gradients of parameters that several stages hold, after each stage has summed over its replicas.
 
-    One replica of each stage contributes, the others contribute zeros: the sum needs no rescaling. What no stage has
-    ever used has no gradient: as long as that may be so, the stages ask each other.
+    One replica of each stage contributes, the others contribute zeros, so nothing is rescaled. A parameter that no
+    stage has ever used has no gradient: as long as there may be such parameters, the stages compare in each step.
     """
 
     all_reduces = 0
@@ -220,13 +220,13 @@ class SharedSum:
         self._unused = set(shared)
 
     def arm(self) -> None:
-        """Nothing is done before the end."""
+        """No-op: the work is done in :meth:`run`."""
 
     def ended(self) -> None:
-        """Nothing was begun."""
+        """No-op: nothing was started."""
 
     def run(self) -> None:
-        """One after the other, in the order of their names."""
+        """All-reduce each parameter, in the order of names."""
         for name, (parameter, group) in sorted(self._shared.items()):
             if name in self._unused:
                 (used,) = anywhere([parameter.grad is not None], parameter.device, group)
@@ -240,13 +240,13 @@ class SharedSum:
             dist.all_reduce(parameter.grad, group=group)
 
     def forget(self) -> None:
-        """Nothing is under way."""
+        """No-op: nothing is under way."""
 
 
-class FollowedSync:
-    """A synchronisation that something follows, in order."""
+class ChainedSync:
+    """A synchronization and the work that follows it, in order."""
 
-    def __init__(self, inner: GradientSync, following: Sequence[Following]) -> None:
+    def __init__(self, inner: GradientSync, following: Sequence[SyncStep]) -> None:
         self._inner, self._following = inner, following
 
     @property
@@ -263,9 +263,8 @@ class FollowedSync:
         for each in self._following:
             each.ended()
 
-    def split(self, stage: int, owed: Collection[nn.Parameter]) -> Reduced:
-        """Begin with what is complete."""
-        return self._inner.split(stage, owed)
+    def split(self, stage: int, pending: Collection[nn.Parameter]) -> Reduced:
+        return self._inner.split(stage, pending)
 
     def disarm(self) -> None:
         self._inner.disarm()
@@ -273,7 +272,7 @@ class FollowedSync:
             each.forget()
 
     def finish(self) -> float:
-        """The rank's own parameters first."""
+        """Reduce the rank's own parameters, then do the work that follows."""
         waited = self._inner.finish()
         start = time.perf_counter()
         for each in self._following:
@@ -282,8 +281,9 @@ class FollowedSync:
 
 
 class SharedStates:
-    """Replicas share one copy of the optimizer's states, on the device or below it: each parameter belongs to one of
-    them, which steps it and broadcasts the new weights. They are dealt out largest first, to whoever has least."""
+    """Shards the optimizer states, resident or offloaded, over the replicas (ZeRO stage 1): each parameter belongs to
+    one replica, which steps it and broadcasts the new weights. Parameters are assigned largest first, each to the
+    replica with the fewest bytes."""
 
     def __init__(
         self,
@@ -301,15 +301,15 @@ class SharedStates:
             loads[owner] += parameter.nbytes
 
     def owner(self, parameter: torch.Tensor) -> int:
-        """The replica that it was dealt to."""
+        """Return the replica that ``parameter`` is assigned to."""
         return self._owner[parameter]
 
     def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether it was dealt to this one."""
+        """Whether ``parameter`` is assigned to this replica."""
         return self._owner[parameter] == self._replica
 
     def broadcast(self, parameter: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-        """One broadcast for all ``tensors``."""
+        """Broadcast ``tensors`` of the owner of ``parameter``, in one message."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         dist.broadcast(flat, group=self._group, group_src=self._owner[parameter])
         if not self.owns(parameter):
@@ -320,8 +320,8 @@ class SharedStates:
 def sync_for(
     stage: Stage, mesh: Mesh, reduced: Reduced, config: ReplicasConfig, *, split: bool
 ) -> GradientSync:
-    """The synchronisation of all stages of a rank. ``reduced`` is told of gradients that are final before
-    :meth:`GradientSync.finish`; ``split`` says that backwards are. The plan has passed :meth:`ReplicasConfig.check`."""
+    """Return the synchronization of all stages of a rank. ``reduced`` is called for gradients that are final before
+    :meth:`GradientSync.finish`. ``split``: backwards are split. The plan has passed :meth:`ReplicasConfig.check`."""
     trained = {
         n: t
         for n, t in stage.named_tensors().items()
@@ -342,24 +342,24 @@ def sync_for(
         parts[number] = {name: p for name, p in resident.items() if p in own and users[p] == 1}
     if mesh.replicas is not None and resident:
         sync: GradientSync = _replicated(parts, resident, mesh, config, split=split)
-    else:  # those that ranks share are final only when the other ranks' are added
-        told = {
+    else:  # shared parameters are final only after SharedSum
+        final = {
             number: [p for name, p in part.items() if name not in shared]
             for number, part in parts.items()
         }
-        sync = NoSync(told, reduced)
-    following: list[Following] = [*_streamed_sum(stage, mesh, config, alone=not resident)]
+        sync = NoSync(final, reduced)
+    following: list[SyncStep] = [*_streamed_sum(stage, mesh, config, alone=not resident)]
     if stage.norms.statistics_differ:
         following.append(StatisticsAverage(stage.norms))
     if shared:
         following.append(SharedSum(shared, gives=mesh.replica == 0))
-    return FollowedSync(sync, following) if following else sync
+    return ChainedSync(sync, following) if following else sync
 
 
 def _streamed_sum(
     stage: Stage, mesh: Mesh, config: ReplicasConfig, *, alone: bool
 ) -> Iterator[StreamedSum]:
-    """Of parameters that stream, where there are any; ``alone``: nothing else is summed in the backward."""
+    """Yield the sum of offloaded parameters, where there are any; ``alone``: nothing else is summed in the backward."""
     streamed = stage.offloaded
     if mesh.streamed is None or mesh.replicas is None:
         return

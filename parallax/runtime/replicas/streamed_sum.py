@@ -1,14 +1,14 @@
-"""Gradients of parameters below the device, summed over the replicas of a stage while the last backward runs.
+"""Gradients of offloaded parameters, summed over the replicas of a stage while the last backward runs.
 
-They come block by block and are soon to go below again, so they are summed on their way: in buckets, through two
-buffers that are there for good. A gradient for which no buffer is free is written below as ever, and read again when
-its bucket's turn has come, so nobody waits within the backward: neither for other replicas nor for the tier. ::
+They become available block by block and are soon offloaded again, so they are summed in between: in buckets, through
+two permanent buffers. A gradient that finds no free buffer is offloaded as usual, and read back when its bucket's turn
+has come, so the backward waits neither for other replicas nor for the tier. ::
 
-    backward    │ block 3 ──▶ buffer 0 │ block 2 ──▶ buffer 1 │ block 1 ──▶ below │
-    all-reduce              │ bucket 0            │ bucket 1            │ bucket 2 (read from below)
-    below                                         │ sums 0 written  │ sums 1 written  │ …
+    backward    │ block 3 ──▶ buffer 0 │ block 2 ──▶ buffer 1 │ block 1 ──▶ tier │
+    all-reduce              │ bucket 0            │ bucket 1            │ bucket 2 (read from the tier)
+    tier                                          │ sums 0 written  │ sums 1 written  │ …
 
-All replicas sum the same buckets in the same order, whatever is free when on each of them.
+All replicas sum the same buckets in the same order, whichever buffers are free on each.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from parallax.swap.parameters.offloaded import OffloadedParameters
 from parallax.swap.stores.store import Pending
 from parallax.swap.weights import ParameterSegment, bytes_of
 
-_BUFFERS = 2  # as many as the planner counts
+_BUFFERS = 2  # the planner counts the same number
 
 
 class _BucketState(enum.Enum):
-    FILLING = enum.auto()  # gradients are to come
-    COMING = enum.auto()  # what was written below is read
-    FLYING = enum.auto()  # summed over the replicas
-    GOING = enum.auto()  # the sums are written below
+    FILLING = enum.auto()  # gradients are not complete
+    READING = enum.auto()  # offloaded segments are read
+    REDUCING = enum.auto()  # all-reduced
+    WRITING = enum.auto()  # the sums are written to the tier
 
 
 @dataclass(slots=True)
 class _BucketRun:
-    """Neighbour segments of one parameter, and where in the bucket they begin."""
+    """Neighbouring segments of one parameter, and their offset in the bucket."""
 
     parameter: nn.Parameter
     segments: list[ParameterSegment]
@@ -56,14 +56,15 @@ class _BucketRun:
         return self.segments[-1].stop - self.segments[0].start
 
     def view(self, flat: Tensor) -> Tensor:
-        """Its part of the bucket."""
+        """Return its part of the bucket."""
         return flat[self.offset : self.offset + self.numel]
 
 
 class _Read(NamedTuple):
-    """A segment on its way up, into its place in the bucket or, of another type, beside it."""
+    """A read of a segment from the tier, into its place in the bucket or, if of another type, into a tensor beside
+    it."""
 
-    pending: Pending
+    work: Pending
     segment: ParameterSegment
     target: Tensor
     place: Tensor
@@ -71,14 +72,14 @@ class _Read(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _GradientBucket:
-    """What is summed at one time. ``buffer`` is the number of the one that it passes through; in a step, ``owed`` are
-    parameters whose gradients are to come, ``given`` the segments that are in the buffer."""
+    """One all-reduce. ``buffer``: the number of its buffer. In a step, ``pending``: parameters whose gradients are not
+    complete; ``given``: segments that are in the buffer."""
 
     runs: list[_BucketRun]
     dtype: torch.dtype
     buffer: int = 0
     state: _BucketState = _BucketState.FILLING
-    owed: set[nn.Parameter] = field(default_factory=set)
+    pending: set[nn.Parameter] = field(default_factory=set)
     given: set[ParameterSegment] = field(default_factory=set)
     flat: Tensor | None = None
     reads: list[_Read] = field(default_factory=list)
@@ -90,13 +91,13 @@ class _GradientBucket:
         return self.runs[-1].offset + self.runs[-1].numel
 
     def place(self, run: _BucketRun, segment: ParameterSegment) -> Tensor:
-        """Where a segment of one of the runs lies."""
+        """Return the place of a segment of one of the runs."""
         assert self.flat is not None
         start = run.offset + segment.start - run.segments[0].start
         return self.flat[start : start + segment.stop - segment.start]
 
     def missing(self) -> Iterator[tuple[_BucketRun, ParameterSegment]]:
-        """What did not come from the backward."""
+        """Yield the segments that the backward did not copy into the buffer."""
         for run in self.runs:
             for segment in run.segments:
                 if segment not in self.given:
@@ -104,13 +105,13 @@ class _GradientBucket:
 
 
 class StreamedSum:
-    """The sum over ``group``, which nobody else may use meanwhile, in buckets of ``bucket_bytes``; in the type
-    ``short`` where there is one. ``other`` is another group of the same ranks.
-    Without ``beside`` all of it is summed after the backward: NCCL wants the sums of several groups in one order on all
-    ranks, and here their order is a matter of time.
+    """Sums over ``group``, which nothing else may use meanwhile, in buckets of ``bucket_bytes``, in the type ``short``
+    where it is given. ``other`` is another group of the same ranks. Without ``beside`` everything is summed after
+    the backward: NCCL needs the collectives of several groups in one order on all ranks, and here their order
+    depends on timing.
 
-    A parameter that no replica has ever used has no gradient: the replicas ask each other after the backward, and sum
-    then what was used for the first time.
+    A parameter that no replica has ever used has no gradient: the replicas compare after the backward, and then sum
+    parameters that were used for the first time.
     """
 
     def __init__(
@@ -126,45 +127,46 @@ class StreamedSum:
         self._streamed, self._group, self._short = streamed, group, short
         self._beside = beside
         self._other = other
-        # What is sent short is held twice when it is written.
+        # With a short type, a copy in the full type exists while the sums are written.
         self._bucket_bytes = bucket_bytes if short is None else bucket_bytes // 2
         trained = [s.parameter for chunk in streamed.chunks for s in chunk.segments]
-        # Those of the last block are complete first.
+        # Gradients of the last block are complete first.
         self._trained = list(dict.fromkeys(reversed(trained)))
         self._unused = set(self._trained)
         self._buckets: list[_GradientBucket] = []
         self._of: dict[nn.Parameter, list[tuple[_GradientBucket, _BucketRun]]] = {}
         self._buffers: list[Tensor | None] = [None] * _BUFFERS
-        self._waiting: deque[_GradientBucket] = deque()  # for a buffer, in order
-        self._active: deque[_GradientBucket] = deque()  # those that have one, in order
+        self._waiting: deque[_GradientBucket] = deque()  # buckets without a buffer, in order
+        self._active: deque[_GradientBucket] = deque()  # buckets with a buffer, in order
         self._begun = False
-        # Sums that a step has begun, in order; those of one that ended early, where others may have begun more.
+        # All-reduces that this step has started, in order; those of an aborted step, of which other ranks may have
+        # started more.
         self._launched: list[_GradientBucket] = []
         self._unfinished: list[_GradientBucket] | None = None
         self.all_reduces = 0
 
     def arm(self) -> None:
-        """The next backward is the step's last."""
+        """Announce the step's last backward."""
         if not self._beside:
             return
         self._begin(self._buckets)
         self._streamed.sink = self
 
     def ended(self) -> None:
-        """It is over: what took no part in it is complete, too."""
+        """End that backward: gradients of unused parameters are complete too."""
         self._streamed.sink = None
         for bucket in (*self._active, *self._waiting):
-            bucket.owed.clear()
+            bucket.pending.clear()
         if self._begun:
             self._advance()
 
     def accept(self, parameter: nn.Parameter, total: Tensor) -> Collection[ParameterSegment]:
-        """Copy what there are buffers for."""
+        """Copy the segments that have buffers; return these."""
         flat, taken = total.view(-1), set[ParameterSegment]()
         for bucket, run in self._of.get(parameter, ()):
-            if parameter not in bucket.owed:
+            if parameter not in bucket.pending:
                 raise ParallaxError(
-                    "a parameter below the device had two gradients in one backward, and replicas sum the first: plan "
+                    "an offloaded parameter had two gradients in one backward, and replicas sum only the first: plan "
                     "with plan.replicas=1, or plan.parameters=device"
                 )
             while self._open():
@@ -176,13 +178,13 @@ class StreamedSum:
         return taken
 
     def accepted(self, parameter: nn.Parameter) -> None:
-        """Nothing of it is owed any more; what there was no buffer for can be read."""
+        """Mark the gradient of ``parameter`` as complete, so that offloaded segments of it can be read."""
         for bucket, _ in self._of.get(parameter, ()):
-            bucket.owed.remove(parameter)
+            bucket.pending.remove(parameter)
         self._advance()
 
     def run(self) -> None:
-        """Return with everything summed and below."""
+        """Finish all sums and write them to the tier."""
         if not self._begun:
             self._begin(self._buckets)
         self.ended()
@@ -196,20 +198,20 @@ class StreamedSum:
         self._launched.clear()
 
     def forget(self) -> None:
-        """The step ended early. What is summed is not waited for: others may never answer."""
+        """Drop the step, without waiting for reductions: other ranks may never join them."""
         self._streamed.sink = None
         if self._begun:
             self._unfinished, self._launched = self._launched, []
         for bucket in self._active:
             for read in bucket.reads:
-                while not has_ended(read.pending):
+                while not has_ended(read.work):
                     time.sleep(0)
             for written, _ in bucket.writes:
                 with contextlib.suppress(SwapError):
                     self._end(written)
             bucket.reads.clear()
             bucket.writes.clear()
-            if bucket.state is _BucketState.FLYING:
+            if bucket.state is _BucketState.REDUCING:
                 self._buffers[bucket.buffer] = None
         self._active.clear()
         self._waiting.clear()
@@ -226,21 +228,25 @@ class StreamedSum:
                 self._of.setdefault(run.parameter, []).append((bucket, run))
 
     def _cut(self, parameters: Iterable[nn.Parameter]) -> list[_GradientBucket]:
-        """Of one type each. A parameter that fits a bucket is in one."""
+        """Return buckets of ``parameters``, each of one type. A parameter that fits into a bucket is not split."""
         found: list[_GradientBucket] = []
-        room = 0
+        free_bytes = 0
         for parameter in parameters:
             rest = list(self._streamed.gradient(parameter).segments)
             while rest:
                 new = not found or found[-1].dtype is not parameter.dtype
                 fits_anew = sum(map(bytes_of, rest)) <= self._bucket_bytes
-                if new or room < bytes_of(rest[0]) or (fits_anew and room < parameter.nbytes):
+                if (
+                    new
+                    or free_bytes < bytes_of(rest[0])
+                    or (fits_anew and free_bytes < parameter.nbytes)
+                ):
                     found.append(_GradientBucket([], parameter.dtype, len(found) % _BUFFERS))
-                    room = self._bucket_bytes
-                count = _fitting(rest, room)
+                    free_bytes = self._bucket_bytes
+                count = _fitting(rest, free_bytes)
                 offset = found[-1].numel if found[-1].runs else 0
                 found[-1].runs.append(_BucketRun(parameter, rest[:count], offset))
-                room -= sum(map(bytes_of, rest[:count]))
+                free_bytes -= sum(map(bytes_of, rest[:count]))
                 rest = rest[count:]
         return found
 
@@ -249,7 +255,7 @@ class StreamedSum:
         self._catch_up()
         for bucket in buckets:
             bucket.state, bucket.flat = _BucketState.FILLING, None
-            bucket.owed = {run.parameter for run in bucket.runs}
+            bucket.pending = {run.parameter for run in bucket.runs}
             bucket.given.clear()
         self._waiting = deque(buckets)
         self._begun = True
@@ -266,7 +272,8 @@ class StreamedSum:
                 )
 
     def _catch_up(self) -> None:
-        """Of a step that ended early, on all ranks, some may have begun more sums than others: these begin the rest."""
+        """Join the all-reduces that other ranks started in an aborted step, with zeros, so that all ranks have started
+        the same number."""
         if self._unfinished is None:
             return
         begun, self._unfinished = len(self._unfinished), None
@@ -277,10 +284,10 @@ class StreamedSum:
             zeros = torch.zeros(bucket.numel, dtype=dtype, device=most.device)
             dist.all_reduce(zeros, group=self._group)
 
-    # ---- what becomes of one
+    # ---- states of a bucket
 
     def _advance(self) -> None:
-        """Move every bucket on as far as it goes without waiting."""
+        """Advance every bucket as far as it can without waiting."""
         moved = True
         while moved:
             moved = self._open()
@@ -288,14 +295,14 @@ class StreamedSum:
                 moved = self._move(bucket) or moved
 
     def _finish(self) -> None:
-        """Wait for all of them, the oldest first."""
+        """Wait for all buckets, the oldest first."""
         self._advance()
         while self._active:
             self._move(self._active[0], wait=True)
             self._advance()
 
     def _open(self) -> bool:
-        """Give the next bucket its buffer, where that is free."""
+        """Assign the next bucket its buffer, where that is free."""
         if not self._waiting or any(b.buffer == self._waiting[0].buffer for b in self._active):
             return False
         bucket = self._waiting.popleft()
@@ -306,14 +313,14 @@ class StreamedSum:
         return True
 
     def _move(self, bucket: _GradientBucket, *, wait: bool = False) -> bool:
-        """One state further; whether it went. With ``wait`` it goes: all is there, or on its way."""
+        """Advance a bucket by one state; return whether it advanced. With ``wait`` it always does."""
         with torch.no_grad():
             return _MOVES[bucket.state](self, bucket, wait)
 
     def _read(self, bucket: _GradientBucket, wait: bool) -> bool:
-        """Begin to read what is below."""
+        """Start to read the offloaded segments."""
         gradient, missing = self._streamed.gradient, list(bucket.missing())
-        if bucket.owed or not (
+        if bucket.pending or not (
             wait or all(gradient(run.parameter).is_written(segment) for run, segment in missing)
         ):
             return False
@@ -327,18 +334,18 @@ class StreamedSum:
                 place.zero_()
             else:
                 bucket.reads.append(_Read(pending, segment, target, place))
-        bucket.state = _BucketState.COMING
+        bucket.state = _BucketState.READING
         return True
 
     def _launch(self, bucket: _GradientBucket, wait: bool) -> bool:
-        """Sum it, when all before it are on their way."""
+        """Start the all-reduce, when those of all buckets before it have started."""
         before = itertools.takewhile(lambda each: each is not bucket, self._active)
         if any(
-            each.state in (_BucketState.FILLING, _BucketState.COMING) for each in before
-        ) or not (wait or all(has_ended(read.pending) for read in bucket.reads)):
+            each.state in (_BucketState.FILLING, _BucketState.READING) for each in before
+        ) or not (wait or all(has_ended(read.work) for read in bucket.reads)):
             return False
         for read in bucket.reads:
-            read.pending.wait()
+            read.work.wait()
             self._streamed.gradient(read.segment.parameter).check(read.segment, read.target)
             if read.target is not read.place:
                 read.place.copy_(read.target)
@@ -346,11 +353,11 @@ class StreamedSum:
         bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
         self.all_reduces += 1
         self._launched.append(bucket)
-        bucket.state = _BucketState.FLYING
+        bucket.state = _BucketState.REDUCING
         return True
 
     def _write(self, bucket: _GradientBucket, wait: bool) -> bool:
-        """Begin to write the sums."""
+        """Start to write the sums."""
         assert bucket.work is not None
         assert bucket.flat is not None
         if not (wait or bucket.work.is_completed()):
@@ -362,11 +369,11 @@ class StreamedSum:
             with self._streamed.lock:
                 written = self._streamed.gradient(run.parameter).write(total, run.segments)
             bucket.writes.append((written, total))
-        bucket.state = _BucketState.GOING
+        bucket.state = _BucketState.WRITING
         return True
 
     def _close(self, bucket: _GradientBucket, wait: bool) -> bool:
-        """Give its buffer to the next."""
+        """Free the buffer for the next bucket."""
         if not (wait or all(written.has_ended() for written, _ in bucket.writes)):
             return False
         self._active.remove(bucket)
@@ -382,7 +389,7 @@ class StreamedSum:
             written.finish()
 
     def _newly_used(self) -> list[nn.Parameter]:
-        """What no replica had ever used before this step."""
+        """Return the parameters that a replica used for the first time in this step."""
         asked = [parameter for parameter in self._trained if parameter in self._unused]
         mine = [self._streamed.gradient(parameter).seen for parameter in asked]
         used = anywhere(mine, asked[0].device, self._group)
@@ -393,13 +400,13 @@ class StreamedSum:
 
 _MOVES: dict[_BucketState, Callable[[StreamedSum, _GradientBucket, bool], bool]] = {
     _BucketState.FILLING: StreamedSum._read,
-    _BucketState.COMING: StreamedSum._launch,
-    _BucketState.FLYING: StreamedSum._write,
-    _BucketState.GOING: StreamedSum._close,
+    _BucketState.READING: StreamedSum._launch,
+    _BucketState.REDUCING: StreamedSum._write,
+    _BucketState.WRITING: StreamedSum._close,
 }
 
 
-def _fitting(segments: Sequence[ParameterSegment], room: int) -> int:
-    """How many of the first have room; one at least."""
+def _fitting(segments: Sequence[ParameterSegment], free_bytes: int) -> int:
+    """Return how many of the first segments fit into ``free_bytes``; at least one."""
     sizes = itertools.accumulate(map(bytes_of, segments))
-    return max(1, sum(1 for size in sizes if size <= room))
+    return max(1, sum(1 for size in sizes if size <= free_bytes))

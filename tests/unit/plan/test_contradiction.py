@@ -172,7 +172,7 @@ def test_settings_that_exclude_each_other() -> None:
                 "plan.replicas=[1,2]",
                 "plan.parameters=host",
             ],
-            "powersgd cannot run where parameters live below the device",
+            "powersgd cannot run where parameters are offloaded",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
