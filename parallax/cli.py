@@ -93,9 +93,9 @@ def _main(arguments: Sequence[str] | None) -> int:
 def _said(error: BaseException) -> int:
     """Print why the command failed; return the exit code."""
     if under_torchrun():
-        from parallax.runtime.failure.exit_report import leave
+        from parallax.runtime.failure.exit_report import report_and_exit
 
-        leave(error)
+        report_and_exit(error)
     if isinstance(error, KeyboardInterrupt):
         number = getattr(error, "number", signal.SIGINT)
         print(f"parallax: {stopped_by(number)}", file=sys.stderr)
@@ -123,9 +123,9 @@ def _said(error: BaseException) -> int:
 def _refused(code: int) -> int:
     """Return the exit code of wrong input. Under torchrun end the rank for good, since a restart would fail again."""
     if under_torchrun():
-        from parallax.runtime.failure.refusal import end
+        from parallax.runtime.failure.refusal import end_process
 
-        end(code)
+        end_process(code)
     return code
 
 

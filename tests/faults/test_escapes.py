@@ -33,7 +33,7 @@ from parallax.report.scaling.files import write_report
 from parallax.report.scaling.page import page
 from parallax.report.scaling.table import results_csv
 from parallax.run.slurm.job import SlurmJob
-from parallax.runtime.failure.exit_report import say
+from parallax.runtime.failure.exit_report import send_report
 from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.train.monitor import Progress
 from tests.faults.commands import one_line
@@ -124,7 +124,7 @@ def test_the_error_line(
 
 
 def test_last_words_notes_logs_and_tracebacks(capfd: pytest.CaptureFixture[str]) -> None:
-    say(FailureReport(0, FailureKind.RAISED, HOSTILE, HOSTILE))
+    send_report(FailureReport(0, FailureKind.RAISED, HOSTILE, HOSTILE))
     assert harmless(capfd.readouterr().err)
     file = io.StringIO()
     with Progress(2, file=file) as progress:

@@ -28,7 +28,7 @@ from parallax.nodes.places import Nodes
 from parallax.nodes.together import from_all, from_first
 from parallax.run.prepare import RUNS
 from parallax.run.resume import STORED, settings
-from parallax.runtime.failure.refusal import end
+from parallax.runtime.failure.refusal import end_process
 from parallax.runtime.failure.watch import PATIENCE_SECONDS, Watch
 from parallax.train.repeats import note_refusal
 
@@ -68,21 +68,21 @@ def leaving_out_unfit(overrides: Sequence[str], nodes: Nodes, watch: Watch) -> I
         fit = [rank for rank, host in enumerate(nodes.hosts) if host not in why]
         if nodes.rank == fit[0]:
             _tell_refusal(overrides, why)
-        end(ParallaxError.exit_code)  # torchrun then restarts the remaining ranks
+        end_process(ParallaxError.exit_code)  # torchrun then restarts the remaining ranks
 
 
 def _leave_run(reason: str) -> NoReturn:
     """End this host's ranks. The first one prints the reason and asks torchrun to end; the others wait for it."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(PATIENCE_SECONDS)
-        end(ParallaxError.exit_code)
+        end_process(ParallaxError.exit_code)
     print(
         f"parallax: {printable(reason)}; the other hosts continue without this one: "
         "run the same command here when it is repaired",
         file=sys.stderr,
         flush=True,
     )
-    end(UserError.exit_code)
+    end_process(UserError.exit_code)
 
 
 def _tell_refusal(overrides: Sequence[str], why: Mapping[str, str]) -> None:

@@ -45,12 +45,12 @@ from parallax.run.resume import Trusts
 from parallax.runtime.engine import Engine
 from parallax.runtime.failure.exit_report import (
     EXIT_REPORT,
-    depart,
+    exit_process,
     failure_of,
     follows,
     heartbeat_for_launcher,
-    leave,
-    say,
+    report_and_exit,
+    send_report,
 )
 from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.runtime.failure.watch import Watch
@@ -80,7 +80,7 @@ def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -
             # Print the Python stack of a crash in compiled code.
             faulthandler.enable(all_threads=False)
         _join_ranks()
-        watch = Watch.start(say, heartbeat)
+        watch = Watch.start(send_report, heartbeat)
         usual = TrainerConfig()  # defaults, until the run's configuration is known
         watch.limit(usual.watchdog_seconds, usual.phase_seconds, usual.grace_seconds)
         with watch.phase("planning"):
@@ -103,8 +103,10 @@ def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -
         held.close()
         heartbeat.end()
     except BaseException as error:  # also SystemExit, which is not the end of a run
-        leave(error, watch)
-    depart(0 if EXIT_REPORT in os.environ else code)  # Parallax's launcher sets the code itself
+        report_and_exit(error, watch)
+    exit_process(
+        0 if EXIT_REPORT in os.environ else code
+    )  # Parallax's launcher sets the code itself
 
 
 def _check_world(run: PreparedRun) -> None:
@@ -144,7 +146,9 @@ def _give_up(number: int) -> None:
     """End this rank, which was asked to end while it waits for other ranks."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         what = "while it waited for the other ranks"
-        say(FailureReport(0, FailureKind.STOPPED, stopped_by(number), what, code=exit_code(number)))
+        send_report(
+            FailureReport(0, FailureKind.STOPPED, stopped_by(number), what, code=exit_code(number))
+        )
     os._exit(exit_code(number))
 
 
@@ -257,7 +261,7 @@ def _report_stopped(run: PreparedRun, summary: Mapping[str, Any], code: int) -> 
     remark = "" if ours else f"; the same command with name={run.config.name} continues"
     saved = f"after step {step} of {run.config.trainer.steps}, which is saved"
     what, who = saved if step else "before the first step", stopped_by(number)
-    say(FailureReport(0, FailureKind.STOPPED, who, what, remark, code, saved=step > 0))
+    send_report(FailureReport(0, FailureKind.STOPPED, who, what, remark, code, saved=step > 0))
 
 
 def _in_run_directory(error: Exception, directory: Path) -> Exception:

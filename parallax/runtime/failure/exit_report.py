@@ -24,7 +24,7 @@ from parallax.common.signals import exit_code
 from parallax.common.terminal import print_exception
 from parallax.errors import ParallaxError, TransportError, printable
 from parallax.runtime.failure.heartbeat import FileHeartbeat, Heartbeat, NoHeartbeat
-from parallax.runtime.failure.refusal import end
+from parallax.runtime.failure.refusal import end_process
 from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.runtime.failure.watch import PATIENCE_SECONDS, Watch
 
@@ -57,7 +57,7 @@ _MISTAKES = (
 )
 
 
-def leave(error: BaseException, watch: Watch | None = None) -> NoReturn:
+def report_and_exit(error: BaseException, watch: Watch | None = None) -> NoReturn:
     """Report the exception of this rank, once for the run, and end the process.
 
     A broken connection is not a cause: the other ranks soon know the rank that broke it, and the watch ends this
@@ -79,16 +79,16 @@ def leave(error: BaseException, watch: Watch | None = None) -> NoReturn:
     if watch is not None or _speaks_first():
         if not isinstance(error, ParallaxError):
             print(print_exception(error), end="", file=sys.stderr)
-        (say if watch is None else watch.say)(report)
+        (send_report if watch is None else watch.say)(report)
     else:
         # If this rank ended first, torchrun would stop the reporting rank.
         time.sleep(PATIENCE_SECONDS)
     sys.stdout.flush()
     sys.stderr.flush()
-    end(report.code)
+    end_process(report.code)
 
 
-def depart(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """End the process of a rank after it has closed its resources.
 
     Threads of libraries may still wait for Python's lock. A finalizing interpreter ends them inside C++ code, which
@@ -101,7 +101,7 @@ def depart(code: int) -> NoReturn:
     os._exit(code)
 
 
-def say(report: FailureReport) -> None:
+def send_report(report: FailureReport) -> None:
     """Report why the run ended: to Parallax's launcher, which adds its own knowledge and prints the report, otherwise
     to this rank's stderr.
 

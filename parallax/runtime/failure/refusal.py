@@ -17,7 +17,7 @@ from parallax.errors import UserError
 REFUSED = "refused"  # a file beside the logs of torchrun's ranks
 
 
-def end(code: int) -> NoReturn:
+def end_process(code: int) -> NoReturn:
     """End this process, whatever its other threads are doing."""
     if code == UserError.exit_code and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         _refuse()

@@ -40,7 +40,7 @@ from parallax.runtime.failure.links import (
     meet,
 )
 from parallax.runtime.failure.own_status import OwnStatus, Watched
-from parallax.runtime.failure.refusal import end
+from parallax.runtime.failure.refusal import end_process
 from parallax.runtime.failure.report import (
     FailureKind,
     FailureReport,
@@ -355,7 +355,7 @@ class Watch:
                 _FOLLOW_SECONDS
                 + (2 * _BEAT_SECONDS * self._pace if report.how is FailureKind.SILENT else 0.0)
             )
-        end(report.code)
+        end_process(report.code)
 
     def _present(self, report: FailureReport) -> list[int]:
         """Return the ranks that are still connected to rank 0."""
