@@ -231,7 +231,7 @@ def _forked(work: Callable[[int], Any], world: int) -> list[Any]:
             try:
                 good, value = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
-                good, value = False, (Result.CRASH, "a rank ended without a word")
+                good, value = False, (Result.CRASH, "a rank ended without a report")
             if good:
                 answers[connection] = value  # type: ignore[index]
             else:
@@ -243,7 +243,7 @@ def _forked(work: Callable[[int], Any], world: int) -> list[Any]:
 
 
 _FIRST = (Result.NAN, Result.CRASH, Result.REFUSED)
-_OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "without a word")
+_OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "without a report")
 
 
 def _blame(failure: tuple[Result, str]) -> tuple[bool, int]:

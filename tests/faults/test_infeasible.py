@@ -53,7 +53,7 @@ def test_more_of_the_tier_that_was_asked_for(here: Path, called: Called) -> None
     asked = [*ALL_TIERS, "plan.optimizer=host"]
     line = refused(called, here, *asked, "cluster.host_memory=1GiB", "cluster.device_memory=800MiB")
     found = re.fullmatch(
-        r"parallax: 512.0 MiB per device in tier host cannot hold what must be offloaded; these changes fit: "
+        r"parallax: 512.0 MiB per device in tier host cannot hold the bytes that must be offloaded; these changes fit: "
         r"cluster.host_memory=(\d+)MiB (cluster.device_memory=\d+MiB) \((\d+)MiB per device, [\d,]+ bytes more\)",
         line,
     )

@@ -39,7 +39,7 @@ SETTINGS = [
 ]
 SEEN = "last seen in forward of micro-batch 0, step 2"
 EARLY = "ended with exit code 0 before the run's end"
-EXIT = "what it runs called exit; let it raise, or return"
+EXIT = "its code called exit; let it raise, or return"
 
 
 @pytest.mark.faults
@@ -115,8 +115,8 @@ def test_the_grace_ends_for_ranks_that_are_stopped(here: Path) -> None:
     assert code == 143
     assert re.fullmatch(
         r"parallax: stopped by SIGTERM, but nothing could be saved within 1 s \(trainer\.grace_seconds\): rank 0 "
-        r"\(stage 0, replica 0\) has not answered for \d+ s \(stopped\?\), last seen .*; what came after the last "
-        r"checkpoint is lost, the same run continues from there.*",
+        r"\(stage 0, replica 0\) has not answered for \d+ s \(stopped\?\), last seen .*; the steps after the last "
+        r"checkpoint are lost, the same run continues from there.*",
         one_line(err),
     ), err
     assert running(here) == []

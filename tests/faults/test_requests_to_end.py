@@ -267,8 +267,8 @@ def test_what_cannot_be_saved_in_time_ends_without(
     assert found == code
     assert re.fullmatch(
         rf"parallax: stopped by {number.name}, but nothing could be saved within 1 s \(trainer.grace_seconds\): "
-        r"rank [01] \(stage [01], replica 0\) is still in .* of micro-batch 0, step 0; what came after the last "
-        r"checkpoint is lost, the same run continues from there",
+        r"rank [01] \(stage [01], replica 0\) is still in .* of micro-batch 0, step 0; the steps after the last "
+        r"checkpoint are lost, the same run continues from there",
         one_line(err),
     ), err
     assert list_checkpoints(run / "checkpoints") == []
@@ -290,7 +290,9 @@ def test_a_second_ctrl_c_ends_at_once(here: Path, replicas: tuple[int, ...]) -> 
     process.send_signal(signal.SIGINT)
     code, _, err = finish(process)
     assert code == 130
-    assert "stopped by SIGINT at once: what came after the last checkpoint is lost" in one_line(err)
+    assert "stopped by SIGINT at once: the steps after the last checkpoint are lost" in one_line(
+        err
+    )
     assert list_checkpoints(run / "checkpoints") == []
     assert running(here) == []
     assert temporary() == []

@@ -298,7 +298,9 @@ def test_under_torchrun_restarts_are_its_own(
     code, _, err = finish(start([*command, "--run-dir", str(run)], **variables))
     assert code == 0, err
     said = [text for text in err.splitlines() if text.startswith("parallax: ")]
-    assert [re.match(r"parallax: rank (\d) .* ended without a word", text)[1] for text in said] == [
+    assert [
+        re.match(r"parallax: rank (\d) .* ended without a report", text)[1] for text in said
+    ] == [
         "1",
         "0",
     ]

@@ -113,7 +113,7 @@ RAISED = (
 SEEN = "last seen in forward of micro-batch 0, step 2"
 AGAIN = "run again to (continue from the last checkpoint|start from the beginning: there is no .*)"
 KILLED = rf"rank {{rank}} \(stage {{rank}}, replica 0\) was killed by {{signal}}( \(.*\?\))?, {SEEN}; {AGAIN}"
-ENDED = rf"rank {{rank}} \(stage {{rank}}, replica 0\) ended without a word, {SEEN}"
+ENDED = rf"rank {{rank}} \(stage {{rank}}, replica 0\) ended without a report, {SEEN}"
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,6 @@ def test_a_lost_host_ends_all_ranks(hosts: TwoHosts, lost: str) -> None:
     wait_for(lambda: bool(said(left)), hosts, 5.0)
     (line,) = said(left)
     rank = 0 if lost == "a" else 1
-    assert f"rank {rank} (stage {rank}, replica 0) on {gone.name} ended without a word" in line
+    assert f"rank {rank} (stage {rank}, replica 0) on {gone.name} ended without a report" in line
     hosts.stop()
     goes_on(hosts)

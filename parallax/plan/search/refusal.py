@@ -92,7 +92,7 @@ def _too_small_a_tier(request: Request, fits: Fits) -> InfeasiblePlan:
     name, tier = smallest.tier, smallest.tier_bytes
     fixes = [*_larger_tier(request, tier, fits), *_other_fixes(request, fits)]
     return InfeasiblePlan(
-        f"{format_bytes(tier)} per device in tier {name} cannot hold what must be offloaded; "
+        f"{format_bytes(tier)} per device in tier {name} cannot hold the bytes that must be offloaded; "
         f"these changes fit: {', or '.join(fixes) or 'another plan.activations, plan.optimizer or plan.parameters'}"
     )
 

@@ -61,7 +61,7 @@ class Agent:
             except Stopped as stopped:
                 if self._has_ended(since=begun):  # the last rank had just ended
                     return 0
-                lost = "what came after the last checkpoint is lost"
+                lost = "the steps after the last checkpoint are lost"
                 what = f"at once: {lost}" if forwarder.impatient else ""
                 what = what or (f"while it was starting again: {lost}" if restarts.counted else "")
                 return self._say_stopped(

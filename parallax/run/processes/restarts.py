@@ -88,7 +88,7 @@ def _ended_early(rank: int, told: FailureReport | None) -> FailureReport:
     known = told if told is not None and told.rank == rank else None
     known = known or FailureReport(rank, FailureKind.LOST, f"rank {rank}", "")
     what = "ended with exit code 0 before the run's end"
-    remark = f"{known.remark}: what it runs called exit; let it raise, or return"
+    remark = f"{known.remark}: its code called exit; let it raise, or return"
     return replace(known, what=what, remark=remark, code=1, may_pass=False)
 
 

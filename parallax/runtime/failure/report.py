@@ -244,7 +244,7 @@ def overdue(rank: int, number: int, grace_seconds: float, what: str) -> FailureR
         FailureKind.OVERDUE,
         f"{stopped_by(number)}, but nothing could be saved within {grace_seconds:g} s (trainer.grace_seconds):",
         what,
-        "; what came after the last checkpoint is lost, the same run continues from there",
+        "; the steps after the last checkpoint are lost, the same run continues from there",
         exit_code(number) or 1,
     )
 

@@ -230,7 +230,7 @@ class Watch:
                 remark = f"{seen.last}; the network between is partitioned, or the host is down"
                 self._decide(FailureReport(peer, FailureKind.CUT, who, what, remark))
             else:
-                what = "ended without a word"
+                what = "ended without a report"
                 self._decide(FailureReport(peer, FailureKind.LOST, who, what, seen.last))
 
     def _disconnect(self, peer: int) -> None:

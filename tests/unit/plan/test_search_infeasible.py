@@ -80,7 +80,8 @@ def test_a_tier_without_room_is_named_with_the_smallest_that_has(memory: int) ->
     with pytest.raises(InfeasiblePlan) as error:
         attempt(TIER_FLOOR)
     found = re.fullmatch(
-        r"1.0 MiB per device in tier disk cannot hold what must be offloaded; these changes fit: cluster.disk=(\d+)MiB"
+        r"1.0 MiB per device in tier disk cannot hold the bytes that must be offloaded; these changes fit: "
+        r"cluster.disk=(\d+)MiB"
         r"(?: cluster.device_memory=(\d+)MiB)? \((?:\d+)MiB per device, ([\d,]+) bytes more\)"
         r"(?:, or plan.activations=auto swap.tier=auto)?",
         str(error.value),

@@ -139,10 +139,10 @@ def test_what_travels_comes_back() -> None:
     for each in (seen(Kind.UPDATE, seconds=2.5), seen(None), RankStatus(), outside(waits=True)):
         assert RankStatus.from_list(json.loads(json.dumps(each.to_list()))) == each
     verdict = FailureReport(
-        1, FailureKind.LOST, "rank 1", "ended without a word", ", last seen after step 3"
+        1, FailureKind.LOST, "rank 1", "ended without a report", ", last seen after step 3"
     )
     assert FailureReport.from_dict(json.loads(json.dumps(verdict.to_dict()))) == verdict
-    assert verdict.text == "rank 1 ended without a word, last seen after step 3"
+    assert verdict.text == "rank 1 ended without a report, last seen after step 3"
     assert FailureReport(0, FailureKind.RAISED, "", "wrong input").text == "wrong input"
 
 
