@@ -13,9 +13,9 @@ import torch.distributed as dist
 from parallax.errors import PlanError
 from parallax.machine.accelerators import accelerator_named, accelerator_of, computing_on
 from parallax.nodes.joining import TIMEOUT as TIMEOUT
-from parallax.nodes.objects import all_objects
+from parallax.nodes.objects import all_gather_object
 from parallax.nodes.places import ALONE, Nodes
-from parallax.nodes.together import from_all
+from parallax.nodes.together import all_gather_result
 from parallax.plan.edge import Edge
 from parallax.plan.plan import Coordinate, Plan
 
@@ -185,11 +185,11 @@ class Mesh:
         table[self.rank] = torch.tensor(list(mine.values()), dtype=torch.float64)
         return dict(zip(mine, self.sum(table).T.tolist()))
 
-    def gather_objects(self, value: object) -> list[Any]:
+    def all_gather_object(self, value: object) -> list[Any]:
         """One value of every rank, on every rank."""
         if self.world is None:
             return [value]
-        return all_objects(value, self.world)
+        return all_gather_object(value, self.world)
 
 
 def _replica_groups(
@@ -227,7 +227,7 @@ class RankDevices:
         mine = None
         if device.type != "cpu" and (accelerator := accelerator_of(device)).backend:
             mine = accelerator.identity(device.index or 0)
-        kinds, identities = zip(*from_all(lambda: (device.type, mine)))
+        kinds, identities = zip(*all_gather_result(lambda: (device.type, mine)))
         if len(set(kinds)) > 1:
             other = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
             raise PlanError(

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from parallax.errors import UnfitHostError, UserError
 from parallax.nodes.places import Nodes
-from parallax.nodes.together import from_all
+from parallax.nodes.together import all_gather_result
 
 LEAST = "PARALLAX_LEAST_HOSTS"  # with which an elastic run goes on
 AT_HEAD = "PARALLAX_AT_HEAD"  # "1" where this host is the one at which all meet
@@ -37,7 +37,7 @@ class Elastic:
     @classmethod
     def gather(cls, nodes: Nodes) -> Elastic:
         """Ask all ranks; called by every rank of torch's world."""
-        found = from_all(
+        found = all_gather_result(
             lambda: (os.environ.get(AT_HEAD) == "1", os.environ.get(LEAST, "0"), _starts_again())
         )
         heads = frozenset(host for host, (at_head, _, _) in zip(nodes.hosts, found) if at_head)
@@ -77,7 +77,9 @@ def from_hosts(call: Callable[[], _Found], nodes: Nodes) -> list[_Found]:
         except UserError as error:
             return None, type(error), str(error)
 
-    outcomes = [(rank, found) for rank, found in enumerate(from_all(tried)) if _leads(rank, nodes)]
+    outcomes = [
+        (rank, found) for rank, found in enumerate(all_gather_result(tried)) if _leads(rank, nodes)
+    ]
     failed = [(rank, kind, text) for rank, (_, kind, text) in outcomes if text is not None]
     why = {nodes.hosts[rank]: text for rank, _, text in reversed(failed)}
     if why.keys() == {*nodes.hosts}:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from parallax.common.documents import SMALL_BYTES, read_json
 from parallax.common.files import cache_directory, replacing
 from parallax.nodes.places import Nodes
-from parallax.nodes.together import from_all
+from parallax.nodes.together import all_gather_result
 from parallax.plan.cluster import Link
 
 _PINGS = 20
@@ -61,7 +61,7 @@ def probe_links(
     own = [pair for pair in pairs if nodes.rank == _low(nodes, pair)]
     known = {
         pair: link
-        for found in from_all(lambda: {} if fresh else _read(nodes, own, backend))
+        for found in all_gather_result(lambda: {} if fresh else _read(nodes, own, backend))
         for pair, link in found.items()
     }
     if set(known) != set(pairs):
@@ -139,7 +139,7 @@ def _measured(
     together = way.rate(latency) if way is not None else 0.0
     if way is not None:
         way.close()
-    told = from_all(lambda: (mine, latency, alone, together if way and way.low else 0.0))
+    told = all_gather_result(lambda: (mine, latency, alone, together if way and way.low else 0.0))
     found = {}
     for pair in pairs:
         latency, alone = next(
@@ -233,5 +233,5 @@ def clock_offset(nodes: Nodes) -> float:
             answered = time.perf_counter()
             if answered - asked < soonest:
                 soonest, found = answered - asked, float(clock) - (asked + answered) / 2
-    offsets = from_all(lambda: found)
+    offsets = all_gather_result(lambda: found)
     return offsets[nodes.first(nodes.mine)]

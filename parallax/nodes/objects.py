@@ -27,7 +27,7 @@ MOST_BYTES = 2**31  # of one object
 _PACKAGE = __name__.partition(".")[0]
 
 
-def all_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
+def all_gather_object(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return one value of every rank of ``group`` (torch's world), on every rank; called by all of them."""
     padded, lengths = _padded(write_object(value), group)
     found = [torch.empty_like(padded) for _ in lengths]
@@ -35,7 +35,7 @@ def all_objects(value: object, group: dist.ProcessGroup | None = None) -> list[A
     return _all_read(found, lengths)
 
 
-def objects_for_first(value: object) -> list[Any]:
+def gather_object(value: object) -> list[Any]:
     """Return one value of every rank of torch's world on rank 0, and an empty list on others; called by all of them."""
     padded, lengths = _padded(write_object(value), None)
     found = [torch.empty_like(padded) for _ in lengths] if dist.get_rank() == 0 else []
@@ -43,7 +43,7 @@ def objects_for_first(value: object) -> list[Any]:
     return _all_read(found, lengths)
 
 
-def object_of_first(value: object) -> Any:
+def broadcast_object(value: object) -> Any:
     """Return the value of rank 0 of torch's world on every rank; called by all of them."""
     rank = dist.get_rank()
     data = write_object(value) if rank == 0 else b""

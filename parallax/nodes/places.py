@@ -15,7 +15,7 @@ from pathlib import Path
 from parallax.common.lock import PRIVATE
 from parallax.errors import ConfigError, printable
 from parallax.machine.host import host_identity, node_name
-from parallax.nodes.together import from_all, from_first, rank_and_size
+from parallax.nodes.together import all_gather_result, broadcast_result, rank_and_size
 
 _SEEN_SECONDS = 2.0  # in which a network's file system shows what another host has written
 _POLL_SECONDS = 0.05
@@ -36,7 +36,7 @@ class Nodes:
     @classmethod
     def gather(cls) -> Nodes:
         """Ask all ranks; called by every rank of torch's world."""
-        found = from_all(lambda: (host_identity(), node_name()))
+        found = all_gather_result(lambda: (host_identity(), node_name()))
         hosts = tuple(host for host, _ in found)
         firsts = [rank for rank in range(len(hosts)) if rank == 0 or hosts[rank] != hosts[rank - 1]]
         names = [found[rank][1] for rank in firsts]
@@ -107,7 +107,7 @@ def find_sites(directory: Path, nodes: Nodes) -> Sites:
     torch's world. Raises :class:`ConfigError` where the directory cannot be made."""
     if not nodes.several:
         return Sites(nodes.rank, (0,) * len(nodes.of))
-    prefix = from_first(lambda: f"{_MARK}{secrets.token_hex(8)}-")
+    prefix = broadcast_result(lambda: f"{_MARK}{secrets.token_hex(8)}-")
     path = directory / f"{prefix}{nodes.rank}"
 
     def put() -> None:
@@ -124,9 +124,9 @@ def find_sites(directory: Path, nodes: Nodes) -> Sites:
                 "it writable, choose another name, or start from another folder"
             ) from error
 
-    from_all(lambda: put() if nodes.leads else None)
+    all_gather_result(lambda: put() if nodes.leads else None)
     try:
-        leaders = from_all(lambda: _first_mark(path.parent, prefix))
+        leaders = all_gather_result(lambda: _first_mark(path.parent, prefix))
     finally:
         if nodes.leads:
             path.unlink(missing_ok=True)

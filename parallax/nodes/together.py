@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from parallax.errors import ParallaxError
-from parallax.nodes.objects import all_objects, object_of_first
+from parallax.nodes.objects import all_gather_object, broadcast_object
 
 _Found = TypeVar("_Found")
 
@@ -18,19 +18,19 @@ def rank_and_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def from_all(call: Callable[[], _Found]) -> list[_Found]:
+def all_gather_result(call: Callable[[], _Found]) -> list[_Found]:
     """Return the results of ``call`` on every rank, or raise the first rank's error; called by all ranks of torch's
     world. Results are values and records (:mod:`parallax.nodes.objects`)."""
     mine = _tried(call)
-    told = all_objects(mine) if rank_and_size()[1] > 1 else [mine]
+    told = all_gather_object(mine) if rank_and_size()[1] > 1 else [mine]
     return [_found(each) for each in told]
 
 
-def from_first(call: Callable[[], _Found]) -> _Found:
+def broadcast_result(call: Callable[[], _Found]) -> _Found:
     """Return the result of ``call`` on rank 0, or raise its error, on every rank. Other ranks do not call it."""
     rank, size = rank_and_size()
     mine: Any = _tried(call) if rank == 0 else None
-    found: _Found = _found(object_of_first(mine) if size > 1 else mine)
+    found: _Found = _found(broadcast_object(mine) if size > 1 else mine)
     return found
 
 

@@ -42,7 +42,7 @@ from parallax.mesh import RankDevices
 from parallax.nodes.fitness import from_hosts
 from parallax.nodes.links import RemoteLink, probe_links
 from parallax.nodes.places import Nodes
-from parallax.nodes.together import from_all
+from parallax.nodes.together import all_gather_result
 from parallax.plan.cluster import Cluster, Device, Link, Node, with_buckets
 from parallax.swap.config import SwapConfig
 
@@ -105,7 +105,7 @@ def share_devices(config: ClusterConfig, nodes: Nodes, *, select: bool) -> None:
 
     mine = nodes.hosts[nodes.rank]
     here = [rank for rank, host in enumerate(nodes.hosts) if host == mine]
-    set_ranks_devices(RanksDevices.collect(from_all(own), here))
+    set_ranks_devices(RanksDevices.collect(all_gather_result(own), here))
 
 
 def measured_cluster(

@@ -28,7 +28,7 @@ from parallax.model.profiling.cache import profile_path, store_cached
 from parallax.model.profiling.measure import measure
 from parallax.model.profiling.offloads import Offloader
 from parallax.nodes.places import Nodes
-from parallax.nodes.together import from_first
+from parallax.nodes.together import broadcast_result
 from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.cluster import Cluster
 from parallax.plan.config import AUTO, PlanConfig
@@ -371,6 +371,6 @@ def _plan_together(
     def planned() -> dict[str, Any]:
         return plan_model(chain, loss, batch, cluster=sized, **options).plan.to_dict()
 
-    found = Plan.from_dict(from_first(planned))
+    found = Plan.from_dict(broadcast_result(planned))
     settle(node_devices(sized, nodes))
     return found

@@ -19,7 +19,7 @@ from parallax.machine.preflight.needs import FolderNeeds, HostNeeds, RankNeeds
 from parallax.machine.preflight.start import check_host
 from parallax.nodes.fitness import Elastic, from_hosts
 from parallax.nodes.places import Nodes
-from parallax.nodes.together import from_all
+from parallax.nodes.together import all_gather_result
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
@@ -52,7 +52,7 @@ def check_versions(nodes: Nodes) -> None:
     """Raise :class:`~parallax.errors.UnfitHostError` where ranks have other versions of Python, torch, numpy or
     Parallax, which decide a run's numbers and files; called by every rank of torch's world."""
     first = Elastic.gather(nodes).measure(nodes)
-    found = from_all(versions)
+    found = all_gather_result(versions)
     why: dict[str, str] = {}
     for rank, theirs in enumerate(found):
         names = [name for name in theirs if theirs[name] != found[first].get(name)]

@@ -26,7 +26,7 @@ from parallax.model.block import to_device, with_own_storage
 from parallax.model.counting import Counting, RowMeanCheck
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
-from parallax.nodes.objects import all_objects
+from parallax.nodes.objects import all_gather_object
 from parallax.plan.rows import micro_batch_rows
 from parallax.runtime.batch import Rows
 from parallax.runtime.channels.message import Gradients, Tensors
@@ -369,7 +369,7 @@ class GatheredLoss:
         """Return the micro-batches of all replicas."""
         if self._mesh.statistics is None:
             return self._parts
-        found = all_objects(self._parts, self._mesh.statistics)
+        found = all_gather_object(self._parts, self._mesh.statistics)
         return [part for parts in found for part in parts]
 
     def _gathered(self, index: int, whole: _Whole) -> Tensor:

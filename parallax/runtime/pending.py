@@ -26,7 +26,7 @@ from typing import Any
 from parallax.errors import ParallaxError
 from parallax.mesh import Mesh
 from parallax.nodes.places import Sites
-from parallax.nodes.together import from_all, from_first
+from parallax.nodes.together import all_gather_result, broadcast_result
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint import Retention, WrittenParts
 from parallax.runtime.checkpoint.writing import WRITER, contents_of
@@ -172,7 +172,7 @@ class PendingSaves:
         """Wait for all parts, then start to write the index."""
         assert self._save is not None
         save, parts = self._save, self._parts(self._save)
-        index = from_first(lambda: {**save.entries, **self._contents(save, parts)})
+        index = broadcast_result(lambda: {**save.entries, **self._contents(save, parts)})
         if save.sites.leads:
             save.naming = save.thread.submit(save.give_name, index)
         else:
@@ -227,7 +227,7 @@ class PendingSaves:
                     if (each := checkpoint.step_of(path)) is not None
                 }
 
-            found = from_all(read)
+            found = all_gather_result(read)
             everywhere = set(found[0]).intersection(*found)
             if self.origin is not None:  # later checkpoints are damaged, or of another start
                 everywhere = {s for s in everywhere if s <= self.origin or s == step}
@@ -236,7 +236,7 @@ class PendingSaves:
 
     def _together(self, call: Callable[[], Any]) -> list[Any]:
         """Return the results of ``call`` on all ranks; where one fails, all drop the save and raise its error."""
-        found: list[Any] = self._or_nothing(lambda: from_all(call))
+        found: list[Any] = self._or_nothing(lambda: all_gather_result(call))
         return found
 
     def _or_nothing(self, call: Callable[[], Any]) -> Any:

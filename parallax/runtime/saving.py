@@ -21,7 +21,7 @@ from parallax.machine.preflight.needs import PROCESS_BYTES
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain, parameter_names
 from parallax.nodes.places import Sites, find_sites
-from parallax.nodes.together import from_all, from_first
+from parallax.nodes.together import all_gather_result, broadcast_result
 from parallax.plan.plan import Plan
 from parallax.plan.tier import tier_named
 from parallax.runtime import checkpoint
@@ -81,7 +81,7 @@ class Saving:
             if directory.is_dir():
                 checkpoint.remove_partial(directory)
 
-        from_all(clean if sites.leads else lambda: None)
+        all_gather_result(clean if sites.leads else lambda: None)
         whole, others = whole_checkpoints(directory, sites, self._mesh.nodes)
         if others and not whole:
             raise CheckpointError(
@@ -97,7 +97,7 @@ class Saving:
     def _fence_of(self, directory: Path) -> Fence:
         """Return the fence of this start, made on the first call."""
         if self._fence is None:
-            made = from_all(lambda: Fence.new(directory))
+            made = all_gather_result(lambda: Fence.new(directory))
             self._fence = max(made, key=lambda each: each.started)
         return self._fence
 
@@ -135,11 +135,11 @@ class Saving:
             self._check_there(directory)
             checkpoint.begin(partial)
 
-        from_all(lambda: begin() if sites.leads else None)
+        all_gather_result(lambda: begin() if sites.leads else None)
         thread = ThreadPoolExecutor(1, WRITER)
         writer = self._writer(partial, step, thread)
         try:
-            marks = from_all(lambda: self._copy(writer))
+            marks = all_gather_result(lambda: self._copy(writer))
         except ParallaxError:
             writer.cancel()
             thread.shutdown()
@@ -198,7 +198,7 @@ class Saving:
         """Return the sites that share ``directory``, found on the first call."""
         if directory not in self._sites:
             # A relative directory stays relative: nodes may start in different working directories.
-            nearest = from_first(
+            nearest = broadcast_result(
                 lambda: next(
                     folder for folder in (directory, *directory.parents) if folder.is_dir()
                 )
@@ -247,7 +247,7 @@ class Saving:
             return reader
 
         found: list[checkpoint.CheckpointReader] = []
-        from_all(lambda: found.append(check()))
+        all_gather_result(lambda: found.append(check()))
         (reader,) = found
         held = HeldMasters(reader)
         self._optimizer.reset()

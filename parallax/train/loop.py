@@ -279,7 +279,9 @@ class _Run:
         summary = self._summary()
         self._record.write(summary, picture=not self._stopping.at_once)
         lines = [
-            line for found in self._mesh.gather_objects(self._unwritten.lines()) for line in found
+            line
+            for found in self._mesh.all_gather_object(self._unwritten.lines())
+            for line in found
         ]
         return {**summary, "unwritten": lines}
 
@@ -365,7 +367,7 @@ class _Run:
         self._saves.advance(logger, columns)
 
     def _tell_unwritten(self, logger: RankZeroLogger) -> None:
-        for rank, lines in enumerate(self._mesh.gather_objects(self._unwritten.news())):
+        for rank, lines in enumerate(self._mesh.all_gather_object(self._unwritten.news())):
             for line in lines:
                 logger.note(f"rank {rank} {line}; training continues without it")
 

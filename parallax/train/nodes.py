@@ -12,7 +12,7 @@ from pathlib import Path
 
 from parallax.mesh import Mesh
 from parallax.nodes.links import clock_offset
-from parallax.nodes.objects import objects_for_first
+from parallax.nodes.objects import gather_object
 from parallax.nodes.places import find_sites
 from parallax.report.occupancy import occupancy_path
 from parallax.runtime.meters.step import StepResult
@@ -46,7 +46,7 @@ class NodeRecords:
         """Copy the files of other nodes into rank 0's directory; called by every rank."""
         if self._sites.shared:
             return
-        found = objects_for_first(self._own_files())
+        found = gather_object(self._own_files())
         for name, content in (each for files in found if files for each in files.items()):
             path = self._directory / name
             with unwritten.trying(path):

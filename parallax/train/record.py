@@ -80,7 +80,9 @@ class RunRecord:
         measured, predicted_spans = self._typical_spans(), self._predicted_spans()
         spent, planned = seconds_by_term(measured), seconds_by_term(predicted_spans)
         ranks = []
-        for rank, found in enumerate(self._mesh.gather_objects((self._peak, self._swap.summary()))):
+        for rank, found in enumerate(
+            self._mesh.all_gather_object((self._peak, self._swap.summary()))
+        ):
             peak, swap = found
             place = plan.coordinate(rank)
             predicted = plan.prediction.ranks[rank]
@@ -190,8 +192,8 @@ class RunRecord:
         if not recent:
             return []
         order = sorted(range(len(recent)), key=lambda i: recent[i][0])
-        chosen = self._mesh.gather_objects(order[len(order) // 2])[0]
-        gathered: Iterable[Any] = self._mesh.gather_objects(recent[int(str(chosen))][1])
+        chosen = self._mesh.all_gather_object(order[len(order) // 2])[0]
+        gathered: Iterable[Any] = self._mesh.all_gather_object(recent[int(str(chosen))][1])
         self._measured = [span for spans in gathered for span in spans]
         return self._measured
 

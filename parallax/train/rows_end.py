@@ -56,7 +56,7 @@ class RowsEnd:
     def _refuse(self, step: int, mistaken: bool) -> NoReturn:
         saved = ", which is saved" if self.everywhere else ""
         done = f"after step {step}{saved}" if step else "before the first step"
-        found = self._mesh.gather_objects((self._here, self._mistake))
+        found = self._mesh.all_gather_object((self._here, self._mistake))
         ranks = [rank for rank, (here, _) in enumerate(found) if here]
         if not self.everywhere:
             raise DataError(

@@ -156,7 +156,7 @@ class Stopping:
         for index, reason in enumerate(self._reasons):
             known = self._agreed[index]
             if reason.judges and not known.words:
-                words = str(self._mesh.gather_objects(reason.judged())[0])
+                words = str(self._mesh.all_gather_object(reason.judged())[0])
                 self._agreed[index] = Agreed(known.number, words)
                 found += [f"{words}; {reason.then}" if reason.ends else words] if words else []
         return found

@@ -22,7 +22,7 @@ from parallax.errors import CheckpointError, ConfigError
 from parallax.machine.local import ClusterConfig
 from parallax.nodes import links
 from parallax.nodes.places import Nodes, find_sites
-from parallax.nodes.together import from_all, from_first
+from parallax.nodes.together import all_gather_result, broadcast_result
 from parallax.run.nodes import _between
 from parallax.run.processes import together
 from parallax.runtime.checkpoint import CheckpointReader, checkpoint_name
@@ -88,7 +88,7 @@ def refusing() -> tuple[str, str]:
             raise ConfigError("of rank 1")
 
     told = []
-    for call in (lambda: from_all(second), lambda: from_first(second)):
+    for call in (lambda: all_gather_result(second), lambda: broadcast_result(second)):
         try:
             call()
             told.append("")

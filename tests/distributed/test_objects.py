@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from parallax.common.events import Span
 from parallax.errors import InfeasiblePlan, TransportError
-from parallax.nodes.objects import all_objects, object_of_first, read_object, write_object
-from parallax.nodes.together import from_all, from_first
+from parallax.nodes.objects import all_gather_object, broadcast_object, read_object, write_object
+from parallax.nodes.together import all_gather_result, broadcast_result
 from parallax.plan.cluster import Link
 from parallax.plan.plan import Directive
 from parallax.run.sweep import job  # noqa: F401  # a class that could be called
@@ -26,13 +26,13 @@ from tests.distributed.pool import Pool
 
 def talks() -> Any:
     rank = dist.get_rank()
-    every = all_objects({"rank": rank, "long": "x" * (rank * 1000)})
-    first = object_of_first(("first", rank))
+    every = all_gather_object({"rank": rank, "long": "x" * (rank * 1000)})
+    first = broadcast_object(("first", rank))
     return (
         [each["rank"] for each in every],
         first,
-        from_all(lambda: rank),
-        from_first(lambda: rank),
+        all_gather_result(lambda: rank),
+        broadcast_result(lambda: rank),
     )
 
 
@@ -107,7 +107,7 @@ def says_a_huge_size() -> str:
         dist.all_gather(sizes, torch.tensor([2**50]))
         return ""
     try:
-        all_objects(None)
+        all_gather_object(None)
     except TransportError as error:
         return str(error)
     return "read"

@@ -25,7 +25,7 @@ from parallax import config as configuration
 from parallax.errors import ParallaxError, UnfitHostError, UserError, printable
 from parallax.nodes.fitness import Elastic
 from parallax.nodes.places import Nodes
-from parallax.nodes.together import from_all, from_first
+from parallax.nodes.together import all_gather_result, broadcast_result
 from parallax.run.prepare import RUNS
 from parallax.run.resume import STORED, settings
 from parallax.runtime.failure.refusal import end_process
@@ -49,7 +49,7 @@ def present_settings(overrides: Sequence[str], nodes: Nodes) -> list[str]:
     """
     devices = len(nodes.of)
     found = [f"cluster.devices={devices}", *_named(overrides)]
-    return from_first(lambda: [*_stages(found, devices), *found])
+    return broadcast_result(lambda: [*_stages(found, devices), *found])
 
 
 @contextlib.contextmanager
@@ -104,11 +104,11 @@ def _named(overrides: Sequence[str]) -> list[str]:
     """Return the settings with a name. A run without a name is named after the start time of torchrun on the first node
     that has a run of that name."""
     unnamed = configuration.said(overrides, "name") in ("", "auto")
-    if not from_all(lambda: unnamed and _is_restarted())[0]:
+    if not all_gather_result(lambda: unnamed and _is_restarted())[0]:
         return list(overrides)
     started = psutil.Process(os.getppid()).create_time()
     name = datetime.datetime.fromtimestamp(started).strftime("%Y-%m-%d_%H-%M-%S")
-    begun = from_all(lambda: (name, (RUNS / name / STORED).exists()))
+    begun = all_gather_result(lambda: (name, (RUNS / name / STORED).exists()))
     chosen = next((each for each, exists in begun if exists), begun[0][0])
     return [*overrides, f"name={chosen}"]
 

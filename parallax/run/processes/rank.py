@@ -23,7 +23,7 @@ from parallax.model.describe import Chain
 from parallax.nodes.fitness import from_hosts
 from parallax.nodes.joining import start_processes, stop_processes
 from parallax.nodes.places import Nodes
-from parallax.nodes.together import from_all
+from parallax.nodes.together import all_gather_result
 from parallax.plan.config import AUTO
 from parallax.report import placement, save_placement, summary_table, ways_in_words
 from parallax.run.job import (
@@ -215,7 +215,9 @@ def _end(run: PreparedRun, nodes: Nodes, summary: Mapping[str, Any]) -> int:
 
 def _place(run: PreparedRun, nodes: Nodes, ways: Mapping[str, str]) -> None:
     """Write the placement of ranks and their transports; print it if there are several nodes."""
-    by_edge = {edge: way for found in from_all(lambda: ways) for edge, way in found.items()}
+    by_edge = {
+        edge: way for found in all_gather_result(lambda: ways) for edge, way in found.items()
+    }
     if nodes.rank != 0:
         return
     names = [nodes.name(rank) for rank in range(len(nodes.of))]

@@ -22,7 +22,7 @@ from parallax.config import RunConfig
 from parallax.errors import DataError, InfeasiblePlan, PlanError, UnfitHostError, printable
 from parallax.nodes.fitness import Elastic, from_hosts
 from parallax.nodes.places import Nodes, find_sites
-from parallax.nodes.together import from_all, from_first
+from parallax.nodes.together import all_gather_result, broadcast_result
 from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
 from parallax.run.job import check_devices, local_cluster, profile_run
@@ -43,7 +43,7 @@ def prepare_together(
     locked until ``held`` is closed."""
     sized = present_settings(overrides, nodes)
     config = configuration.load(
-        from_first(lambda: configuration.dump(_asked(settings(sized, RUNS).config)))
+        broadcast_result(lambda: configuration.dump(_asked(settings(sized, RUNS).config)))
     )
     from_hosts(lambda: check_devices(config), nodes)
     share_devices(local_cluster(config), nodes, select=True)
@@ -51,7 +51,7 @@ def prepare_together(
     present = None if joined is None else joined.cluster
     patience = patience_seconds()
     try:
-        directory = from_first(
+        directory = broadcast_result(
             lambda: prepare(sized, safe_console(), held, present, patience).directory
         )
     except InfeasiblePlan as error:
@@ -70,21 +70,21 @@ def read_together(
         return PreparedRun.read(directory)
     if not nodes.several:
         run = PreparedRun.read(directory, trusts)
-        from_first(lambda: held.enter_context(locked(directory)))
+        broadcast_result(lambda: held.enter_context(locked(directory)))
         return run
 
     def check() -> None:
         PreparedRun.read(directory, trusts)
         held.enter_context(locked(directory))
 
-    from_first(check)
+    broadcast_result(check)
     return _distributed(directory, nodes, held)
 
 
 def compare(run: PreparedRun) -> None:
     """Check at the first barrier that every rank has read the same configuration and the same plan."""
     mine = run.fingerprints(), configuration.dump(run.config), run.plan.to_dict()
-    found = from_all(lambda: mine)
+    found = all_gather_result(lambda: mine)
     for rank, (fingerprints, text, plan) in enumerate(found):
         if fingerprints != found[0][0]:
             first = configuration.load(found[0][1])
@@ -97,7 +97,7 @@ def compare_rows(source: Source, nodes: Nodes) -> None:
     """Check that every rank has the same rows, as far as their source identifies them (``fingerprint``): each rank
     opens them on its own host, where the files may differ."""
     mine = str(getattr(source, "fingerprint", ""))
-    for rank, found in enumerate(prints := from_all(lambda: mine)):
+    for rank, found in enumerate(prints := all_gather_result(lambda: mine)):
         if found != prints[0]:
             which = " and ".join(printable(str(each))[:16] for each in (found, prints[0]))
             raise DataError(
@@ -110,14 +110,14 @@ def compare_rows(source: Source, nodes: Nodes) -> None:
 def _distributed(directory: Path, nodes: Nodes, held: contextlib.ExitStack) -> PreparedRun:
     """Return the run, read from its directory; nodes that do not see the directory create their own."""
     sites = find_sites(directory, nodes)
-    files = from_first(lambda: {} if sites.shared else run_files(directory))
+    files = broadcast_result(lambda: {} if sites.shared else run_files(directory))
 
     def write() -> None:
         if sites.leads and not sites.at_first:
             held.enter_context(locked(directory, patience_seconds()))
             write_files(directory, files)
 
-    from_all(write)
+    all_gather_result(write)
     return PreparedRun.read(directory)
 
 
@@ -143,7 +143,7 @@ def _join(config: RunConfig, nodes: Nodes) -> Joined:
     if len(set(kinds)) == 1:
         return joined
     measures = nodes.leads and kinds.index(kinds[nodes.mine]) == nodes.mine
-    seconds = from_all(lambda: _step_seconds(config, nodes) if measures else 0.0)
+    seconds = all_gather_result(lambda: _step_seconds(config, nodes) if measures else 0.0)
     return joined.at_speeds([seconds[nodes.first(kinds.index(kind))] for kind in kinds])
 
 

@@ -57,7 +57,7 @@ class Channels:
         self._contacts: list[Contact] = []
         if mesh.world is not None and mesh.device.type == "cpu":
             self._listener = Listener()
-            self._contacts = mesh.gather_objects(self._listener.contact)
+            self._contacts = mesh.all_gather_object(self._listener.contact)
 
     def sender(self, route: Route, ahead: int) -> Sender:
         """Return the sending end of ``route`` on this rank; at most ``ahead`` messages are unreceived."""

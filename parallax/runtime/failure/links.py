@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from parallax.errors import TransportError
 from parallax.machine.host import host_identity, node_name, own_address
-from parallax.nodes.together import from_all, from_first, rank_and_size
+from parallax.nodes.together import all_gather_result, broadcast_result, rank_and_size
 
 MEETING_SECONDS = 30.0  # for all ranks to connect
 _ANSWER_SECONDS = 3.0  # for one address to connect and answer
@@ -110,7 +110,9 @@ def meet() -> Meeting:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Meeting(0, (os.getpid(),), (host_identity(),), (node_name(),), {})
     rank, size = rank_and_size()
-    pids, hosts, names = zip(*from_all(lambda: (os.getpid(), host_identity(), node_name())))
+    pids, hosts, names = zip(
+        *all_gather_result(lambda: (os.getpid(), host_identity(), node_name()))
+    )
     one_host = len(set(hosts)) == 1
     invitation: Any = None
     listener = None
@@ -118,7 +120,7 @@ def meet() -> Meeting:
         where = addresses(one_host)
         listener = _listener(where)
         invitation = (where, listener.getsockname()[1], secrets.token_hex())
-    where, port, token = from_first(lambda: invitation)
+    where, port, token = broadcast_result(lambda: invitation)
     if listener is None:
         links = {0: reach(where, port, token, rank)}
     else:

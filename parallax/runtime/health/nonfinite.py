@@ -81,7 +81,7 @@ class NamedValue(NamedTuple):
 def find(mesh: Mesh, batch: Rows, losses: Losses, tensors: Iterable[NamedValue]) -> str:
     """Return a description of the first non-finite tensor, with a remedy. Every rank calls it. ``losses``: of this
     rank's micro-batches. ``tensors``: those that this rank is responsible for."""
-    answers = mesh.gather_objects(_search(mesh, batch, losses, tensors))
+    answers = mesh.all_gather_object(_search(mesh, batch, losses, tensors))
     found = [(order, rank, text) for rank, answer in enumerate(answers) for order, text in answer]
     if not found:
         return f"the sum over all losses or gradients overflows; {_TRAINING}"

@@ -92,7 +92,7 @@ class RowComparison:
         if differing and batch is not None:
             again = self._digested(batch)
             mine = self._digests, [a == b for a, b in zip(again, self._digests)]
-            answers = self._mesh.gather_objects(mine)
+            answers = self._mesh.all_gather_object(mine)
             self._repeats = [
                 known and all(repeats[part] for _, repeats in answers)
                 for part, known in enumerate(self._repeats)

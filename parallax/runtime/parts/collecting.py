@@ -23,7 +23,7 @@ from parallax.common.files import replacing
 from parallax.errors import CheckpointError, printable
 from parallax.machine.host import node_name
 from parallax.nodes.places import Sites
-from parallax.nodes.together import from_all
+from parallax.nodes.together import all_gather_result
 from parallax.runtime.checkpoint import CheckpointReader
 
 _CHUNK_BYTES = 16 * 2**20
@@ -37,7 +37,9 @@ def collect(directory: Path, names: Iterable[str], sites: Sites) -> None:
     calls it. Tensors that no node has stay missing."""
     if sites.shared:
         return
-    lacking, files = zip(*from_all(lambda: _search(CheckpointReader(directory), names, sites)))
+    lacking, files = zip(
+        *all_gather_result(lambda: _search(CheckpointReader(directory), names, sites))
+    )
     wanted: dict[str, set[int]] = {}  # file → the leaders to copy it to
     holders: dict[str, int] = {}
     for rank, missing in enumerate(lacking):
@@ -70,12 +72,12 @@ class _Copy:
     def run(self) -> None:
         """Copy the file. Raises :class:`CheckpointError` on all ranks where one cannot."""
         with contextlib.ExitStack() as stack:
-            left = from_all(lambda: self._checked(lambda: self._open(stack)))[self._holder]
+            left = all_gather_result(lambda: self._checked(lambda: self._open(stack)))[self._holder]
             while left:
                 part = min(left, _PART_BYTES)
-                from_all(partial(self._checked, partial(self._move, part)))
+                all_gather_result(partial(self._checked, partial(self._move, part)))
                 left -= part
-            from_all(lambda: self._checked(stack.close))
+            all_gather_result(lambda: self._checked(stack.close))
 
     def _open(self, stack: contextlib.ExitStack) -> int:
         """Open the file; return its size on the holder, 0 on the others."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from parallax.errors import CheckpointError, printable
 from parallax.machine.host import node_name
 from parallax.nodes.places import Nodes, Sites
-from parallax.nodes.together import from_all
+from parallax.nodes.together import all_gather_result
 from parallax.runtime.checkpoint import CheckpointReader, digest, list_checkpoints, step_of
 from parallax.runtime.checkpoint.folder import INDEX
 
@@ -48,7 +48,7 @@ def whole_checkpoints(
 ) -> tuple[list[Together], list[str]]:
     """Return the checkpoints in ``directory`` of which the nodes have all parts, after writing their index on every
     node, and messages about the others. Every rank of torch's world calls it."""
-    found = from_all(lambda: _held(directory, nodes) if sites.leads else ({}, []))
+    found = all_gather_result(lambda: _held(directory, nodes) if sites.leads else ({}, []))
     damaged = [line for _, lines in found for line in lines]
     whole, lost = _sorted_out([held for held, _ in found])
     lost = [
@@ -108,7 +108,9 @@ def _make_known(directory: Path, wanted: Together, sites: Sites) -> None:
         return
     path = directory / wanted.name / INDEX
     holder = wanted.holders[0]
-    text = from_all(lambda: path.read_text("utf-8") if sites.rank == holder else "")[holder]
+    text = all_gather_result(lambda: path.read_text("utf-8") if sites.rank == holder else "")[
+        holder
+    ]
 
     def write() -> None:
         if not sites.leads or sites.rank in wanted.holders:
@@ -124,4 +126,4 @@ def _make_known(directory: Path, wanted: Together, sites: Sites) -> None:
                 f"cannot write {path}: {error.strerror}; free disk space"
             ) from error
 
-    from_all(write)
+    all_gather_result(write)

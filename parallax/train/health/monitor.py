@@ -104,6 +104,6 @@ class HealthMonitor:
 
     def _tell_growth(self) -> list[str]:
         mine = str(self._growth) if self._growth is not None else ""
-        told = self._mesh.gather_objects(mine)
+        told = self._mesh.all_gather_object(mine)
         self._growth = None
         return [f"rank {rank}: {words}" for rank, words in enumerate(told) if words]

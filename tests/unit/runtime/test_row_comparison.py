@@ -41,7 +41,7 @@ def raised(ranks: list[Any], times: int = 1) -> str:
     """What all ranks are told of their batches, within so many steps."""
     answers: list[Any] = []
     meshes: list[Any] = [
-        SimpleNamespace(world=1, device=torch.device("cpu"), gather_objects=lambda mine: answers)
+        SimpleNamespace(world=1, device=torch.device("cpu"), all_gather_object=lambda mine: answers)
         for _ in ranks
     ]
     each = [RowComparison(mesh) for mesh in meshes]
