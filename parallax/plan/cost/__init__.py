@@ -1,1 +1,1 @@
-"""What a stage costs: seconds and bytes of one rank, by term."""
+"""The cost of a stage: seconds and bytes of one rank, by term."""

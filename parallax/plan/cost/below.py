@@ -1,8 +1,8 @@
-"""The bytes that the stages of a plan may hold in the tier below, beside activations.
+"""The bytes of each stage of a plan in the offload tier, beside activations.
 
-A stage's optimizer states are a share of its own parameters', with one exception: a parameter that several stages have
-is stepped below by all of them where one does, for kernels of a device may round otherwise. So these bytes are known
-when all stages are.
+The offloaded optimizer states of a stage are a share of its own parameters' states, with one exception: if one stage
+steps a tied parameter in the tier, all its stages do, because kernels of a device may round otherwise. So these bytes
+depend on all stages.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from parallax.plan.profile import ModelProfile
 def with_room_below(
     profile: ModelProfile, stages: Sequence[StagePlan], pipeline_ranks: int
 ) -> tuple[StagePlan, ...]:
-    """``stages``, which ``pipeline_ranks`` of the pipeline hold, with what their optimizer states and their parameters
-    may take in the tier below: ``state_bytes`` and ``streamed_bytes``."""
-    shares = [  # the stages of one pipeline rank are stepped alike
+    """Return ``stages``, on ``pipeline_ranks`` pipeline ranks, with limits on their optimizer states and parameters in
+    the offload tier: ``state_bytes`` and ``streamed_bytes``."""
+    shares = [  # all stages of one pipeline rank have the same share
         max(stage.optimizer_offload for stage in stages[pipeline_rank::pipeline_ranks])
         for pipeline_rank in range(pipeline_ranks)
     ]
@@ -31,9 +31,7 @@ def with_room_below(
         sizes = Sizes.of(profile, stage.start, stage.stop)
         states = _state_bytes(profile, sizes, stage, shares[index % pipeline_ranks], forced[index])
         streamed = _streamed_bytes(profile, sizes, stage.parameter_offload)
-        if (
-            streamed and stage.replicas > 1
-        ):  # the sums are written before what was there is given up
+        if streamed and stage.replicas > 1:  # new sums are written before old ones are freed
             streamed += 2 * stage.bucket_bytes
         found.append(replace(stage, state_bytes=states, streamed_bytes=streamed))
     return tuple(found)
@@ -42,8 +40,8 @@ def with_room_below(
 def _state_bytes(
     profile: ModelProfile, sizes: Sizes, stage: StagePlan, share: float, forced: int
 ) -> int:
-    """A ``share`` of the states, rounded up to whole parameters, of which a replica gets its part, and all of those of
-    ``forced`` bytes of parameters. The masters of parameters that visit lie beside these."""
+    """Return the bytes of offloaded states: the replica's shard of a ``share`` of the states, rounded up to whole
+    parameters, and the states of ``forced`` bytes of parameters. Masters of offloaded parameters are not included."""
     per_byte = profile.optimizer_bytes + profile.master_bytes
     whole, largest = math.ceil(sizes.trained * per_byte), sizes.parameter * per_byte
     lower = min(whole, math.floor(whole * share + largest)) if share else 0
@@ -56,8 +54,8 @@ def _state_bytes(
 
 
 def _streamed_bytes(profile: ModelProfile, sizes: Sizes, share: float) -> int:
-    """A ``share`` of the parameters, rounded up to whole blocks, with gradients and masters of those that are trained.
-    Of one block, what is new is written before the old is given up."""
+    """Return the bytes of a ``share`` of the parameters, rounded up to whole blocks, with gradients and masters of the
+    trained ones. The new data of one block is written before its old data is freed."""
     if not share:
         return 0
     whole = min(sizes.parameters, sizes.parameters * share + sizes.block)
@@ -67,7 +65,8 @@ def _streamed_bytes(profile: ModelProfile, sizes: Sizes, share: float) -> int:
 
 
 def _forced(profile: ModelProfile, stages: Sequence[StagePlan], pipeline_ranks: int) -> list[int]:
-    """Of each stage, the bytes of parameters that it steps below because another pipeline rank that has them does."""
+    """Return, for each stage, the bytes of tied parameters that it steps in the tier because another pipeline rank
+    does."""
     forced = [0] * len(stages)
     for size, users in profile.ties:
         having = [

@@ -1,12 +1,12 @@
-"""What an all-reduce, and a broadcast from every rank, take, from the links between their ranks.
+"""The seconds of an all-reduce, and of a broadcast from every rank, from the links between their ranks.
 
-Inside a node, and between single ranks of several nodes, it is a ring: 2·(n − 1) messages of 1/n of the bytes, one
-after the other (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-section 3). Where nodes hold several of the ranks, a flat ring would send everything over each node's slowest link;
-instead the node's ranks first reduce-scatter among themselves, then each reduces its own share with its counterparts of
-the other nodes over its own network card, then they all-gather (Mikami et al. 2018, "Massively Distributed SGD:
-ImageNet/ResNet-50 Training in a Flash", section 3.2; Cho et al. 2019, "BlueConnect", section 3). Where they share the
-node's network there is nothing to win by that: a flat ring leaves each node once.
+Inside a node, and between single ranks of several nodes, an all-reduce is a ring: 2·(n − 1) messages of 1/n of the
+bytes, one after the other (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations", section 3). Where nodes hold several of the ranks, a flat ring would send everything over each node's
+slowest link; instead the node's ranks first reduce-scatter among themselves, then each all-reduces its shard with its
+counterparts of the other nodes over its own network card, then they all-gather (Mikami et al. 2018, "Massively
+Distributed SGD: ImageNet/ResNet-50 Training in a Flash", section 3.2; Cho et al. 2019, "BlueConnect", section 3). Where
+ranks share the node's network this gains nothing: a flat ring crosses each node's link once.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from parallax.plan.cluster import Cluster, Link
 
 
 def all_reduce_seconds(count: float, ranks: Sequence[int], cluster: Cluster) -> float:
-    """Seconds in which ``ranks`` sum ``count`` bytes that each of them has, with nothing else on their links."""
+    """Return the seconds in which ``ranks`` sum ``count`` bytes each over otherwise idle links."""
     return sum(all_reduce_parts(count, ranks, cluster))
 
 
 def all_reduce_parts(count: float, ranks: Sequence[int], cluster: Cluster) -> tuple[float, float]:
-    """Those seconds inside the nodes, and between them.
+    """Return the seconds of an all-reduce inside the nodes, and between them.
 
-    Where nodes hold different numbers of the ranks, the fullest node is the slowest inside, and the emptiest leaves
-    the largest shares to the network.
+    Where nodes hold different numbers of the ranks, the fullest node is the slowest inside, and the emptiest node has
+    the largest shards to send over the network.
     """
     if len(ranks) < 2 or count <= 0:
         return 0.0, 0.0
@@ -39,8 +39,8 @@ def all_reduce_parts(count: float, ranks: Sequence[int], cluster: Cluster) -> tu
 
 
 def broadcast_seconds(count: float, members: int, link: Link) -> float:
-    """Seconds in which each of ``members`` in turn sends its share of ``count`` bytes to the others, who pass it on as
-    it comes."""
+    """Return the seconds in which each of ``members`` in turn sends its share of ``count`` bytes to the others, which
+    forward it in a pipeline."""
     return (
         members * link.latency_seconds + count / link.bytes_per_second
         if members > 1 and count > 0
@@ -49,10 +49,10 @@ def broadcast_seconds(count: float, members: int, link: Link) -> float:
 
 
 def link_among(ranks: Sequence[int], cluster: Cluster) -> Link:
-    """The slowest link between two of the ranks."""
+    """Return the slowest link between two of the ranks."""
     return cluster.local if len({cluster.node_of[rank] for rank in ranks}) < 2 else cluster.remote
 
 
 def _half_ring(count: float, members: int, link: Link) -> float:
-    """Seconds of a reduce-scatter or of an all-gather: all but one share in turn."""
+    """Return the seconds of a reduce-scatter or of an all-gather: all shares but one in turn."""
     return (members - 1) * (link.latency_seconds + count / members / link.bytes_per_second)

@@ -1,4 +1,4 @@
-"""Device bytes of the groups in which a rank talks from device to device."""
+"""Device bytes of the process groups of a rank that sends from device to device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from parallax.plan.plan import Pipeline
 from parallax.plan.profile import ModelProfile
 
 Beside = tuple[int, int]
-"""How many ranks have the stage that sends to a stage, and the one that it sends to."""
+"""The replica counts of the stage that sends to a stage, and of the stage that it sends to."""
 
 
 def way_bytes(
@@ -19,9 +19,10 @@ def way_bytes(
     replicas: int,
     beside: Beside | None = None,
 ) -> int:
-    """What the ways to other stages take on a rank that has the blocks of ``parts``, each from its first to behind its
-    last: two for every rank of the stages ``beside`` each part, which have as many replicas where nobody says, a group
-    for each parameter that other stages have too, and one of the replicas that gather what a loss of all rows is of."""
+    """Return the bytes of the connections to other stages on a rank with the blocks of ``parts``, each (first, last +
+    1): two for every rank of the stages ``beside`` each part, which by default have as many replicas, a process
+    group for each parameter tied with another stage, and one for the replicas that gather the outputs for a loss of
+    all rows."""
     if not (device.collective_bytes or device.edge_bytes):
         return 0
     blocks, count = {block for part in parts for block in range(*part)}, len(profile.blocks)
@@ -35,7 +36,7 @@ def way_bytes(
 
 
 def beside(pipeline: Pipeline, stage: int) -> Beside:
-    """Those of one stage of a pipeline."""
+    """Return the replica counts of the stages before and after one stage of a pipeline."""
     entering, leaving = pipeline.entering(stage), pipeline.leaving(stage)
     return (
         pipeline.stages[entering.sender].replicas if entering is not None else 0,

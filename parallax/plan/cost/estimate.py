@@ -1,10 +1,10 @@
-"""How much memory a model needs in training, before there is any machine to ask.
+"""The memory that a model needs in training, independent of any machine.
 
-On one device the answer is a sum of terms (:meth:`parallax.plan.cost.stage.StageLoad.memory`), once with every
-activation kept and once with every one recomputed. For a pipeline of n stages it is what the fullest stage needs when
-the blocks are cut so that it needs the least: under 1F1B stage s holds up to n − s micro-batches, so early stages get
-fewer blocks (a loss of all rows at once needs GPipe, under which each holds all). The least is found by bisection:
-whether a limit can be kept shows when every stage, from the first on, takes as many blocks as fit.
+On one device the result is a sum of terms (:meth:`parallax.plan.cost.stage.StageLoad.memory`), once with every
+activation kept and once with every one recomputed. For a pipeline of n stages it is the need of the fullest stage under
+the partition that minimizes it: under 1F1B stage s holds up to n − s micro-batches, so early stages get fewer blocks (a
+loss of all rows at once needs GPipe, under which each holds all). The minimum is found by bisection: a limit can be
+kept if stages that hold as many blocks as fit, from the first stage on, hold all blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from parallax.plan.schedule.gpipe import GPIPE
 from parallax.plan.schedule.one_forward import ONE_FORWARD_ONE_BACKWARD
 from parallax.plan.work import ModelWork
 
-# Terms of a rank's bytes that a device decides, and how many talk to each other: a plan counts them in its budget.
+# Terms of a rank's bytes that depend on the device and on its peers: a plan counts them in its budget.
 UNCOUNTED = ("reserve", "allocator", *BESIDE_ALLOCATOR)
 ENOUGH = 1.005  # bisection ends when its limits are this close
 DIRECTIVES = (Directive.KEEP, Directive.RECOMPUTE)
@@ -36,7 +36,8 @@ ANY_DEVICE = Device(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageNeed:
-    """A pipeline of ``stages``: bytes of its fullest stage with everything kept, and with everything recomputed."""
+    """The bytes of the fullest stage of a pipeline of ``stages``, with everything kept, and with everything
+    recomputed."""
 
     stages: int
     keep_bytes: int
@@ -45,8 +46,8 @@ class StageNeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Device bytes by term on one device, ``keep`` and ``recompute``, and what pipelines need under ``schedule``, by
-    the terms of :meth:`parallax.plan.cost.stage.StageLoad.memory` but for those ``uncounted``."""
+    """Device bytes by term on one device, ``keep`` and ``recompute``, and the bytes of pipelines under ``schedule``, by
+    the terms of :meth:`parallax.plan.cost.stage.StageLoad.memory` without the ``uncounted`` ones."""
 
     model: str
     precision: str
@@ -61,8 +62,8 @@ class Estimate:
 
 
 def estimate(work: ModelWork, *, global_batch: int, microbatch: int | str = "auto") -> Estimate:
-    """The memory of training with ``global_batch`` rows per step in micro-batches of ``microbatch`` rows; auto is
-    one micro-batch."""
+    """Return the memory of training with ``global_batch`` rows per step in micro-batches of ``microbatch`` rows; auto
+    is one micro-batch."""
     rows = global_batch if microbatch == "auto" else min(global_batch, int(microbatch))
     micro_batches = micro_batch_count(global_batch, rows)
     profile = without_seconds(work)
@@ -89,12 +90,12 @@ def estimate(work: ModelWork, *, global_batch: int, microbatch: int | str = "aut
 
 
 def stage_counts(blocks: int) -> list[int]:
-    """1, 2, 4, … and as many as there are blocks."""
+    """Return 1, 2, 4, … and the number of blocks."""
     return [2**power for power in range(blocks.bit_length()) if 2**power < blocks] + [blocks]
 
 
 def without_seconds(work: ModelWork) -> ModelProfile:
-    """The bytes of a profile, without a device to say what takes how long."""
+    """Return a profile with the bytes of ``work`` and without times, which would need a device."""
     blocks = tuple(
         BlockCost(
             forward_seconds=NOTHING,
@@ -137,7 +138,7 @@ _SIZES = (
 
 
 def _unique_parameters(profile: ModelProfile) -> int:
-    """Parameters of the model; a shared one counts once."""
+    """Return the number of parameters of the model; a tied one counts once."""
     total = sum(block.parameters for block in profile.blocks)
     total_bytes = sum(block.parameter_bytes for block in profile.blocks)
     unique = profile.unique_parameter_bytes(range(len(profile.blocks)))
@@ -145,7 +146,7 @@ def _unique_parameters(profile: ModelProfile) -> int:
 
 
 def _schedule(profile: ModelProfile) -> Schedule:
-    """The one with the fewest micro-batches in flight; a loss of all rows needs all of them."""
+    """Return the schedule with the fewest micro-batches in flight; a loss of all rows needs all of them."""
     return GPIPE if profile.gathered_rows else ONE_FORWARD_ONE_BACKWARD
 
 
@@ -163,28 +164,30 @@ def _terms(
 def _fullest(
     profile: ModelProfile, directive: Directive, rows: int, micro_batches: int, stages: int
 ) -> int:
-    """Bytes of the fullest stage of the best cut."""
+    """Return the bytes of the fullest stage of the best partition."""
     schedule = _schedule(profile)
     flights = [schedule.in_flight(stages, stage, micro_batches) for stage in range(stages)]
-    cutter = _ChainCutter(profile, directive, rows)
+    partitioner = _ChainPartitioner(profile, directive, rows)
     low, high = 0.0, 1.0
-    while cutter.cut(high, flights) is None:
+    while partitioner.partition(high, flights) is None:
         low, high = high, high * 2
     while high > low * ENOUGH and high - low > 1:
         middle = (low + high) / 2 if low == 0 else math.sqrt(low * high)
-        low, high = (middle, high) if cutter.cut(middle, flights) is None else (low, middle)
-    cuts = cutter.cut(high, flights)
-    assert cuts is not None
+        low, high = (
+            (middle, high) if partitioner.partition(middle, flights) is None else (low, middle)
+        )
+    bounds = partitioner.partition(high, flights)
+    assert bounds is not None
     return max(
         load_stage(
             profile, start, [directive] * (stop - start), rows, device=ANY_DEVICE
         ).peak_bytes(flight, 0)
-        for (start, stop), flight in zip(cuts, flights)
+        for (start, stop), flight in zip(bounds, flights)
     )
 
 
-class _ChainCutter:
-    """Cuts a model so that no stage needs more than a limit, if that can be."""
+class _ChainPartitioner:
+    """Partitions a model so that no stage exceeds a limit, where that is possible."""
 
     def __init__(self, profile: ModelProfile, directive: Directive, rows: int) -> None:
         costs, loads = (
@@ -202,20 +205,20 @@ class _ChainCutter:
         self._leaves = [2.0 * cost.output.at(rows) for cost in costs[:-1]]
         self._leaves.append(float(costs[-1].gathered_bytes))
 
-    def cut(self, limit: float, flights: Sequence[int]) -> list[tuple[int, int]] | None:
-        """First and last + 1 of each stage's blocks, or None. Every stage gets at least one block."""
-        cuts, start, blocks = [], 0, len(self._static)
+    def partition(self, limit: float, flights: Sequence[int]) -> list[tuple[int, int]] | None:
+        """Return first and last + 1 of each stage's blocks, or None. Every stage gets at least one block."""
+        bounds, start, blocks = [], 0, len(self._static)
         for stage, flight in enumerate(flights):
             most = blocks - (len(flights) - stage - 1)
             stop = self._reach(start, most, limit, flight)
             if stop == start:
                 return None
-            cuts.append((start, stop))
+            bounds.append((start, stop))
             start = stop
-        return cuts if start == blocks else None
+        return bounds if start == blocks else None
 
     def _reach(self, start: int, most: int, limit: float, flight: int) -> int:
-        """The block after the last that fits a stage from ``start`` on."""
+        """Return the block after the last one that fits a stage with the first block ``start``."""
         stop, total, work = start, self._enters[start], 0.0
         for index in range(start, most):
             total += self._static[index] + flight * self._kept[index]

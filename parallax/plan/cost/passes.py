@@ -1,8 +1,8 @@
-"""What one pass of a micro-batch through a stage does to its rank: seconds, run by run, and bytes.
+"""The cost of one pass of a micro-batch through a stage: seconds, run by run, and bytes.
 
-A pass is a forward, a backward, or the weight half of a backward that the schedule splits. Only blocks that keep their
-activations run their weight half later: what was recomputed or brought back for the input half is not held until then,
-so those blocks run both halves at once.
+A pass is a forward, a backward, or the weight-gradient pass (W) of a split backward. Only blocks that keep their
+activations run W later: recomputed or prefetched activations are not held until then, so their blocks run both passes
+at once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from parallax.plan.schedule import Kind
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Blocks that compute without a stop; ``moved`` are the bytes that block ``block`` offloads after it, or needs back
-    before it."""
+    """Blocks that compute without interruption; ``moved`` are the bytes of block ``block`` that are offloaded after the
+    run, or prefetched before it."""
 
     seconds: float
     block: int = -1
@@ -28,7 +28,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Saved activations, the part of them that the loss saved, and what a running block needs for itself."""
+    """Saved activations, the part of them that the loss saved, and the workspace of the running block."""
 
     kept: int = 0
     loss: int = 0
@@ -41,7 +41,7 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Rise:
-    """What a pass does to the bytes of its rank: the most above what was there before, and what it leaves."""
+    """The change of a rank's bytes by a pass: the largest increase during the pass, and the increase at its end."""
 
     most: Bytes
     left: Bytes
@@ -49,8 +49,8 @@ class Rise:
 
 @dataclass(frozen=True)
 class Passes:
-    """The passes through one stage of ``load``, with one directive per block; ``split`` says whether the schedule runs
-    weight halves apart."""
+    """The passes through one stage of ``load``, with one directive per block; ``split``: the schedule splits
+    backwards."""
 
     load: StageLoad
     directives: Sequence[Directive]
@@ -58,7 +58,7 @@ class Passes:
 
     @cached_property
     def weight_seconds(self) -> float:
-        """Seconds of the weight half; 0 where it is not apart."""
+        """Return the seconds of the weight-gradient pass; 0 where it is not separate."""
         return sum(
             block.weight_seconds
             for index, block in enumerate(self.load.blocks)
@@ -67,14 +67,14 @@ class Passes:
 
     @cached_property
     def recomputed(self) -> float:
-        """The share of the backward that runs the forward again."""
+        """Return the share of the backward that runs the forward again."""
         again = sum(block.recompute_seconds for block in self.load.blocks)
         whole = sum(block.backward_seconds for block in self.load.blocks) - self.weight_seconds
         return again / whole if whole > 0 else 0.0
 
     @cached_property
     def forward(self) -> tuple[Pass, ...]:
-        """Each run but the last ends with a block that offloads."""
+        """Return the runs of a forward; each but the last ends with a block that offloads."""
         runs, seconds = [], 0.0
         for index, block in enumerate(self.load.blocks):
             seconds += block.forward_seconds
@@ -85,7 +85,7 @@ class Passes:
 
     @cached_property
     def backward(self) -> tuple[Pass, ...]:
-        """A block that offloaded is a run of its own."""
+        """Return the runs of a backward; a block that offloaded is a run of its own."""
         runs, seconds = [], 0.0
         for index, block in reversed(list(enumerate(self.load.blocks))):
             if block.moved_bytes > 0:
@@ -99,7 +99,7 @@ class Passes:
 
     @cached_property
     def rises(self) -> dict[Kind, Rise]:
-        """By pass, what it does to the bytes of the rank."""
+        """Return the change of the rank's bytes, by pass."""
         return {
             kind: self._rise(kind) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         }
@@ -117,7 +117,7 @@ class Passes:
         return Rise(most, now)
 
     def _change(self, kind: Kind, index: int, block: BlockLoad) -> tuple[int, int]:
-        """What a block's pass adds to what is kept, and to the loss's part of it."""
+        """Return the change of kept bytes by a block's pass, and of the loss's part of them."""
         if kind is Kind.FORWARD:
             return block.kept_bytes, block.loss_bytes
         if kind is Kind.BACKWARD_WEIGHT:
@@ -133,5 +133,5 @@ class Passes:
         return [pair for pair in reversed(blocks) if kind is Kind.BACKWARD or self._later(pair[0])]
 
     def _later(self, index: int) -> bool:
-        """Whether a block runs its weight half apart."""
+        """Return whether a block's weight-gradient pass is separate."""
         return self.split and self.directives[index] is Directive.KEEP

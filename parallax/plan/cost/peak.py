@@ -1,8 +1,8 @@
 """The most device bytes that a rank holds in one step, term by term.
 
-What is saved and freed follows from the order of the rank's list alone, whatever the seconds are, so this walks the
-list once, without a clock. Swapped activations may fill their limit whenever copies are a little slower than predicted:
-a proof counts the whole limit, not what some timeline happens to hold.
+Saved and freed bytes follow from the order of the rank's list alone, independent of the seconds, so one pass over the
+list computes the peak, without a clock. Swapped activations may fill their limit whenever copies are a little slower
+than predicted: the proof counts the whole limit, not the bytes of one timeline.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from parallax.plan.cost.passes import Bytes, Passes
 from parallax.plan.cost.stage import ONCE, StageLoad
 from parallax.plan.schedule.action import COMPUTE, Action
 
-# Of what one block allocates and frees while it runs, malloc keeps several times: the next block asks for other sizes.
+# malloc keeps several times the workspace of one block, because the next block allocates other sizes.
 _BLOCKS_KEPT = 6
 
 
@@ -24,10 +24,10 @@ def peak_memory(
     passes: Callable[[Action], Passes],
     stages: Sequence[tuple[StageLoad, int]],
 ) -> dict[str, int]:
-    """Device bytes by term at the fullest moment of a rank's list; their sum is the peak.
+    """Return the device bytes by term at the fullest moment of a rank's list; their sum is the peak.
 
-    ``passes(action)`` is what a micro-batch costs; ``stages`` are the rank's stages at their largest micro-batch
-    with their swap limits. What the device reserves counts once.
+    ``passes(action)`` is the cost of a micro-batch; ``stages`` are the rank's stages at their largest micro-batch with
+    their swap limits. The device's reserve counts once.
     """
     kept = loss = 0
     most = Bytes()
@@ -49,23 +49,24 @@ def peak_memory(
 
 
 def with_kept(terms: dict[str, int], device: Device) -> tuple[dict[str, int], bool]:
-    """``terms`` of a rank's peak with the freed memory that the allocator of its ``device`` keeps for reuse, where that
-    is within the budget; and whether the allocator has to give all freed memory back at once instead."""
+    """Return ``terms`` of a rank's peak with the freed memory that the allocator of its ``device`` keeps for reuse,
+    where the sum is within the budget; and whether the allocator must return all freed memory to the system at once
+    instead."""
     if bytes_above_budget(terms, device) > 0:
         return terms, device.kept_share > 0
     return {**terms, "allocator": terms["allocator"] + _kept_bytes(terms, device)}, False
 
 
 def bytes_above_budget(terms: dict[str, int], device: Device) -> int:
-    """By how much a rank's peak is above its budget where the allocator keeps what is freed (:func:`with_kept`)."""
+    """Return the excess of a rank's peak over its budget where the allocator keeps freed memory (:func:`with_kept`)."""
     return sum(terms.values()) + _kept_bytes(terms, device) - device.memory_bytes
 
 
 def _kept_bytes(terms: dict[str, int], device: Device) -> int:
-    """Freed memory that malloc keeps when nothing asks for it, and the holes between; fitted to what was measured."""
+    """Return the freed memory that malloc keeps, and the holes between allocations; fitted to measurements."""
     return math.ceil(device.kept_share * (_passing(terms) + _BLOCKS_KEPT * terms["workspace"]))
 
 
 def _passing(terms: dict[str, int]) -> int:
-    """Bytes that come and go."""
+    """Return the transient bytes."""
     return sum(terms[term] for term in ("activations", "loss", "swap", "boundary", "workspace"))

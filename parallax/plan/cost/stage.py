@@ -1,18 +1,18 @@
-"""What one replica of one stage costs: seconds and bytes from a profile, for given rows and directives.
+"""The cost of one replica of one stage: seconds and bytes from a profile, for given rows and directives.
 
-Bytes are whole: what a line through two measurements gives is rounded up. Device bytes of a rank at any time::
+Bytes are whole: the value of a line through two measurements is rounded up. Device bytes of a rank at any time::
 
     static                      parameters, gradients, optimizer states, master copies, buffers, the device's reserve,
-                                its context, the groups of its replicas, and the ways to other stages
+                                its context, the groups of its replicas, and the connections to other stages
   + boundary                    received and sent tensors under way; outputs that are gathered for one loss
-  + Σ in flight  kept           saved activations that stay, per micro-batch between forward and backward; where
-                                backwards are split, what is held until the weight half counts like them
+  + Σ in flight  kept           resident saved activations, per micro-batch between forward and backward; with split
+                                backwards, bytes held until the weight-gradient pass count like them
   + offloaded and resident      bounded by the stage's swap limit
-  + work                        what the running block needs for itself, recomputed activations included; or what the
-                                loss of all rows needs
-  + staging                     the blocks whose parameters visit the device at one time
-  + summing                     copies of gradients that replicas sum, where these do not lie in buckets
-  + gaps                        what the allocator loses of all that comes and goes
+  + work                        workspace of the running block, recomputed activations included; or of the loss of all
+                                rows
+  + staging                     the blocks whose offloaded parameters are on the device at one time
+  + summing                     copies of gradients that replicas sum, where these are not in buckets
+  + gaps                        the allocator's loss on all transient bytes
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from parallax.plan.profile import NOTHING, BlockCost, ModelProfile
 class BlockLoad:
     """One block for one micro-batch on one rank. ``recompute_seconds`` is the part of ``backward_seconds`` that runs
     the forward again, ``weight_seconds`` the part that computes gradients of parameters; ``loss_bytes`` is the part
-    of ``kept_bytes`` that the loss saves. Where the weight half runs apart, ``deferred_bytes`` take the place of
-    ``kept_bytes`` between the halves."""
+    of ``kept_bytes`` that the loss saves. With a separate weight-gradient pass, ``deferred_bytes`` replace
+    ``kept_bytes`` between the two passes."""
 
     forward_seconds: float
     backward_seconds: float
@@ -48,19 +48,19 @@ class BlockLoad:
 
     @property
     def held_bytes(self) -> int:
-        """The most that a micro-batch in flight holds."""
+        """Return the most bytes that a micro-batch in flight holds."""
         return max(self.kept_bytes, self.deferred_bytes)
 
 
-# Terms that a rank of several stages has once.
+# Terms that a rank with several stages counts once.
 ONCE = ("reserve", "context", "communicators")
 
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """One stage on one rank: seconds and bytes that do not depend on the schedule. ``parameter_bytes``, and the
-    ``trained_bytes`` of them that have gradients, count those in the tier below, too. ``gathered_bytes`` are sent among
-    the replicas of the last stage before the loss of all rows, which takes ``gathered_seconds`` once in a step."""
+    """One stage on one rank: seconds and bytes that do not depend on the schedule. ``parameter_bytes``, and
+    ``trained_bytes``, which have gradients, include offloaded ones. ``gathered_bytes`` are sent among the replicas
+    of the last stage before the loss of all rows, which takes ``gathered_seconds`` once in a step."""
 
     parameter_bytes: int
     trained_bytes: int
@@ -79,7 +79,7 @@ class StageLoad:
 
     @property
     def host_state_bytes(self) -> int:
-        """Optimizer states, master copies, parameters and gradients in the tier below."""
+        """Return the bytes of optimizer states, master copies, parameters and gradients in the offload tier."""
         return self.states.host_bytes
 
     @property
@@ -88,37 +88,38 @@ class StageLoad:
 
     @property
     def static_bytes(self) -> int:
-        """What is there for the whole step."""
+        """Return the bytes that are on the device for the whole step."""
         beside = self.reserve_bytes + self.context_bytes + self.way_bytes
         return self.states.device_bytes + self.buffer_bytes + beside
 
     @property
     def compute_seconds(self) -> float:
-        """Forward and backward of one micro-batch, recomputation included."""
+        """Return the seconds of forward and backward of one micro-batch, recomputation included."""
         return sum(block.forward_seconds + block.backward_seconds for block in self.blocks)
 
     @property
     def kept_bytes(self) -> int:
-        """What one micro-batch in flight holds on the device at most."""
+        """Return an upper bound on the device bytes of one micro-batch in flight."""
         return sum(block.held_bytes for block in self.blocks)
 
     @property
     def moved_bytes(self) -> int:
-        """Saved activations of one micro-batch that are offloaded."""
+        """Return the bytes of one micro-batch's saved activations that are offloaded."""
         return sum(block.moved_bytes for block in self.blocks)
 
     @property
     def smallest_swap_limit(self) -> int:
-        """What must fit at once for the backward of the largest offloaded block."""
+        """Return the swap limit that the backward of the largest offloaded block needs."""
         return max((block.moved_bytes for block in self.blocks), default=0)
 
     @property
     def work_bytes(self) -> int:
-        """The most that a running block needs for itself."""
+        """Return the largest workspace of a block."""
         return max(max(block.forward_work, block.backward_work) for block in self.blocks)
 
     def memory(self, in_flight: int, swap_limit: int) -> dict[str, int]:
-        """Device bytes of the rank by term, with ``in_flight`` micro-batches between forward and backward."""
+        """Return the device bytes of the rank by term, with ``in_flight`` micro-batches between forward and
+        backward."""
         loss = in_flight * sum(block.loss_bytes for block in self.blocks)
         passing = {
             "activations": in_flight * self.kept_bytes - loss,
@@ -144,7 +145,7 @@ class StageLoad:
         }
 
     def peak_bytes(self, in_flight: int, swap_limit: int) -> int:
-        """An upper bound on the device bytes of the rank: the sum of :meth:`memory`."""
+        """Return an upper bound on the device bytes of the rank: the sum of :meth:`memory`."""
         passing = self.boundary_bytes + self.work_bytes + in_flight * self.kept_bytes + swap_limit
         return self.static_bytes + passing + math.ceil(self.gap_share * passing)
 
@@ -152,8 +153,8 @@ class StageLoad:
 def load_block(
     cost: BlockCost, directive: Directive, rows: float, *, speed: float = 1.0, split: bool = False
 ) -> BlockLoad:
-    """One block under one directive, on a device of a ``speed`` relative to the profile's. Where backwards are
-    ``split``, a block that keeps its activations runs its weight half apart."""
+    """Return the load of one block under one directive, on a device of a ``speed`` relative to the profile's. With
+    ``split`` backwards, a block that keeps its activations has a separate weight-gradient pass."""
     saved, stays = math.ceil(cost.moved.at(rows)), math.ceil(cost.stays.at(rows))
     forward = cost.forward_seconds.at(rows) / speed
     backward = cost.backward_seconds.at(rows) / speed
@@ -161,7 +162,7 @@ def load_block(
     forward_work = math.ceil(cost.forward_work.at(rows) + cost.output.at(rows))
     backward_work = math.ceil(cost.backward_work.at(rows) + cost.output.at(rows))
     if directive is Directive.OFFLOAD:
-        # What has been written is free only when the block's own variables let go of it, at the block's end.
+        # Offloaded tensors are freed only at the block's end, when its own variables no longer refer to them.
         kept, moved = stays, saved
         forward_work += saved
         slower = cost.offload_seconds.at(rows) / speed / 2
@@ -172,7 +173,9 @@ def load_block(
         backward_work += saved + stays
         again = max(0.0, forward - cost.skipped_seconds.at(rows) / speed)
     deferred = 0
-    if split:  # under every directive: nothing is offloaded to save what splitting costs
+    if (
+        split
+    ):  # under every directive, so that offloading never appears to save the cost of splitting
         backward += cost.split_seconds.at(rows) / speed
     if split and directive is Directive.KEEP:
         unknown = cost.deferred == NOTHING and cost.weight_seconds != NOTHING
@@ -208,9 +211,9 @@ def load_stage(
     inputs_ahead: bool = False,
     beside: Beside | None = None,
 ) -> StageLoad:
-    """The stage that begins at block ``start`` with one directive per block, for ``rows`` rows per micro-batch on
-    ``device``, which is that of one of ``replicas``. ``below`` is where its states live; ``split`` says whether the
-    schedule runs weight halves apart, ``inputs_ahead`` whether the model's inputs come a micro-batch early;
+    """Return the load of the stage that begins at block ``start`` with one directive per block, for ``rows`` rows per
+    micro-batch on ``device``, which is that of one of ``replicas``. ``below``: the offloaded shares of its states;
+    ``split``: the schedule splits backwards; ``inputs_ahead``: the model's inputs are copied one micro-batch early;
     ``beside``: :func:`way_bytes`."""
     stop = start + len(directives)
     costs = profile.blocks[start:stop]
@@ -249,7 +252,7 @@ def load_planned(
     split: bool,
     beside: Beside | None = None,
 ) -> StageLoad:
-    """A stage of a plan."""
+    """Return the load of a stage of a plan."""
     return load_stage(
         profile,
         stage.start,
@@ -265,5 +268,5 @@ def load_planned(
 
 
 def gap_bytes(device: Device, tensor_bytes: float) -> int:
-    """What the allocator holds and nobody uses where tensors of ``tensor_bytes`` go from block to block."""
+    """Return the unused bytes that the allocator holds where tensors of ``tensor_bytes`` pass from block to block."""
     return math.ceil(device.gap_tensors * tensor_bytes)

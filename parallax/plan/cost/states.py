@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer states of a stage on one rank: what is on the device, and what is below."""
+"""Parameters, gradients and optimizer states of a stage on one rank: on the device, and offloaded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from parallax.plan.profile import ModelProfile
 
 
 class OffloadFractions(NamedTuple):
-    """Shares of the optimizer's states, and of parameters with their gradients, that live in the tier below.
-    ``sharded``: of the states that are on the device each replica holds and steps its part, and sends what is new to
-    the others."""
+    """The offloaded shares of the optimizer's states, and of parameters with their gradients. ``sharded``: each replica
+    holds and steps its shard of the states on the device, and sends the new parameters to the others."""
 
     optimizer: float = 0.0
     parameters: float = 0.0
@@ -22,7 +21,6 @@ class OffloadFractions(NamedTuple):
 
     @classmethod
     def of(cls, stage: StagePlan) -> OffloadFractions:
-        """Those of a planned stage."""
         return cls(stage.optimizer_offload, stage.parameter_offload, stage.shard_optimizer)
 
 
@@ -32,11 +30,11 @@ SHARDED = OffloadFractions(sharded=True)
 
 @dataclass(frozen=True, slots=True)
 class StateLoad:
-    """Parameters and what training adds to them, on the device; ``host_bytes`` are in the tier below, ``staging_bytes``
-    hold the blocks that visit, ``summing_bytes`` copies of gradients while replicas sum them;
-    ``communicator_bytes`` are what the groups take in which they do: those that stream have one of their own. Of
-    each micro-batch ``read_bytes`` come up and ``written_bytes`` go down again, which takes ``streaming_seconds``
-    of the way to the tier."""
+    """Parameters and their training state on the device. ``host_bytes`` are in the offload tier, ``staging_bytes`` hold
+    fetched blocks, ``summing_bytes`` copies of gradients while replicas sum them; ``communicator_bytes`` are those
+    of the process groups that sum them: offloaded gradients have their own group. For each micro-batch
+    ``read_bytes`` are fetched and ``written_bytes`` written, which takes ``streaming_seconds`` of the link to the
+    tier."""
 
     parameter_bytes: int
     gradient_bytes: int
@@ -53,20 +51,19 @@ class StateLoad:
 
     @property
     def device_bytes(self) -> int:
-        """All that is on the device."""
         passing = self.staging_bytes + self.summing_bytes
         return self.lasting_bytes + passing + self.communicator_bytes
 
     @property
     def lasting_bytes(self) -> int:
-        """What is there for the whole run."""
+        """Return the bytes that are on the device for the whole run."""
         states = self.optimizer_bytes + self.master_bytes
         return self.parameter_bytes + self.gradient_bytes + states
 
 
 class Sizes(NamedTuple):
-    """Bytes of a stage's parameters, of those of its largest block, of the largest parameter that is trained, and of
-    all that are."""
+    """Bytes of a stage's parameters, of its largest block's, of its largest trained parameter, and of all trained
+    ones."""
 
     parameters: int
     block: int
@@ -75,7 +72,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, profile: ModelProfile, start: int, stop: int) -> Sizes:
-        """Those of the blocks ``start`` to ``stop``."""
+        """Return the sizes of the blocks ``start`` to ``stop``."""
         costs, blocks = profile.blocks[start:stop], range(start, stop)
         return cls(
             profile.unique_parameter_bytes(blocks),
@@ -85,7 +82,7 @@ class Sizes(NamedTuple):
         )
 
     def most_trained(self, part: int) -> int:
-        """The most bytes that are trained among ``part`` of the parameters' bytes: which these are is not said."""
+        """Return the most trained bytes among any ``part`` of the parameters' bytes."""
         return min(part, self.trained)
 
     def least_trained(self, part: int) -> int:
@@ -101,14 +98,15 @@ def load_states(
     *,
     split: bool = False,
 ) -> StateLoad:
-    """Parameters of these ``sizes`` in training, on one of ``replicas``; ``split`` says that backwards are.
+    """Return the load of parameters of these ``sizes`` in training, on one of ``replicas``; ``split``: backwards are
+    split.
 
-    Optimizer states below are stepped there: their gradients go down and their parameters come up again; where the tier
-    is no place to step in the states come up, those of three buckets at a time. A share is rounded up to whole
-    parameters. Parameters below come up for each forward and each backward, two blocks at a time; the gradients of a
-    block go down, to be added to what is there. Replicas hold one copy of the states below together, unless their
-    parameters stream, and one of those on the device where they are sharded. Which of the parameters that are trained
-    stream is not known here, so both sides of the way count as many as there can be.
+    Offloaded optimizer states are stepped in the tier: their gradients are written and their parameters read back; a
+    tier that cannot step has the states fetched, those of three buckets at a time. A share is rounded up to whole
+    parameters. Offloaded parameters are fetched for each forward and each backward, two blocks at a time; the gradients
+    of a block are written and added to those in the tier. Replicas hold one copy of offloaded states together, unless
+    their parameters are offloaded, and one of the states on the device where they are sharded. Which of the trained
+    parameters are offloaded is not known here, so device and tier both count the most there can be.
     """
     per_byte = profile.optimizer_bytes + profile.master_bytes
     states = math.ceil(sizes.trained * per_byte)
@@ -120,12 +118,14 @@ def load_states(
     window = visiting + (not steps) * min(lower, math.ceil(3 * STATE_BUCKET_BYTES * per_byte))
     rounding = _rounding_bytes(profile, sizes, states - lower if lower else 0, streamed, gone)
     stepped = below.optimizer * sizes.trained
-    moving = max(0.0, stepped - sizes.least_trained(streamed))  # others are up and down anyway
+    moving = max(
+        0.0, stepped - sizes.least_trained(streamed)
+    )  # offloaded parameters are copied both ways in any case
     passing = math.ceil(_passing_bytes(profile, sizes, moving)) if steps else 0
     bucket = device.bucket_bytes if replicas > 1 else 0
     passing += _twice_bytes(profile, sizes, streamed, visiting, bucket)
     mine = lower if streamed else dealt(lower, sizes.parameter * per_byte, replicas)
-    pages = (mine + streamed + gone) // 128  # every place in a store begins at one
+    pages = (mine + streamed + gone) // 128  # every allocation in a store starts at a page
     here = (sizes.trained - stepped) * _step_share(profile, upper / max(1, states - lower))
     return StateLoad(
         parameter_bytes=sizes.parameters - streamed,
@@ -146,9 +146,9 @@ def load_states(
 def _update_seconds(
     profile: ModelProfile, device: Device, here: float, below: float, moving: float
 ) -> float:
-    """The step of so many bytes of parameters on the device, and of so many below, of which ``moving`` go there and
-    back. What a byte takes below is known from the host's memory alone; it is not believed to be less than what was
-    measured on the device."""
+    """Return the seconds of a step of ``here`` bytes of parameters on the device, and of ``below`` offloaded ones, of
+    which ``moving`` are copied there and back. The host's time for a byte is known from its memory bandwidth alone;
+    it is assumed to be no less than the time measured on the device."""
     byte = profile.optimizer_seconds / device.speed
     seconds = here * byte + below * max(byte, device.host_update_seconds)
     return seconds + device.write.seconds(moving) + device.read.seconds(moving)
@@ -157,8 +157,8 @@ def _update_seconds(
 def _streaming(
     profile: ModelProfile, sizes: Sizes, below: OffloadFractions
 ) -> tuple[int, int, int, int]:
-    """Bytes of parameters that stream, the most and the fewest bytes of gradients that go with them, and what of both
-    is on the device at one time."""
+    """Return the bytes of offloaded parameters, the most and the fewest bytes of their gradients, and the bytes of both
+    that are on the device at one time."""
     streamed = math.floor(sizes.parameters * below.parameters)
     gone = math.floor(sizes.most_trained(streamed) * profile.gradient_bytes)
     surely_gone = math.floor(sizes.least_trained(streamed) * profile.gradient_bytes)
@@ -170,8 +170,8 @@ def _streaming(
 def _summing_bytes(
     profile: ModelProfile, sizes: Sizes, gone: int, bucket: int, *, split: bool
 ) -> int:
-    """Two buckets on their way, of the gradients that stream, and where backwards are split of the others, of which
-    none is cut. Elsewhere gradients lie in buckets."""
+    """Return the bytes of two buckets in transfer for offloaded gradients, and, with split backwards, for the others,
+    which are not divided. Otherwise gradients are stored in buckets."""
     whole = math.ceil(sizes.trained * profile.gradient_bytes)
     going = min(whole, gone + math.ceil(sizes.block * profile.gradient_bytes)) if gone else 0
     largest = bucket + math.ceil(sizes.parameter * profile.gradient_bytes) if bucket else 0
@@ -179,8 +179,8 @@ def _summing_bytes(
 
 
 def _passing_bytes(profile: ModelProfile, sizes: Sizes, moving: float) -> float:
-    """Weights and gradients of ``moving`` parameter bytes pass through a place in host memory; the weights that are
-    stepped are copies."""
+    """Return the host staging bytes for weights and gradients of ``moving`` parameter bytes; the stepped weights are
+    copies."""
     copies = 1 if profile.master_bytes else 2
     return copies * min(sizes.trained, moving + (sizes.block if moving else 0))
 
@@ -188,7 +188,8 @@ def _passing_bytes(profile: ModelProfile, sizes: Sizes, moving: float) -> float:
 def _twice_bytes(
     profile: ModelProfile, sizes: Sizes, streamed: int, visiting: int, bucket: int
 ) -> int:
-    """What is new of a block, and of the buckets that replicas sum, is written before the old is given up."""
+    """Return the new bytes of a block, and of the buckets that replicas sum, which are written before the old ones are
+    freed."""
     whole = min(sizes.block, streamed and sizes.parameters)
     block = math.ceil(whole + sizes.most_trained(whole) * profile.gradient_bytes)
     return max(visiting, block) + (2 * bucket if streamed else 0)
@@ -197,8 +198,8 @@ def _twice_bytes(
 def _rounding_bytes(
     profile: ModelProfile, sizes: Sizes, upper: int, streamed: int, gone: int
 ) -> int:
-    """What shares that are rounded up to whole parameters may add below: of ``upper`` bytes of states that would stay
-    on the device, and of the parameters and gradients beside those that stream."""
+    """Return the bytes that rounding shares up to whole parameters may add to the tier: of ``upper`` bytes of states on
+    the device, and of the parameters and gradients that are not offloaded."""
     per_byte = profile.optimizer_bytes + profile.master_bytes
     rounding = min(upper, math.ceil(sizes.block * per_byte))
     if streamed:
@@ -209,14 +210,15 @@ def _rounding_bytes(
 
 
 def dealt(states: int, largest: float, replicas: int) -> int:
-    """The most of ``states`` that one of ``replicas`` gets: parameters are dealt out to whoever has least."""
+    """Return the most bytes of ``states`` in one of ``replicas`` shards: each parameter is assigned to the smallest
+    shard."""
     return min(states, math.ceil(states / replicas + largest * (1 - 1 / replicas)))
 
 
 def _step_share(profile: ModelProfile, share: float) -> float:
-    """How much of a step is left where only a ``share`` of the parameters is stepped: gradients are cleared, measured
-    and clipped all the same, which takes as long as moving four times their bytes. A step moves weight, gradient and
-    states, and all but the gradient back."""
+    """Return the share of a step's time where only a ``share`` of the parameters is stepped: gradients are cleared,
+    measured and clipped in any case, which takes as long as moving four times their bytes. A step reads weight,
+    gradient and states, and writes all but the gradient."""
     stepping = 3 + 2 * profile.optimizer_bytes
     return (4 + stepping * share) / (4 + stepping)
 

@@ -1,1 +1,1 @@
-"""What happens when action lists run: a timeline, its peaks, and what a run corrects."""
+"""The simulation of action lists: timeline and peaks, and the correction of profiles by a run."""

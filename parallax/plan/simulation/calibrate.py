@@ -1,14 +1,14 @@
-"""Closes the loop: what a run measured corrects the profile that it was planned with.
+"""Correct a profile with the measurements of a run that was planned with it.
 
-The planner's spans and the executor's are one record, so a stage's prediction is off by the ratio of the seconds that
-its spans kept a rank busy. Each block's forward and backward are scaled by the ratio of the stage that held it, which
-says nothing of how the error is spread within a stage, and is exact for the stage. A ratio of spans compares one
-crowded machine with another: ranks that share cores slow each other down in both. But when the seconds change, so does
-who overlaps with whom; where the cluster is given, the corrected profile predicts the same plan again and is corrected
-by what is left, until nothing is.
+The planner's spans and the executor's have one format, so the error of a stage's prediction is the ratio of the busy
+seconds in its spans. Each block's forward and backward are scaled by the ratio of the stage that held it; the
+distribution of the error within a stage stays unknown, and the stage as a whole is exact. A ratio of spans compares two
+machines under the same contention: ranks that share cores slow each other down in both. But new seconds change the
+overlap of the ranks; given the cluster, the corrected profile predicts the same plan again and is corrected by the
+remaining error, repeatedly.
 
-A ratio needs measured time. Seconds that are next to nothing of a step, or actions so short that their dispatch takes
-most of them, give no ratio; the error of the whole step covers them.
+A ratio needs measured time. Seconds that are a negligible part of a step, and actions so short that most of their time
+is dispatch, give no ratio; the error of the whole step covers them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from parallax.plan.plan import Directive, Plan, StagePlan
 from parallax.plan.profile import Affine, ModelProfile
 from parallax.plan.simulation.simulate import simulate
 
-ROUNDS = 8  # predictions until what is left of the error is below ENOUGH
+ROUNDS = 8  # the most predictions to bring the error below ENOUGH
 ENOUGH = 0.005
-NARROWEST, WIDEST = 0.02, 50.0  # a ratio beyond these is an accident, not a measurement
-LEAST_SHARE = 0.01  # of a step, that measured seconds must be to give a ratio
+NARROWEST, WIDEST = 0.02, 50.0  # a ratio beyond these is taken for a measurement error
+LEAST_SHARE = 0.01  # of a step: fewer measured seconds give no ratio
 ACTION_SECONDS = 5e-5  # dispatch of an action: one that takes no longer gives no ratio
-UNCERTAIN = 1.5  # times the slowness of a rank that its spans show: the most that is planned with
+UNCERTAIN = 1.5  # limits a rank's factor, relative to the slowness in its spans
 
 COMPUTE = ("forward", "backward")
-# Of kinds of actions.
+# The term of each kind of action.
 TERMS = {"forward": "forward", "backward": "backward", "backward_weight": "backward"}
 Busy = Mapping[tuple[int, str], float]
 
@@ -45,7 +45,8 @@ def calibrate(
     plan: Plan,
     cluster: Cluster | None = None,
 ) -> ModelProfile:
-    """The profile with which ``plan``, predicted as the spans ``predicted`` say, comes out as ``measured``.
+    """Return the profile whose prediction for ``plan`` equals ``measured``, from the spans ``predicted`` of the current
+    one.
 
     ``predicted`` and ``measured`` hold every rank's spans of one or more steps under ``plan``. Without ``cluster`` the
     ratios are applied once. Raises :class:`PlanError` where the spans, the plan and the profile do not belong together.
@@ -69,7 +70,7 @@ def calibrate(
 
 
 def step_seconds(spans: Sequence[Span]) -> float:
-    """From the first start to the last end of a step; the median over the steps."""
+    """Return the seconds from the first start to the last end of a step; the median over the steps."""
     steps: defaultdict[int, list[Span]] = defaultdict(list)
     for span in spans:
         steps[span.step].append(span)
@@ -79,8 +80,8 @@ def step_seconds(spans: Sequence[Span]) -> float:
 
 
 def seconds_by_term(spans: Iterable[Span]) -> dict[int, dict[str, float]]:
-    """Rank → where the seconds of one step went: forward, backward (recomputed forwards included), stall (for swapped
-    data), receive (waiting for neighbours), reduce, update, and idle, which is the rest."""
+    """Return the seconds of one step by rank and term: forward, backward (recomputed forwards included), stall (waiting
+    for swapped data), receive (waiting for neighbours), reduce, update, and idle, the rest."""
     found: dict[int, dict[str, float]] = {}
     listed = list(spans)
     length = max((span.end for span in listed), default=0.0) - min(
@@ -107,7 +108,7 @@ def seconds_by_term(spans: Iterable[Span]) -> dict[int, dict[str, float]]:
 def _corrected(
     profile: ModelProfile, before: Sequence[Span], after: Sequence[Span], plan: Plan
 ) -> ModelProfile:
-    """One round of ratios."""
+    """Return the profile after one round of ratios."""
     was, now = _busy(before, plan), _evident(after, plan)
     blocks = list(profile.blocks)
     for index, stage in enumerate(plan.stages):
@@ -136,8 +137,8 @@ def _corrected(
 
 
 def _stretched(profile: ModelProfile, cluster: Cluster, plan: Plan, goal: float) -> ModelProfile:
-    """What blocks cannot explain (messages, the run of the list itself) is spread over them, so that the step comes
-    out as it was measured."""
+    """Return the profile scaled so that the step takes the measured time: time outside blocks (messages, dispatch) is
+    distributed over the blocks."""
     best, smallest = profile, float("inf")
     for _ in range(ROUNDS):
         ratio = goal / step_seconds(simulate(profile, cluster, plan).spans)
@@ -150,7 +151,7 @@ def _stretched(profile: ModelProfile, cluster: Cluster, plan: Plan, goal: float)
 
 
 def times(profile: ModelProfile, ratio: float) -> ModelProfile:
-    """The profile with all seconds ``ratio`` times as long."""
+    """Return the profile with all seconds multiplied by ``ratio``."""
     blocks = tuple(
         replace(
             block,
@@ -167,15 +168,16 @@ def times(profile: ModelProfile, ratio: float) -> ModelProfile:
 
 
 def scaled(line: Affine, ratio: float) -> Affine:
-    """All parts of a cost, times ``ratio``."""
+    """Return the cost times ``ratio``."""
     return line.scaled(ratio)
 
 
 def _busy(spans: Sequence[Span], plan: Plan) -> Busy:
-    """(stage, kind) → seconds per step that its ranks computed, swapping's waits left out; the median over the steps.
+    """Return (stage, kind) → seconds per step that its ranks computed, without waits for swapping; the median over the
+    steps.
 
-    The last backward of a replicated stage is left out where there are others: in a run it also waits for the gradients
-    of the replicas.
+    The last of several backwards of a replicated stage is excluded: in a run it also waits for the gradients of the
+    replicas.
     """
     lists: defaultdict[tuple[int, int, int, str], list[Span]] = defaultdict(list)
     for span in spans:
@@ -194,7 +196,7 @@ def _busy(spans: Sequence[Span], plan: Plan) -> Busy:
 
 
 def _evident(spans: Sequence[Span], plan: Plan) -> Busy:
-    """:func:`_busy` of what was measured for long enough."""
+    """Return the part of :func:`_busy` that took long enough to be measured."""
     steps = len({span.step for span in spans})
     actions = Counter((span.stage, TERMS[span.kind]) for span in spans if span.kind in TERMS)
     least = LEAST_SHARE * step_seconds(spans)
@@ -208,8 +210,9 @@ def _evident(spans: Sequence[Span], plan: Plan) -> Busy:
 def evident_factors(
     factors: Mapping[int, float], predicted: Sequence[Span], measured: Sequence[Span]
 ) -> dict[int, float]:
-    """``factors`` by which ranks are slow, no larger than the spans of a run show them: by how much more a rank
-    computed than predicted, beside all ranks without a factor. A rank whose spans show no slowness has none."""
+    """Return the ``factors`` by which ranks are slow, limited to the slowness in the spans of a run: the excess of a
+    rank's compute over its prediction, relative to all ranks without a factor. A rank whose spans show no slowness
+    has no factor."""
     was, now = _busy_by_rank(predicted), _busy_by_rank(measured)
     others = [rank for rank in now if rank not in factors and was.get(rank, 0.0) > 0]
     usual = sum(now[rank] for rank in others) / max(1e-12, sum(was[rank] for rank in others))
@@ -224,7 +227,7 @@ def evident_factors(
 
 
 def _busy_by_rank(spans: Sequence[Span]) -> dict[int, float]:
-    """Seconds that each rank computed in a step: the median over the steps."""
+    """Return the seconds that each rank computed in a step; the median over the steps."""
     found: defaultdict[int, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
     for span in spans:
         if span.kind in TERMS:
@@ -233,7 +236,7 @@ def _busy_by_rank(spans: Sequence[Span]) -> dict[int, float]:
 
 
 def _update(spans: Iterable[Span]) -> Busy:
-    """The shortest update of a step: the rank that came last to it did not wait for the others inside."""
+    """Return the shortest update of a step: the last rank to reach it did not wait for the others in it."""
     steps: defaultdict[int, list[float]] = defaultdict(list)
     for span in spans:
         if span.kind == "update":
@@ -242,7 +245,7 @@ def _update(spans: Iterable[Span]) -> Busy:
 
 
 def _ratio(now: Busy, was: Busy, key: tuple[int, str]) -> float:
-    """How much longer it took than predicted; 1 where either knows nothing of it."""
+    """Return the ratio of measured to predicted seconds; 1 where either is missing."""
     measured, predicted = now.get(key, 0.0), was.get(key, 0.0)
     return _within(measured / predicted) if measured > 0 and predicted > 0 else 1.0
 
@@ -252,7 +255,7 @@ def _within(ratio: float) -> float:
 
 
 def _recomputed_share(profile: ModelProfile, plan: Plan, stage: StagePlan) -> float:
-    """The share of a stage's predicted backward that runs forwards again."""
+    """Return the share of a stage's predicted backward that runs forwards again."""
     rows = -(-plan.microbatch // stage.replicas)
     blocks = profile.blocks[stage.start : stage.stop]
     again = sum(

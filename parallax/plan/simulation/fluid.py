@@ -1,13 +1,13 @@
 """A small event simulator: coroutines that wait for signals, and work that shares resources fairly.
 
-A resource of capacity c lets c pieces of work run at full speed; n > c of them run at speed c/n each. Time jumps
-from one end of work to the next. Coroutines yield the :class:`Signal` that they wait for.
+A resource of capacity c runs c pieces of work at full speed; n > c of them run at speed c/n each. Time jumps from one
+end of work to the next. Coroutines yield the :class:`Signal` that they wait for.
 
 All work of a resource advances at one speed, so a resource needs one clock only, which runs at that speed: a piece of
-work ends when the clock shows what it showed at the beginning plus the work's seconds, however often the speed changed
+work ends when the clock shows its value at the beginning plus the work's seconds, however often the speed changed
 (virtual time; Zhang 1990, "Virtual Clock"; Demers et al. 1989, "Analysis and Simulation of a Fair Queueing Algorithm").
 Each resource keeps its ends in a heap, and the simulator a heap of the resources' next ends, so that an event costs the
-logarithm of what is under way.
+logarithm of the number of pieces under way.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Name = Callable[[], str]
 
 _EPSILON = 1e-12  # ends closer together than this are one event
 _NUMBER = itemgetter(0)
-_ALONE = -1  # stands for the number of an announcement where work has no resource
+_ALONE = -1  # the number of announcements of work without a resource
 
 
 @dataclass(eq=False, slots=True)
 class Signal:
-    """Something that happens once. Then the routines ``waiting`` for it go on, and ``then`` is called."""
+    """An event that occurs once. Then the ``waiting`` routines resume, and ``then`` is called."""
 
     done: bool = False
     waiting: list[Routine] = field(default_factory=list)
@@ -40,8 +40,8 @@ class Signal:
 
 @dataclass(eq=False, slots=True)
 class Transfer(Signal):
-    """Something that takes time; it happens when the time is over. ``due`` is the clock of its resource then, and
-    ``factor`` its own speed beside that of the resource."""
+    """An operation with a duration; it completes at ``due`` on its resource's clock. ``factor`` is its own speed
+    relative to that of the resource."""
 
     due: float = 0.0
     factor: float = 1.0
@@ -49,10 +49,10 @@ class Transfer(Signal):
 
 @dataclass(eq=False, slots=True)
 class Resource:
-    """Something that work shares. Where they were measured, ``speeds[k − 1]`` is the speed of each of k users.
+    """A capacity that work shares. Where measured, ``speeds[k − 1]`` is the speed of each of k users.
 
-    ``clock`` was read at second ``read_at``; since then it has run at ``speed``. The next end was ``announced`` so many
-    times, the last time for the speed that was ``told``: earlier announcements do not count.
+    ``clock`` is its value at second ``read_at``, since when it runs at ``speed``. The next end was ``announced`` that
+    many times, the last time for the speed ``told``; earlier announcements are void.
     """
 
     capacity: float
@@ -66,8 +66,8 @@ class Resource:
     ends: list[tuple[float, int, Transfer]] = field(default_factory=list)
 
     def advance(self, now: float, change: int) -> None:
-        """Let the clock run until ``now``, then let so many more use it; beyond what was measured, they share the last
-        sum of speeds."""
+        """Advance the clock to ``now``, then change the number of users by ``change``; beyond the measured numbers
+        users share the last sum of speeds."""
         self.clock += (now - self.read_at) * self.speed
         self.read_at = now
         self.users += change
@@ -79,10 +79,10 @@ class Resource:
         else:
             self.speed = 1.0
         if not self.users:
-            self.clock = 0.0  # small numbers are exact ones
+            self.clock = 0.0  # small numbers have smaller rounding errors
 
     def next_end(self) -> float | None:
-        """The clock at the next end, if anything is under way."""
+        """Return the clock at the next end, or None where no work is under way."""
         ends = self.ends
         while ends and (ends[0][2].done or ends[0][2].due != ends[0][0]):
             heappop(ends)
@@ -100,19 +100,19 @@ class Simulator:
         self._number = count()
 
     def spawn(self, name: Name, routine: Routine) -> None:
-        """Add a coroutine; ``name()``, asked for when nothing moves any more, appears in a deadlock's message."""
+        """Add a coroutine; ``name()``, called only at a deadlock, names it in the message."""
         self._ready.append(routine)
         self._blocked[routine] = name
 
     def work(self, seconds: float, resource: Resource, factor: float = 1.0) -> Transfer:
-        """Begin work that alone, at its own speed ``factor``, would take ``seconds`` / ``factor``."""
+        """Start work that alone, at its own speed ``factor``, would take ``seconds`` / ``factor``."""
         work = Transfer(factor=factor)
         if seconds <= 0:
             work.done = True
             return work
         resource.advance(self.now, 1)
         self._place(work, seconds, resource)
-        # Else what was told still holds.
+        # Otherwise the last announcement is still valid.
         if resource.ends[0][2] is work or resource.speed != resource.told:
             self._announce(resource)
         return work
@@ -124,7 +124,7 @@ class Simulator:
         return work
 
     def rescale(self, work: Transfer, resource: Resource, factor: float) -> None:
-        """Let what remains of ``work`` go on at another speed of its own."""
+        """Continue the rest of ``work`` at another speed ``factor``."""
         if work.done or work.factor == factor:
             return
         resource.advance(self.now, 0)
@@ -142,7 +142,7 @@ class Simulator:
             signal.then()
 
     def run(self) -> float:
-        """Run to the end; the seconds it took. Raises :class:`DeadlockError` when nothing can move any more."""
+        """Run to the end and return its second. Raises :class:`DeadlockError` when all remaining coroutines wait."""
         while True:
             while self._ready:
                 self._advance(self._ready.popleft())
@@ -167,7 +167,7 @@ class Simulator:
         heappush(resource.ends, (work.due, next(self._number), work))
 
     def _announce(self, resource: Resource) -> None:
-        """Tell when the resource's next work ends; what was told before no longer counts."""
+        """Queue the end of the resource's next work; earlier announcements are void."""
         resource.announced += 1
         resource.told = resource.speed
         due = resource.next_end()
@@ -176,7 +176,7 @@ class Simulator:
             heappush(self._next, (at, next(self._number), resource.announced, resource))
 
     def _jump(self) -> bool:
-        """Go to the next end of work, and end all that ends then, in the order in which it was begun."""
+        """Advance to the next end of work, and complete all work that ends then, in the order of its start."""
         ended: list[tuple[int, Transfer]] = []
         limit = float("inf")
         upcoming = self._next
@@ -197,7 +197,7 @@ class Simulator:
         return bool(ended)
 
     def _end(self, resource: Resource, ended: list[tuple[int, Transfer]]) -> None:
-        """End what ends now in one resource: one piece of work at least, for that is why we came."""
+        """Complete the work of one resource that ends now: at least one piece, because its end was announced."""
         resource.advance(self.now, 0)
         due, users = resource.next_end(), 0
         horizon = max(resource.clock, due or 0.0) + _EPSILON

@@ -1,10 +1,10 @@
-"""How long a schedule takes when nothing is shared: the longest path through its actions, thousands at a time.
+"""The seconds of a schedule without contention: the longest path through its actions, for thousands of pipelines.
 
-The simulator knows contention and swapping but walks action by action; a search over thousands of shapes cannot afford
-that. Here every action waits for two things only, the one before it on its pipeline rank and the message that it needs,
-so its end is one maximum and one sum. Actions are evaluated wave by wave: a wave holds, of every pipeline rank that can
-move, the next action, and none of a wave waits for another of it. The waves depend on the shape alone, so they are
-kept, and pricing a shape again costs a few array operations per wave. The lists are those of
+The simulator models contention and swapping but executes action by action, which is too slow for a search over
+thousands of shapes. Here every action waits for two others only, the preceding one on its pipeline rank and the sender
+of its message, so its end is one maximum and one sum. Actions are evaluated wave by wave: a wave holds the next action
+of every pipeline rank that can run it, and no action of a wave waits for another of it. The waves depend on the shape
+alone, so they are cached, and timing a shape again costs a few array operations per wave. The lists are those of
 :mod:`parallax.plan.schedule`.
 """
 
@@ -26,7 +26,7 @@ from parallax.plan.schedule.schedule import Schedule
 Seconds = NDArray[np.float64]
 Links = tuple[tuple[int, int], ...]  # sending and receiving stages
 
-# Waves of larger shapes are not kept: so all that are kept stay below 100 megabytes.
+# Waves of larger shapes are not cached, so the cache stays below 100 megabytes.
 _KEPT_ACTIONS = 1 << 16
 
 
@@ -34,10 +34,10 @@ _KEPT_ACTIONS = 1 << 16
 class StageTimes:
     """Seconds of one stage per micro-batch.
 
-    ``backward`` is the half that computes the gradient of the input, ``weight`` the half for the parameters; schedules
-    that do not split the backward run both at once. ``send`` is what activations take along the edge that leaves it,
-    and their gradient back: the rank is free meanwhile. ``blocking`` is what each of these messages takes of both ranks
-    besides, before anything else can run on them.
+    ``backward`` is the input-gradient pass (B), ``weight`` the weight-gradient pass (W); schedules that do not split
+    the backward run both at once. ``send`` is the time of activations along the outgoing edge, and of their gradient
+    back, during which the rank is free. ``blocking`` is the further time of each of these messages that blocks both
+    ranks.
     """
 
     forward: float
@@ -51,8 +51,7 @@ class StageTimes:
 class Timeline:
     """One step, from the first start at second 0; arrays have one entry per pipeline rank.
 
-    ``begin`` and ``end`` of the pipeline rank's first and last action, and ``busy``, its seconds of compute between
-    them.
+    ``begin`` and ``end``: of its first and its last action; ``busy``: its seconds of compute between them.
     """
 
     begin: Seconds
@@ -61,29 +60,29 @@ class Timeline:
 
     @property
     def step_seconds(self) -> float:
-        """From the first start to the last end."""
+        """Return the seconds from the first start to the last end."""
         return float(self.end.max())
 
     @property
     def span_seconds(self) -> float:
-        """The longest that any pipeline rank takes from its first start to its last end: the time of a step where
-        pipeline ranks begin the next one without waiting for each other."""
+        """Return the longest time of any pipeline rank from its first start to its last end: the time of a step where
+        pipeline ranks start the next one without waiting for each other."""
         return float((self.end - self.begin).max())
 
     @property
     def bubble(self) -> float:
-        """The idle share of pipeline ranks × seconds (GPipe, Huang et al. 2019, section 2)."""
+        """Return the idle share of pipeline ranks × seconds (GPipe, Huang et al. 2019, section 2)."""
         total = len(self.busy) * self.step_seconds
         return max(0.0, 1.0 - float(self.busy.sum()) / total) if total > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waves:
-    """The actions of all pipeline ranks, wave by wave; ``starts[w]`` is where wave w begins.
+    """The actions of all pipeline ranks, wave by wave; ``starts[w]`` is the index of the first action of wave w.
 
     ``pipeline_rank``  of each action
-    ``cell``      kind · stages + stage of each action: where its seconds stand in a table
-    ``awaited``   which action it needs besides the one before it; where it needs none, one past the last action
+    ``cell``      kind · stages + stage of each action: the index of its seconds in a table
+    ``awaited``   the action that it needs besides the preceding one; one past the last action where it needs none
     ``links``     the sending and the receiving stages
     ``sent``      by link, 1 where messages pass along it, and 0 where both ends are on one pipeline rank
     """
@@ -105,11 +104,11 @@ def time_schedule(
     *,
     interleave: int = 1,
 ) -> Timeline:
-    """One step of ``micro_batches`` through stages of ``times``, which send along ``edges``, ``interleave`` of them on
-    each pipeline rank.
+    """Return the timeline of ``micro_batches`` through stages of ``times``, which send along ``edges``, with
+    ``interleave`` stages on each pipeline rank.
 
-    Exact for these seconds. Raises :class:`PlanError` where the stages do not divide, and
-    :class:`DeadlockError` where the schedule's lists wait for each other.
+    Exact for these seconds. Raises :class:`PlanError` where the stages do not divide, and :class:`DeadlockError` where
+    the schedule's lists wait for each other.
     """
     stages = len(times)
     if not stages or interleave < 1 or stages % interleave:
@@ -117,7 +116,7 @@ def time_schedule(
             f"{stages} stages cannot be split into {interleave} virtual stages per pipeline rank"
         )
     build = _kept_waves if 3 * stages * micro_batches <= _KEPT_ACTIONS else _last_waves
-    # Without blocks, which differ between cuts of one shape.
+    # Without blocks, which differ between partitions of one shape.
     links = tuple((edge.sender, edge.receiver) for edge in edges)
     return _time(build(schedule, stages, links, micro_batches, interleave), times)
 
@@ -128,7 +127,8 @@ def time_orders(
     edges: Sequence[Edge],
     micro_batches: int,
 ) -> Timeline:
-    """As :func:`time_schedule`, for orders that no schedule has: one per pipeline rank, all equally long."""
+    """Return the same as :func:`time_schedule` for orders without a schedule: one per pipeline rank, all equally
+    long."""
     links = [(edge.sender, edge.receiver) for edge in edges]
     sent = [True] * len(links)
     return _time(_waves(orders, len(times), links, sent, len(orders), micro_batches), times)
@@ -147,7 +147,8 @@ def _time(waves: _Waves, times: Sequence[StageTimes]) -> Timeline:
 def _tables(
     times: Sequence[StageTimes], waves: _Waves, *, split: bool
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """By kind and stage: seconds of compute, seconds that the rank is held, latency of the message waited for."""
+    """Return, by kind and stage, seconds of compute, seconds that the rank is blocked, latency of the awaited
+    message."""
     forward, backward, weight, send, blocking = np.array(
         [(t.forward, t.backward, t.weight, t.send, t.blocking) for t in times], dtype=np.float64
     ).T
@@ -166,7 +167,7 @@ def _tables(
 
 
 def _evaluate(waves: _Waves, lasting: Seconds, late: Seconds) -> tuple[Seconds, Seconds]:
-    """Begin of the first and end of the last action of every pipeline rank."""
+    """Return the start of the first and the end of the last action of every pipeline rank."""
     ends = np.zeros(len(lasting) + 1)
     free = np.zeros(waves.pipeline_ranks)
     pipeline_rank, awaited = waves.pipeline_rank, waves.awaited
@@ -179,7 +180,7 @@ def _evaluate(waves: _Waves, lasting: Seconds, late: Seconds) -> tuple[Seconds, 
         free[mine] = done
         low = high
     first = np.empty(waves.pipeline_ranks, dtype=np.int64)
-    # Of several values for an index, the last one stays.
+    # Of several values assigned to an index, NumPy keeps the last.
     first[pipeline_rank[::-1]] = np.arange(len(pipeline_rank))[::-1]
     return ends[first] - lasting[first], free
 
@@ -210,12 +211,12 @@ def _waves(
     pipeline_ranks: int,
     micro_batches: int,
 ) -> _Waves:
-    """``sent`` says of each of the ``links`` whether messages pass along it."""
+    """Return the waves of ``orders``; ``sent`` marks the ``links`` along which messages pass."""
     ends = np.array(links, dtype=np.int64).reshape(-1, 2).T
     cells, own, needs = _listed(orders, stages, ends, micro_batches)
     total = cells.size
     place = np.full((len(COMPUTE) * stages + 1) * micro_batches, -1, dtype=np.int32)
-    place[-micro_batches:] = total  # what needs nothing
+    place[-micro_batches:] = total  # actions that need none
     following = np.arange(pipeline_ranks) * (total // pipeline_ranks)
     stop = following + total // pipeline_ranks
     taken, moved, starts = np.empty(total, dtype=np.int32), np.empty(total, dtype=np.int32), [0]
@@ -245,12 +246,13 @@ def _waves(
 def _listed(
     orders: Iterable[Order], stages: int, links: NDArray[np.int64], micro_batches: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-    """Pipeline rank by pipeline rank and in order: the cell of each action, its number, and the number of what it
-    needs.
+    """Return the cell of each action, its number, and the number of the action that it needs, by pipeline rank and in
+    order.
 
-    A forward needs that of the stage that sends to it, a backward that of the stage that it sends to or, where there is
-    none, its forward, and a weight half its backward. A number is cell · micro-batches + micro-batch; one more cell
-    stands for no need."""
+    A forward needs that of the stage that sends to it, a backward that of the stage that it sends to or, on the last
+    stage, its forward, and a weight-gradient pass its backward. A number is cell · micro-batches + micro-batch; one
+    more cell stands for no need.
+    """
     nothing = len(COMPUTE) * stages
     forward, backward, weight = (
         kind * stages + np.arange(stages) for kind in (FORWARD, BACKWARD, BACKWARD_WEIGHT)

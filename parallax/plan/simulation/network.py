@@ -1,8 +1,8 @@
-"""What the simulated ranks share: cores, tiers, links, and gates at which they meet.
+"""Resources that the simulated ranks share: cores, tiers, links, and barriers.
 
-A message to another node occupies the sender's way out and the receiver's way in, both shared fairly with whatever else
-goes over them, and is there when the slower of the two is through. Inside a node each ordered pair of devices has a way
-of its own, unless devices talk over the wires that they swap over. While bytes of a rank are under way, its device may
+A message to another node occupies the sender's outgoing and the receiver's incoming link, both shared fairly with their
+other traffic, and arrives when the slower of the two is done. Inside a node each ordered pair of devices has its own
+link, unless devices send over the wires that they swap over. While bytes of a rank are under way, its device may
 compute more slowly (``Device.overlap_loss``).
 """
 
@@ -17,12 +17,12 @@ from parallax.plan.simulation.fluid import Resource, Routine, Signal, Simulator,
 
 
 def at_once() -> Routine:
-    """Nothing happens before a gate opens."""
+    """Do nothing before a barrier opens."""
     yield from ()
 
 
 class Core:
-    """Where one rank computes: its node's cores, slower while its links carry bytes."""
+    """The compute of one rank: its node's cores, slower while its links carry bytes."""
 
     def __init__(self, simulator: Simulator, cores: Resource, loss: float) -> None:
         self._simulator, self._cores, self._loss = simulator, cores, loss
@@ -30,12 +30,12 @@ class Core:
         self._working = Transfer(done=True)
 
     def compute(self, seconds: float) -> Signal:
-        """Begin to compute; one rank does one thing at a time."""
+        """Start to compute; a rank computes one piece of work at a time."""
         self._working = self._simulator.work(seconds, self._cores, self._factor)
         return self._working
 
     def carry(self, change: int) -> None:
-        """So many transfers of this rank's bytes more are under way, or fewer."""
+        """Change the number of this rank's transfers under way."""
         self._carried += change
         if self._loss:
             self._simulator.rescale(self._working, self._cores, self._factor)
@@ -46,7 +46,7 @@ class Core:
 
 
 class _Message:
-    """A message under way; a run has hundreds of thousands, so they are no coroutines."""
+    """A message under way. It is no coroutine, because a run has hundreds of thousands."""
 
     __slots__ = ("_arrived", "_cores", "_latency", "_left", "_simulator")
 
@@ -62,7 +62,7 @@ class _Message:
         self._left = 0
 
     def send(self, seconds: float, ways: Sequence[Resource]) -> None:
-        """Occupy all ``ways`` for ``seconds`` of their whole bandwidth, then travel."""
+        """Occupy all ``ways`` for ``seconds`` of their whole bandwidth, then wait for the latency."""
         if seconds <= 0:
             self._travel()
             return
@@ -104,7 +104,8 @@ class Network:
         self._gates: dict[str, tuple[int, Signal]] = {}
 
     def tier(self, rank: int) -> Resource:
-        """Where a rank swaps to: a disk is the node's, a way to the host's memory is the device's."""
+        """Return the link of a rank to its tier: ranks of a node share a disk, each device has its own link to host
+        memory."""
         device = self._cluster.devices[rank]
         if device.swaps_to.shared:
             way = f"tier {device.tier}", self._cluster.node_of[rank], 0
@@ -114,25 +115,26 @@ class Network:
         return self._ways["host", rank, 0]
 
     def deliver(self, arrived: Signal, sender: int, receiver: int, count: float) -> None:
-        """Send a message of ``count`` bytes: those under way share the bandwidth; each waits for the latency alone."""
+        """Send a message of ``count`` bytes. Messages under way share the bandwidth; the latency is not shared."""
         link = self._cluster.link(sender, receiver)
         cores = self.cores[sender], self.cores[receiver]
         message = _Message(self.simulator, arrived, cores, link.latency_seconds)
         message.send(count / link.bytes_per_second, self._between(sender, receiver))
 
     def all_reduce(self, ranks: Sequence[int], count: float) -> Routine:
-        """The ranks sum ``count`` bytes: rings inside the nodes, then between them."""
+        """Sum ``count`` bytes over the ranks: rings inside the nodes, then between them."""
         yield from self._together(ranks, *all_reduce_parts(count, ranks, self._cluster))
 
     def broadcast(self, ranks: Sequence[int], count: float) -> Routine:
-        """Each of the ranks sends its share of ``count`` bytes to the others."""
+        """Send each rank's share of ``count`` bytes to the others."""
         link = link_among(ranks, self._cluster)
         seconds = broadcast_seconds(count, len(ranks), link)
         inside = len({self._cluster.node_of[rank] for rank in ranks}) < 2
         yield from self._together(ranks, seconds * inside, seconds * (not inside))
 
     def _together(self, ranks: Sequence[int], inside: float, across: float) -> Routine:
-        """Occupy the ways of a ring inside the nodes, then those between them, for so many seconds."""
+        """Occupy the links of a ring inside the nodes for ``inside`` seconds, then those between nodes for
+        ``across``."""
         nodes = self._cluster.node_of
         ring = [(a, b) for a, b in zip(ranks, [*ranks[1:], *ranks[:1]]) if nodes[a] == nodes[b]]
         yield from self._occupy(
@@ -143,7 +145,8 @@ class Network:
         )
 
     def meet(self, gate: str, size: int, then: Callable[[], Routine] = at_once) -> Signal:
-        """Come to a gate that opens when ``then``, begun by the last of ``size`` to come, has ended."""
+        """Arrive at a barrier of ``size`` arrivals; the last one starts ``then``, and the barrier opens when that
+        ends."""
         arrived, opened = self._gates.get(gate, (0, Signal()))
         self._gates[gate] = (arrived + 1, opened)
         if arrived + 1 == size:
@@ -155,7 +158,7 @@ class Network:
         self.simulator.set(opened)
 
     def _occupy(self, ranks: Sequence[int], ways: Sequence[Resource], seconds: float) -> Routine:
-        """Use all ``ways`` for as long as ``seconds`` of their whole bandwidth take."""
+        """Occupy all ``ways`` for ``seconds`` of their whole bandwidth."""
         if seconds <= 0:
             return
         for rank in ranks:
@@ -173,7 +176,7 @@ class Network:
         return [self._ways["local", sender, receiver]]
 
     def _remote(self, direction: str, rank: int) -> Resource:
-        """A rank's way to or from other nodes: its own, or what its node's ranks share."""
+        """Return a rank's link to or from other nodes: its own, or the one that its node's ranks share."""
         if not self._cluster.remote_ways:
             return self._ways[direction, rank, 0]
         way = f"node {direction}", self._cluster.node_of[rank], 0

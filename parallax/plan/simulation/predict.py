@@ -1,8 +1,8 @@
-"""What a pipeline will take: seconds and bytes of every rank, by term.
+"""The predicted cost of a pipeline: seconds and bytes of every rank, by term.
 
-Where it is small enough the event simulator says so: shared cores and links, swapping, every action. A thousand ranks
-with a thousand micro-batches are timed by the longest path through the same action lists instead; what swapping and
-reducing add is then bounded from above, not simulated.
+The event simulator predicts small pipelines: shared cores and links, swapping, every action. A thousand ranks with a
+thousand micro-batches are timed by the longest path through the same action lists instead; the cost of swapping and
+reducing is then an upper bound, not simulated.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from parallax.plan.profile import ModelProfile
 from parallax.plan.simulation.longest_path import StageTimes, Timeline, time_schedule
 from parallax.plan.simulation.simulate import simulate
 
-MANY_MICRO_BATCHES = 512  # up to which all are timed
-SETTLED_ROUNDS = 8  # rounds through all stages after which a round is like the one before
-SIMULATED_BLOCKS = 20_000  # forwards and backwards of blocks, over all ranks, that the event simulator runs through
+MANY_MICRO_BATCHES = 512  # up to this number all are timed
+SETTLED_ROUNDS = 8  # rounds through all stages after which all rounds are equal
+SIMULATED_BLOCKS = (
+    20_000  # forwards and backwards of blocks, over all ranks: the event simulator's limit
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ class Forecast:
 
 
 def predict(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
-    """Time and memory of ``pipeline``. Raises :class:`InfeasiblePlan` where a rank would exceed its device, and
+    """Return time and memory of ``pipeline``. Raises :class:`InfeasiblePlan` where a rank would exceed its device, and
     ``BudgetExceeded`` where a swap limit cannot hold one block."""
     few = block_passes(pipeline) <= SIMULATED_BLOCKS
     found = (_simulated if few else _timed)(profile, cluster, pipeline)
@@ -59,8 +61,8 @@ def predict(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Fore
 
 
 def placements(cluster: Cluster, pipeline: Pipeline) -> list[Pipeline]:
-    """Two ways to lay an even pipeline over several nodes: replicas of a stage next to each other, which reduce over
-    fast links, or stages of a replica next to each other, which send over fast links."""
+    """Return the placements to try of an even pipeline over several nodes: adjacent replicas of a stage, which reduce
+    over fast links, or adjacent stages of a replica, which send over fast links."""
     replicas, pipeline_ranks = pipeline.stages[0].replicas, pipeline.pipeline_ranks
     even = all(stage.replicas == replicas for stage in pipeline.stages)
     if (
@@ -79,16 +81,16 @@ def placements(cluster: Cluster, pipeline: Pipeline) -> list[Pipeline]:
 
 
 class QuickSeconds(NamedTuple):
-    """Seconds of a step by the longest path, without swapping and reducing in detail: what every backward waits for the
-    tier added to it (``likely``), and the ``least`` that the event simulator finds, which lets what is waited for fall
-    into gaps wherever it can."""
+    """Seconds of a step by the longest path, without the details of swapping and reducing: ``likely`` adds the wait for
+    the tier to every backward; ``least`` is a lower bound of the event simulator, in which waits may fall into idle
+    time."""
 
     likely: float
     least: float
 
 
 def quick_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> QuickSeconds:
-    """Nothing is checked against any budget."""
+    """Return the seconds of a step by the longest path, without checking any budget."""
     loads = _loads(profile, cluster, pipeline)
     ties = _tie_seconds(profile, cluster, pipeline)
     stalls = [_stall(cluster, pipeline, {stage: load}) for stage, load in enumerate(loads)]
@@ -105,18 +107,18 @@ def quick_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -
 
 
 def _count(pipeline: Pipeline) -> int:
-    """Micro-batches of a step."""
+    """Return the micro-batches of a step."""
     return pipeline.micro_batches(pipeline.global_batch)
 
 
 def block_passes(pipeline: Pipeline) -> int:
-    """Forwards and backwards of blocks in a step, over all ranks."""
+    """Return the forwards and backwards of blocks in a step, over all ranks."""
     blocks = sum(stage.replicas * (stage.stop - stage.start) for stage in pipeline.stages)
     return 2 * _count(pipeline) * blocks
 
 
 def _in_flight(pipeline: Pipeline, stage: int) -> int:
-    """Micro-batches of a stage between forward and backward, at most."""
+    """Return the most micro-batches of a stage between forward and backward."""
     count = len(pipeline.stages)
     return pipeline.schedule.in_flight(count, stage, _count(pipeline), pipeline.interleave)
 
@@ -161,8 +163,8 @@ def _finish(
     ties: dict[int, float],
     stalls: Sequence[float],
 ) -> tuple[Timeline, float, list[float], list[float]]:
-    """The timeline, the end of the step, and what reduction and update add to each pipeline rank; stages wait for their
-    ``stalls`` in every backward."""
+    """Return the timeline, the end of the step, and the seconds of reduction and of update of each pipeline rank; every
+    backward includes its stage's ``stalls``."""
     pipeline_ranks = range(pipeline.pipeline_ranks)
     times = [
         _stage_times(cluster, pipeline, stage, load, stalls[stage])
@@ -223,13 +225,13 @@ def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forec
 
 
 def _at(pipeline: Pipeline, pipeline_rank: int, loads: Sequence[StageLoad]) -> dict[int, StageLoad]:
-    """The stages of a pipeline rank, and what each of them loads it with."""
+    """Return the stages of a pipeline rank and their loads."""
     return {stage: loads[stage] for stage in pipeline.stages_of(pipeline_rank)}
 
 
 def _timeline(pipeline: Pipeline, times: Sequence[StageTimes]) -> Timeline:
-    """The timeline of the whole step. Once the pipeline is full every round of as many micro-batches as there are
-    pipeline ranks takes as long as the one before, so of very many only some are timed."""
+    """Return the timeline of the whole step. In a full pipeline every round of as many micro-batches as there are
+    stages takes equally long, so of very many only some are timed."""
 
     def timed(micro_batches: int) -> Timeline:
         return time_schedule(
@@ -254,7 +256,7 @@ def _timeline(pipeline: Pipeline, times: Sequence[StageTimes]) -> Timeline:
 
 
 def _loads(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> list[StageLoad]:
-    """Each stage on the slowest of its ranks."""
+    """Return the load of each stage on the slowest of its ranks."""
     loads = []
     for index, stage in enumerate(pipeline.stages):
         pipeline_rank = pipeline.pipeline_rank(index)
@@ -290,7 +292,7 @@ def _stage_times(
 
 
 def _link(cluster: Cluster, pipeline: Pipeline, edge: Edge) -> Link:
-    """The slowest link that messages of ``edge`` take: replicas pair up in order."""
+    """Return the slowest link of the messages of ``edge``: replicas pair up in order."""
     ours, theirs = pipeline.ranks(edge.sender), pipeline.ranks(edge.receiver)
     shared = max(len(ours), len(theirs))
     pairs = {
@@ -301,8 +303,8 @@ def _link(cluster: Cluster, pipeline: Pipeline, edge: Edge) -> Link:
 
 
 def _stall(cluster: Cluster, pipeline: Pipeline, loads: Mapping[int, StageLoad]) -> float:
-    """Seconds per micro-batch that ``loads``, of stages of one pipeline rank, wait for the tier: what copying takes
-    longer than computing, or, without room to read ahead, what a backward reads."""
+    """Return the seconds per micro-batch that ``loads``, of stages of one pipeline rank, wait for the tier: the excess
+    of copying over computing, or, where the limit is too small to read ahead, the reads of a backward."""
     pipeline_rank = pipeline.pipeline_rank(next(iter(loads)))
     device = cluster.while_all_swap(cluster.devices[pipeline.ranks(pipeline_rank)[0]])
     leaving = reading = 0.0
@@ -325,7 +327,7 @@ def _stall(cluster: Cluster, pipeline: Pipeline, loads: Mapping[int, StageLoad])
 def _exposed_reduction(
     profile: ModelProfile, cluster: Cluster, ranks: Sequence[int], loads: Sequence[StageLoad]
 ) -> float:
-    """What is left of reducing gradients once the last micro-batch's backward has hidden its part."""
+    """Return the seconds of gradient reduction that do not overlap with the last micro-batch's backward."""
     gradients = sum(load.trained_bytes for load in loads) * profile.gradient_bytes
     hidden = sum(block.backward_seconds for block in loads[0].blocks)
     return max(0.0, all_reduce_seconds(gradients, ranks, cluster) - hidden)
@@ -334,7 +336,7 @@ def _exposed_reduction(
 def _update_seconds(
     cluster: Cluster, pipeline: Pipeline, pipeline_rank: int, loads: Mapping[int, StageLoad]
 ) -> float:
-    """The optimizer's step; where replicas each step a part, with what they then send each other."""
+    """Return the seconds of the optimizer's step; with sharded states including the broadcast of new parameters."""
     ranks = pipeline.ranks(pipeline_rank)
     seconds, link = 0.0, link_among(ranks, cluster)
     for stage, load in loads.items():
@@ -345,13 +347,14 @@ def _update_seconds(
 
 
 def _gathering_seconds(cluster: Cluster, pipeline: Pipeline, last: StageLoad) -> float:
-    """Of the loss of all rows, where there is one: its outputs are sent among the replicas of the last stage."""
+    """Return the seconds of the loss of all rows, where there is one: computing it, and sending its outputs among the
+    replicas of the last stage."""
     ranks = pipeline.ranks(pipeline.pipeline_rank(len(pipeline.stages) - 1))
     return last.gathered_seconds + all_reduce_seconds(last.gathered_bytes, ranks, cluster)
 
 
 def _tie_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> dict[int, float]:
-    """By pipeline rank: reductions of parameters that several pipeline ranks hold."""
+    """Return, by pipeline rank, the seconds of reducing parameters that several pipeline ranks hold."""
     found: dict[int, float] = {}
     for size, users in profile.ties:
         holders = sorted(
@@ -369,7 +372,7 @@ def _tie_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) ->
 
 
 def _memory(pipeline: Pipeline, loads: Mapping[int, StageLoad]) -> dict[str, int]:
-    """Bytes by term of all stages of a pipeline rank; what the device reserves counts once."""
+    """Return the bytes by term of all stages of a pipeline rank; the device's reserve counts once."""
     total: dict[str, int] = {}
     for stage, load in loads.items():
         limit = pipeline.stages[stage].swap_limit_bytes if pipeline.stages[stage].offloads else 0

@@ -1,4 +1,4 @@
-"""One simulated rank: a coroutine that walks through its action list, and its books."""
+"""One simulated rank: a coroutine that executes its action list, and its statistics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from parallax.plan.simulation.swapping import PIECES, SimulatedSwap
 
 @dataclass(frozen=True, kw_only=True)
 class RankTrace:
-    """What one rank did in one step: peaks in bytes, bytes offloaded, seconds stalled by swapping.
+    """The result of one rank for one step: peaks in bytes, bytes offloaded, seconds stalled by swapping.
 
     ``memory`` has the device bytes at the peak by term (:meth:`parallax.plan.cost.stage.StageLoad.memory`), ``seconds``
     the step by term: forward, backward, recompute, stall, reduce (waiting for it), update, and idle, the rest.
@@ -42,7 +42,7 @@ class RankTrace:
 
 
 class World:
-    """The pipeline that the ranks walk through, and the messages between them."""
+    """The pipeline that the ranks execute, and the messages between them."""
 
     def __init__(self, profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> None:
         self.profile, self.cluster, self.pipeline = profile, cluster, pipeline
@@ -54,7 +54,7 @@ class World:
         self.rows = [high - low for low, high in bounds]
 
     def holders(self, users: Sequence[int]) -> list[int]:
-        """The pipeline ranks that hold one of the blocks ``users``."""
+        """Return the pipeline ranks that hold one of the blocks ``users``."""
         holding = (
             self.pipeline.pipeline_rank(index)
             for index, stage in enumerate(self.pipeline.stages)
@@ -103,11 +103,11 @@ class Rank:
         )
 
     def describe(self) -> str:
-        """Where in its list the rank is."""
+        """Return the rank and its current action, for the message of a deadlock."""
         return f"rank {self.rank} in {self._doing}"
 
     def trace(self, step_seconds: float) -> RankTrace:
-        """The books, after the end."""
+        """Return the statistics of the rank, after the simulation."""
         most = max(self._rows)
         stages = []
         for stage in self._stages:
@@ -223,8 +223,8 @@ class Rank:
         yield from self._swapping.streamed(streaming)
 
     def _gathered_loss(self, action: Action) -> Generator[Signal, None, float]:
-        """On the last stage the loss of all rows, where there is one, follows the last forward; the seconds that were
-        waited for the outputs of other replicas."""
+        """Compute the loss of all rows, where there is one, after the last forward of the last stage; return the
+        seconds of waiting for the outputs of other replicas."""
         load = self._passes_of(action).load
         if not load.gathered_bytes:
             return 0.0
@@ -252,8 +252,8 @@ class Rank:
         yield from self._swapping.streamed(streaming)
 
     def _sharing(self, stage: int, rows: int) -> list[tuple[int, float]]:
-        """The ranks of a stage at the other end of an edge that share rows with this one in a micro-batch of ``rows``
-        rows, and the share of this rank's bytes that goes over each channel."""
+        """Return the ranks of a stage at the other end of an edge that share rows with this one in a micro-batch of
+        ``rows`` rows, and the share of this rank's bytes for each of them."""
         ranks = self._pipeline.ranks(stage)
         replicas = self._pipeline.stages[self._pipeline_rank].replicas
         start, stop = replica_rows(rows, replicas, self._replica)
@@ -261,7 +261,7 @@ class Rank:
         return [(ranks[other], (b - a) / (stop - start)) for other, (a, b) in found]
 
     def _peer(self, action: Action) -> int:
-        """The stage that a message goes to, or comes from."""
+        """Return the stage that receives or sends a message."""
         if action.kind in (Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT):
             edge = self._pipeline.leaving(action.stage)
             assert edge is not None
@@ -295,7 +295,7 @@ class Rank:
                 )
 
     def _begin_reduce(self, action: Action) -> None:
-        """Replicas reduce a stage while its last backward runs."""
+        """Start to reduce a stage over its replicas while its last backward runs."""
         stage, ranks = action.stage, self._pipeline.ranks(action.stage)
         if len(ranks) > 1:
             size = (

@@ -1,7 +1,7 @@
-"""Runs the ranks' action lists on predicted costs: the timeline, the bubble, the peak of every tier, deadlocks.
+"""Simulate the ranks' action lists on predicted costs: the timeline, the bubble, the peak of every tier, deadlocks.
 
-Each rank is a coroutine that walks through its list block by block (:mod:`.rank`), with the same rules for swapping as
-the swap manager (:mod:`.swapping`), over cores, links and tiers that all ranks share (:mod:`.network`).
+Each rank is a coroutine that executes its list block by block (:mod:`.rank`), with the swap manager's rules
+(:mod:`.swapping`), over cores, links and tiers that all ranks share (:mod:`.network`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Simulation:
 
 
 def simulate(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Simulation:
-    """One training step of ``pipeline``; traces are those of ranks 0, 1, …
+    """Simulate one training step of ``pipeline``; traces are those of ranks 0, 1, …
 
-    Ranks whose allocator gives freed memory back at once take as much longer as the profile says. Raises
-    :class:`DeadlockError`, and :class:`BudgetExceeded` where a swap limit cannot hold one block.
+    Ranks whose allocator returns freed memory to the system at once are slowed by the profile's ``freeing_slowdown``.
+    Raises :class:`DeadlockError`, and :class:`BudgetExceeded` where a swap limit cannot hold one block.
     """
     found = _simulate(profile, cluster, pipeline)
     freeing = [n for n, rank in enumerate(found.ranks) if rank.returns_freed]

@@ -1,5 +1,5 @@
-"""The swap manager of one rank, simulated: what is saved leaves at once, a forward waits where the swap limit is
-reached, a fetch spares what was not written yet and reads ahead as far as the limit allows.
+"""The simulated swap manager of one rank: saved tensors are offloaded at once, a forward waits at the swap limit, a
+fetch cancels unfinished writes and prefetches as far as the limit allows.
 
 The rules are those of ``swap/activations/manager.py``; bytes stand for tensors and work on the tier for copies.
 """
@@ -14,7 +14,7 @@ from parallax.errors import BudgetExceeded
 from parallax.plan.cluster import Device
 from parallax.plan.simulation.fluid import Resource, Routine, Signal, Simulator
 
-PIECES = 8  # a backward gives up what it has used tensor by tensor, here in so many equal pieces
+PIECES = 8  # a backward frees its activations tensor by tensor, here in equal pieces
 Key = tuple[int, int, int, int]  # step, stage, micro-batch, block within the stage
 
 
@@ -25,15 +25,15 @@ class Held:
 
     def __init__(self, size: float) -> None:
         self.size = size
-        # For writing; then stored, reading, read; or spared, if it never left.
+        # "queued" for writing; then "stored", "reading", "read"; or "spared": the write was cancelled.
         self.state = "queued"
         self.changed = Signal()
         self.wanted = False
 
 
 class SimulatedSwap:
-    """All that one rank has offloaded. ``stalled`` are the seconds that its compute waited, ``written`` the bytes that
-    went to the tier, ``peak`` the most that lay there at one time."""
+    """The offloaded activations of one rank. ``stalled`` are the seconds that its compute waited, ``written`` the bytes
+    written to the tier, ``peak`` the most bytes in the tier at one time."""
 
     def __init__(
         self,
@@ -53,10 +53,10 @@ class SimulatedSwap:
         self._fetching: deque[Held] = deque()
         self._queue: deque[Held] = deque()
         self._copying = False
-        self._brought = Held(0.0)  # what the running backward uses
+        self._brought = Held(0.0)  # the activations of the running backward
 
     def offload(self, key: Key, size: float) -> Routine:
-        """Take what a block has saved, as soon as it fits, and begin to write it."""
+        """Wait until a block's saved activations fit the limit, then start to write them."""
         yield from self._make_room(size)
         self._resident += size
         held = Held(size)
@@ -64,7 +64,7 @@ class SimulatedSwap:
         self._copy(held)
 
     def fetch(self, step: int, stage: int, micro: int) -> None:
-        """Begin to bring back a micro-batch of a stage: the last block is wanted first."""
+        """Start to prefetch a micro-batch of a stage, last block first."""
         wanted = step, stage, micro
         mine = [held for key, held in self._held.items() if key[:3] == wanted]
         for held in reversed(mine):
@@ -81,7 +81,7 @@ class SimulatedSwap:
         self._pump()
 
     def bring(self, key: Key) -> Routine:
-        """Wait until a block's activations are on the device; they are no longer ours to give up."""
+        """Wait until a block's activations are on the device; from then on they cannot be evicted."""
         held = self._held.pop(key)
         start = self._simulator.now
         if held.state == "queued":
@@ -97,7 +97,7 @@ class SimulatedSwap:
         self._brought = held
 
     def release(self, share: float) -> None:
-        """The block that was brought last has used this share of its activations; read ahead into their room."""
+        """Free this share of the activations of the block that was fetched last, and prefetch into the free bytes."""
         held = self._brought
         self._resident -= held.size * share
         if held.state != "spared":
@@ -105,12 +105,12 @@ class SimulatedSwap:
         self._pump()
 
     def stream(self, read: float, written: float) -> Signal:
-        """Begin to bring parameters up, and to take gradients down, block by block beside the compute."""
+        """Start to fetch parameters and to write gradients, block by block, beside the compute."""
         seconds = self._device.read.seconds(read) + self._device.write.seconds(written)
         return self._simulator.work(seconds, self._tier)
 
     def streamed(self, streaming: Signal) -> Routine:
-        """Wait for the last of them: compute cannot end before its parameters have come."""
+        """Wait for the end of parameter transfers: compute cannot end before its parameters are on the device."""
         start = self._simulator.now
         yield streaming
         self.stalled += self._simulator.now - start
