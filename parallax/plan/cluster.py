@@ -1,4 +1,4 @@
-"""What the machines have: data only. Devices are numbered through the nodes; device i is rank i's."""
+"""The capacities of the machines: data only. Devices are numbered through the nodes; device i is that of rank i."""
 
 from __future__ import annotations
 
@@ -11,40 +11,39 @@ from parallax.common.units import format_bytes
 from parallax.errors import PlanError
 from parallax.plan.tier import Tier, tier_named
 
-# Bytes of gradients that replicas sum at one time. With fewer an all-reduce takes as long as its launch; with more, the
-# last one of a backward, which nothing hides, grows for nothing.
+# Bytes of gradients that replicas sum at one time. A smaller all-reduce takes as long as its launch; a larger one makes
+# the last all-reduce of a backward, which overlaps with no compute, needlessly long.
 LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 4 * 2**20, 64 * 2**20
-_LATENCIES = 16  # the latency of a link is to be so small a part of what a bucket takes on it
+_LATENCIES = 16  # a bucket takes this many latencies of its link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A way for bytes: seconds = ``latency_seconds`` + bytes / ``bytes_per_second``."""
+    """A connection that takes ``latency_seconds`` + bytes / ``bytes_per_second`` for a message."""
 
     bytes_per_second: float
     latency_seconds: float = 0.0
 
     def seconds(self, count: float) -> float:
-        """Seconds that ``count`` bytes take when nothing else uses the link."""
+        """Return the seconds of a message of ``count`` bytes on the otherwise idle link."""
         return self.latency_seconds + count / self.bytes_per_second if count > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device and its share of the tiers below: its budget, and the name of the tier that takes what it offloads.
+    """A device and its share of the offload tier.
 
-    On a CPU-only machine the device is a process with ``memory_bytes`` of RAM and the tier below is the disk.
-    ``reserve_bytes`` of the memory are taken by what the allocator holds that is no tensor of the model (workspaces of
-    libraries), ``context_bytes`` by the driver's context and its libraries' code, beside the allocator. A group of
-    ranks that sum tensors from device to device takes ``collective_bytes`` on each of them, and each way between
-    two ranks ``edge_bytes`` on both; 0 where tensors go through the host. Of all bytes that come and go, the
-    allocator loses ``gap_share`` to rounding and gaps, and ``gap_tensors`` times the largest tensor between two
-    blocks; where the budget has room, it keeps up to ``kept_share`` more in freed blocks. ``speed`` is relative
-    to the device that the profile is for; while its links carry bytes, ``overlap_loss`` of it is lost. Its copies take
-    up to ``tier_share`` of a tier that the node shares: less than all where it has no core to copy as fast as the tier
-    takes it. ``price_per_hour`` is in any currency.
-    ``host_update_seconds`` is the host optimizer's time for one byte of parameters; 0 where none runs there.
-    Gradients of replicas are summed in buckets of ``bucket_bytes``, which follow from the links
+    On a CPU-only machine the device is a process with ``memory_bytes`` of RAM, and ``tier`` is the disk.
+    ``reserve_bytes`` of the memory are held by the allocator for other data than the model's tensors (workspaces of
+    libraries), ``context_bytes`` by the driver's context and its libraries' code, outside the allocator. A process
+    group that sums tensors from device to device takes ``collective_bytes`` on each of its ranks, and each direction
+    between two ranks ``edge_bytes`` on both; 0 where tensors pass through the host. Of all transient bytes the
+    allocator loses ``gap_share`` to rounding and gaps, and ``gap_tensors`` times the largest tensor between two blocks;
+    within the budget it keeps up to ``kept_share`` more in freed blocks. ``speed`` is relative to the device of the
+    profile; while its links carry bytes, it loses ``overlap_loss`` of it. Its copies use up to ``tier_share`` of the
+    bandwidth of a tier that the node shares: less than 1 where its cores copy slower than the tier. ``price_per_hour``
+    is in any currency. ``host_update_seconds`` is the host optimizer's time for one byte of parameters; 0 where no host
+    optimizer runs. Replicas sum gradients in buckets of ``bucket_bytes``, which follow from the links
     (:func:`with_buckets`).
     """
 
@@ -70,20 +69,20 @@ class Device:
 
     @property
     def fixed_bytes(self) -> int:
-        """What each process takes, whatever it does."""
+        """Return the bytes that each process takes, independent of the plan."""
         return self.reserve_bytes + self.context_bytes
 
     @property
     def swaps_to(self) -> Tier:
-        """The tier; raises :class:`PlanError` where nobody has registered one of that name."""
+        """Return the tier; raises :class:`PlanError` for a name that is not registered."""
         return tier_named(self.tier)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One host. ``concurrent`` devices can compute at full speed together: fewer than there are when CPU ranks share
-    cores. Where it was measured, ``speeds[k − 1]`` is the speed of each of k that compute at once; it falls before the
-    cores run out, because they share memory too."""
+    """One host. ``concurrent`` devices can compute at full speed together: fewer than all where CPU ranks share cores.
+    Where measured, ``speeds[k − 1]`` is the speed of each of k devices that compute at once; it falls before the
+    cores are used up, because the devices share memory bandwidth too."""
 
     name: str
     devices: tuple[Device, ...]
@@ -91,7 +90,8 @@ class Node:
     speeds: tuple[float, ...] = ()
 
     def speed(self, computing: int) -> float:
-        """The speed of each of ``computing`` devices that compute at once; it never rises with their number."""
+        """Return the speed of each of ``computing`` devices that compute at once; it does not increase with their
+        number."""
         if self.speeds:
             known = self.speeds[min(computing, len(self.speeds)) - 1]
             return known * min(1.0, len(self.speeds) / computing)
@@ -99,16 +99,16 @@ class Node:
 
     @property
     def capacity(self) -> float:
-        """How many devices' worth of computing the node does at most."""
+        """Return the largest sum of speeds that the node's devices reach together."""
         return max(count * self.speed(count) for count in range(1, len(self.devices) + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes, the link between two devices of one node, and each device's link to other nodes. ``local_over_host``: the
-    devices of a node talk over the same wires as they swap over (PCIe without NVLink). ``remote_ways``: how many
-    devices of a node can talk to other nodes at full speed together, where they share the node's network; 0 where each
-    has a network card of its own."""
+    """Nodes, the link between two devices of one node, and each device's link to other nodes. ``local_over_host``:
+    devices of a node exchange messages over the same wires as they swap (PCIe without NVLink). ``remote_ways``: the
+    devices of a node that can send to other nodes at full speed together, where they share the node's network; 0
+    where each has its own network card."""
 
     nodes: tuple[Node, ...]
     local: Link
@@ -144,16 +144,16 @@ class Cluster:
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
-        """All devices; the index is the rank."""
+        """Return all devices; the index is the rank."""
         return tuple(device for node in self.nodes for device in node.devices)
 
     @cached_property
     def node_of(self) -> tuple[int, ...]:
-        """The node index of each device."""
+        """Return the node index of each device."""
         return tuple(n for n, node in enumerate(self.nodes) for _ in node.devices)
 
     def with_devices(self, devices: Iterable[Device]) -> Cluster:
-        """The cluster with as many other devices, in their order."""
+        """Return the cluster with other devices, as many as before, in order."""
         left = iter(devices)
         nodes = [
             replace(node, devices=tuple(itertools.islice(left, len(node.devices))))
@@ -162,7 +162,7 @@ class Cluster:
         return replace(self, nodes=tuple(nodes))
 
     def first(self, count: int) -> Cluster:
-        """The cluster of the first ``count`` devices alone."""
+        """Return the cluster of the first ``count`` devices."""
         left, nodes = count, list[Node]()
         for node in self.nodes:
             devices = node.devices[: max(0, left)]
@@ -172,14 +172,15 @@ class Cluster:
         return replace(self, nodes=tuple(nodes))
 
     def slowed(self, factors: Mapping[int, float]) -> Cluster:
-        """The cluster, where some devices take ``factors`` times as long for the same work."""
+        """Return the cluster whose devices take ``factors`` times as long, by rank, for the same work."""
         return self.with_devices(
             replace(device, speed=device.speed / factors.get(rank, 1.0))
             for rank, device in enumerate(self.devices)
         )
 
     def while_all_swap(self, device: Device) -> Device:
-        """The device as it is while all of its node's swap: a disk is shared, a way to the host's memory is not."""
+        """Return the device with the bandwidth that it has while all devices of its node swap: they share a disk, but
+        not their links to host memory."""
         if not device.swaps_to.shared:
             return device
         sharing = max(1.0, max(len(node.devices) for node in self.nodes) * device.tier_share)
@@ -190,14 +191,14 @@ class Cluster:
         return replace(device, write=write, read=read)
 
     def link(self, a: int, b: int) -> Link:
-        """The link between two devices."""
+        """Return the link between two devices."""
         nodes = self.node_of
         return self.local if nodes[a] == nodes[b] else self.remote
 
 
 def with_buckets(cluster: Cluster) -> Cluster:
-    """The same cluster, whose replicas sum gradients in buckets that suit the link between all of them: as large as
-    what it carries in some of its latencies, in whole MiB."""
+    """Return the cluster with gradient buckets sized for the link between all replicas: the bytes that it carries in 16
+    latencies, in whole MiB."""
     link = cluster.local if len(cluster.nodes) == 1 else cluster.remote
     mebibytes = int(_LATENCIES * link.latency_seconds * link.bytes_per_second) // 2**20
     size = max(LEAST_BUCKET_BYTES, min(MOST_BUCKET_BYTES, mebibytes * 2**20))

@@ -1,4 +1,4 @@
-"""What the planner is told: the group ``plan`` of a configuration."""
+"""The group ``plan`` of a configuration: the user's constraints on the planner."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """What the planner is told; ``auto`` leaves the choice to it.
+    """Constraints on the planner; ``auto`` lets the planner choose.
 
     ``stages``: pipeline stages. ``replicas``: a number for every stage, or one per stage such as ``[1, 2]``.
     ``schedule``: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, or one of your own as ``package.module:function``
-    (:func:`parallax.register_schedule`). ``interleave``: virtual stages per pipeline rank of a schedule that has
+    (:func:`parallax.register_schedule`). ``interleave``: virtual stages per pipeline rank, for a schedule that has
     several. ``activations``: force keep, offload or recompute on every block. ``optimizer`` and ``parameters``: where
-    the optimizer's states, and the parameters with their gradients, live: ``device``, or ``host``, the tier below it.
-    ``shard``: whether the replicas of a stage share the states on their devices, each with a part (``optimizer``), or
-    each have them all (``none``). ``replan``: ``auto`` plans again, once, at the next checkpoint of a run whose steps
-    differ from the prediction by more than a fifth.
+    the optimizer's states, and the parameters with their gradients, are: ``device``, or ``host`` for the offload tier.
+    ``shard``: ``optimizer`` shards the states on the device over a stage's replicas; ``none`` gives every replica all
+    of them. ``replan``: ``auto`` plans again, once, at the next checkpoint of a run whose steps differ from the
+    prediction by more than a fifth.
     """
 
     stages: int | str = AUTO
@@ -45,15 +45,15 @@ class PlanConfig:
         if self.parameters == "host" and self.optimizer == "device":
             freed = " plan.shard=none" if self.shard == "optimizer" else ""
             raise ConfigError(
-                f"plan.parameters=host: the optimizer steps where parameters live; use plan.optimizer=host{freed}, or "
-                "plan.parameters=device"
+                "plan.parameters=host: offloaded parameters need offloaded optimizer states; use "
+                f"plan.optimizer=host{freed}, or plan.parameters=device"
             )
         check_choice("plan.shard", self.shard, [AUTO, "none", "optimizer"])
         if self.shard == "optimizer" and "host" in (self.optimizer, self.parameters):
             resident = " plan.parameters=device" if self.parameters == "host" else ""
             raise ConfigError(
-                "plan.shard=optimizer: replicas share what is below the device in any case, and only that on it can be "
-                f"sharded; use plan.optimizer=device{resident}, or plan.shard=none"
+                "plan.shard=optimizer: only optimizer states on the device can be sharded, and this run offloads them; "
+                f"use plan.optimizer=device{resident}, or plan.shard=none"
             )
         check_choice("plan.replan", self.replan, ["off", AUTO])
         check_count("plan.stages", self.stages)
@@ -75,7 +75,7 @@ class PlanConfig:
 
     @property
     def ranks(self) -> int | None:
-        """Devices that stages and replicas ask for; None where one of them is left open."""
+        """Return the devices that stages and replicas need; None where one of them is auto."""
         if isinstance(self.replicas, list | tuple):
             return sum(self.replicas)
         if AUTO in (self.stages, self.replicas):
@@ -84,19 +84,19 @@ class PlanConfig:
 
     @property
     def freed(self) -> str:
-        """What to type so that the planner chooses everything: a key that was typed has the last word over
-        ``plan=auto``, so each that is not auto is named."""
+        """Return the options that let the planner choose everything. An option that was typed overrides ``plan=auto``,
+        so each that is not auto is named."""
         asked = [key.name for key in fields(self) if getattr(self, key.name) != key.default]
         return " ".join(f"plan.{name}=auto" for name in asked if name != "replan") or "plan=auto"
 
     def load_schedule(self) -> None:
-        """Import a schedule of the user's own: what is wrong with it is said before anything else is done."""
+        """Import the user's own schedule, so that its errors are raised before any other work."""
         if self.schedule != AUTO:
             asked(self.schedule)
 
     @property
     def schedules(self) -> list[Schedule]:
-        """Schedules to try. One of the user's own is imported where it is not known yet."""
+        """Return the schedules to try. The user's own is imported where it is not registered yet."""
         if self.schedule != AUTO:
             return [asked(self.schedule)]
         tried = [schedule for schedule in SCHEDULES.values() if schedule.searched]
@@ -107,18 +107,19 @@ class PlanConfig:
 
     @property
     def has_virtual_stages(self) -> bool:
-        """Whether several stages to a device are asked for."""
+        """Return whether the configuration asks for several stages per device."""
         schedule = SCHEDULES.get(self.schedule)
         return self.interleave not in (AUTO, 1) or (
             schedule is not None and schedule.has_virtual_stages
         )
 
     def interleaves(self, schedule: Schedule) -> tuple[int, ...]:
-        """How many stages to a device are tried."""
+        """Return the numbers of stages per device to try."""
         return schedule.interleaves if self.interleave == AUTO else (int(self.interleave),)
 
     def check_streaming(self, model: str, *, tied: bool) -> None:
-        """Raise :class:`ConfigError` where the runtime cannot have all parameters below the device, as is asked for."""
+        """Raise :class:`ConfigError` where ``plan.parameters=host`` is set and the runtime cannot offload all
+        parameters."""
         if self.parameters == "host" and tied:
             raise ConfigError(
                 f"plan.parameters=host: blocks of {model} share parameters, which must stay on the device: use "
@@ -128,7 +129,7 @@ class PlanConfig:
             schedule.has_virtual_stages or schedule.splits for schedule in self.schedules
         ):
             raise ConfigError(
-                f"plan.parameters=host: parameters visit the device for whole backwards of one stage, which "
-                f"plan.schedule={self.schedules[0]} does not have; use plan.schedule=1f1b or gpipe, or "
+                f"plan.parameters=host: offloaded parameters need one stage per device and backwards that are not "
+                f"split, unlike plan.schedule={self.schedules[0]}; use plan.schedule=1f1b or gpipe, or "
                 "plan.parameters=device"
             )

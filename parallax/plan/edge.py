@@ -1,4 +1,4 @@
-"""The edges of a pipeline: which stage sends to which, and what crosses."""
+"""The edges of a pipeline: sender, receiver and the block whose outputs are sent."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 
 class Edge(NamedTuple):
-    """Stage ``sender`` sends the outputs of block ``block``, its last, to stage ``receiver`` for every micro-batch, and
-    gets their gradients back."""
+    """For every micro-batch stage ``sender`` sends the outputs of ``block``, its last, to stage ``receiver``, which
+    returns their gradients."""
 
     sender: int
     receiver: int

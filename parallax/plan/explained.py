@@ -1,4 +1,4 @@
-"""A plan in sentences, with its numbers."""
+"""A plan as sentences, with its numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parallax.plan.plan import Directive, Plan
 
 
 def explain(plan: Plan, remarks: Sequence[str] = ()) -> list[str]:
-    """Why ``plan`` looks as it does, in sentences with its numbers; ``remarks`` on those come before the choice."""
+    """Return the reasons for ``plan`` as sentences with its numbers; ``remarks`` precede the reasons of the choice."""
     pipeline_ranks = [
         _explain_pipeline_rank(plan, pipeline_rank) for pipeline_rank in range(plan.pipeline_ranks)
     ]
@@ -29,7 +29,7 @@ def _explain_shape(plan: Plan) -> str:
 
 
 def _explain_pipeline_rank(plan: Plan, pipeline_rank: int) -> str:
-    """Where the bytes and the seconds of one pipeline rank go, largest terms first."""
+    """Return the bytes and the seconds of one pipeline rank, largest terms first."""
     stages = [plan.stages[stage] for stage in plan.stages_of(pipeline_rank)]
     rank = plan.prediction.ranks[plan.ranks(pipeline_rank)[0]]
     chosen = [directive for stage in stages for directive in stage.directives]
@@ -58,7 +58,7 @@ def _explain_pipeline_rank(plan: Plan, pipeline_rank: int) -> str:
 
 
 def explain_choice(plan: Plan) -> list[str]:
-    """Why this plan and not the runners-up, and how much better any plan could be."""
+    """Return the comparison with the runners-up, and the possible gain of any other plan."""
     compared = f"{plan.candidates} candidates compared by predicted step time"
     if plan.exact:
         lines = [f"{compared}; none that was left out can be faster by the planner's formula."]
@@ -76,5 +76,5 @@ def explain_choice(plan: Plan) -> list[str]:
 
 
 def _largest(terms: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The three largest terms that are not zero."""
+    """Return the three largest terms that are not zero."""
     return sorted(((k, v) for k, v in terms.items() if v), key=lambda term: -term[1])[:3]

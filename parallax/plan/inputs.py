@@ -1,7 +1,7 @@
-"""What a plan was made from, in one file beside it: the profile and the cluster.
+"""The planner's inputs, in one file beside the plan: the profile and the cluster.
 
-With it a plan can be simulated, explained and corrected later, on another machine, without measuring again. Devices
-that are alike are written once, so a cluster of a thousand takes a few lines.
+With the file a plan can be simulated, explained and corrected later, on another machine, without measuring again. Equal
+devices are written once, so a cluster of a thousand takes a few lines.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the search was given."""
+    """The inputs of a search."""
 
     profile: ModelProfile
     cluster: Cluster
 
     def check(self, plan: Plan) -> None:
-        """Raise :class:`PlanError` where ``plan`` is of another model or needs more devices."""
+        """Raise :class:`PlanError` where ``plan`` is for another model or needs more devices."""
         if (plan.fingerprint, plan.blocks) != (self.profile.fingerprint, len(self.profile.blocks)):
             raise PlanError(
                 f"the plan is of {plan.model} ({plan.fingerprint}, {plan.blocks} blocks), its inputs of "
@@ -58,7 +58,7 @@ class Inputs:
 
     @classmethod
     def load(cls, path: Path) -> Inputs:
-        """Read a file of :meth:`save`; raises :class:`PlanError` for anything else."""
+        """Read a file of :meth:`save`; raises :class:`PlanError` for other content."""
         try:
             data = read_json(path, DOCUMENT_BYTES, largest=LARGEST_NUMBER)
         except (OSError, ValueError) as error:
@@ -81,7 +81,7 @@ class Inputs:
 
 
 def inputs_path(plan: Path) -> Path:
-    """Where the inputs of a plan file are: ``plan.yaml`` has ``plan.inputs.json`` beside it."""
+    """Return the path of a plan's inputs: ``plan.inputs.json`` beside ``plan.yaml``."""
     return plan.with_name(f"{plan.stem}.inputs.json")
 
 
@@ -102,7 +102,7 @@ def _cluster_data(cluster: Cluster) -> dict[str, Any]:
 
 
 def _without_nodes(cluster: Cluster) -> Cluster:
-    """The same links over one device, whose fields are soon converted."""
+    """Return the cluster with one device only, which is fast to convert."""
     first = cluster.nodes[0]
     return dataclasses.replace(
         cluster, nodes=(dataclasses.replace(first, devices=first.devices[:1]),)

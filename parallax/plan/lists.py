@@ -1,7 +1,7 @@
-"""The flat list of actions that every rank of a pipeline rank executes.
+"""The action list of every rank of a pipeline rank.
 
-A schedule only decides the order of forwards and backwards; sends, receives and fetches are put around them
-here, the same way for every schedule. The simulator runs the list on predicted costs, the executor on tensors.
+A schedule only decides the order of forwards and backwards; this module adds sends, receives and fetches, the same for
+every schedule. The simulator runs the list on predicted costs, the executor on tensors.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from parallax.plan.schedule import Action, Kind
 
 
 def actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[Action]:
-    """The whole list of one training step for the ranks of ``pipeline_rank``; its reduce and update are those of all
+    """Return all actions of one training step for the ranks of ``pipeline_rank``; its reduce and its update cover all
     its stages.
 
-    Where a stage offloads, each backward is preceded by a FETCH that stands right after the compute action before it,
-    so that reading overlaps with sending and with the wait for the gradient::
+    Where a stage offloads, each backward has a FETCH right after the preceding compute action, so that reading overlaps
+    with sending and with the wait for the gradient::
 
         1f1b, last but one of several stages, offloading
         F0 S0 | R1 F1 S1 L0 | R B0 S | F2 S2 L1 | R B1 S | ...
@@ -34,8 +34,8 @@ def actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[
 
 
 def evaluation_actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[Action]:
-    """The whole list of one forward pass, for evaluation and inference, for the ranks of ``pipeline_rank``: the
-    schedule's forwards, in its order. Micro-batches stream through, nothing is saved.
+    """Return all actions of one forward pass, for evaluation and inference, for the ranks of ``pipeline_rank``: the
+    schedule's forwards, in its order. Nothing is saved.
 
     ::
 
@@ -54,7 +54,7 @@ def _compute_order(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -
 
 
 def _with_messages(pipeline: Pipeline, action: Action) -> list[Action]:
-    """An action between what it receives and what it sends; nothing is sent along a local edge."""
+    """Return an action between its receive and its send; nothing is sent along a local edge."""
     entering, leaving = (
         edge is not None and not pipeline.is_local(edge)
         for edge in (pipeline.entering(action.stage), pipeline.leaving(action.stage))

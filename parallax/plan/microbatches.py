@@ -1,8 +1,8 @@
-"""Rows per micro-batch that are worth trying.
+"""The candidate rows per micro-batch.
 
-What a micro-batch costs is what it costs the rank with most of its rows, and a step takes as many of them as the batch
-needs. So of two sizes that give the fullest rank as many rows the larger one is better, and of two that need as many
-micro-batches the smaller one: of a batch of B rows over r replicas about 2·√(B / r) sizes are left.
+The rank with the most rows of a micro-batch determines its cost, and the batch size determines their number. So of two
+sizes that give the fullest rank equally many rows the larger one is better, and of two that need equally many
+micro-batches the smaller one: of a batch of B rows over r replicas about 2·√(B / r) sizes remain.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ RATIO = 1.1
 
 
 def sizes(global_batch: int, microbatch: int | str) -> list[int]:
-    """Rows per micro-batch to try: the one asked for, or the batch's halvings down to one row."""
+    """Return the rows per micro-batch to try: the user's, or the batch halved repeatedly down to one row."""
     if microbatch != AUTO:
         return [min(global_batch, int(microbatch))]
     found = [global_batch]
@@ -23,8 +23,8 @@ def sizes(global_batch: int, microbatch: int | str) -> list[int]:
 
 
 def dealt(global_batch: int, replicas: int, step: int = 1) -> list[int]:
-    """Rows per micro-batch such that each of ``replicas`` has a row or more: of every number of rows for a rank the
-    fewest micro-batches, of which ``step`` divides the number, with as few rows as these then need."""
+    """Return rows per micro-batch such that each of ``replicas`` has a row or more: for every number of rows of a rank
+    the fewest micro-batches whose number ``step`` divides, with as few rows as these need."""
     found: list[int] = []
     rows = -(-global_batch // replicas)
     while rows > 0:

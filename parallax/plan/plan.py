@@ -1,4 +1,4 @@
-"""The Plan: what was decided, and what was predicted for it. The planner writes it, the runtime obeys it."""
+"""The Plan: the planner's decisions and their predicted costs. The planner writes it, the runtime executes it."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ VERSION = 3
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-MOST_MOVES = 2**22  # micro-batches through stages of one step: actions are listed one by one
+MOST_MOVES = 2**22  # micro-batches × stages of one step: actions are listed one by one
 _MOST_BYTES = 8 * 2**20  # of a file: a plan of 40,000 ranks
 
-# Of parameters that are stepped at one time where their states are below the device.
+# Bytes of parameters that are stepped at one time where their states are offloaded.
 STATE_BUCKET_BYTES = 2 * 2**20
 
 
-# Terms of a rank's bytes that no allocator of tensors knows of.
+# Terms of a rank's bytes that the allocator of tensors does not contain.
 BESIDE_ALLOCATOR = ("context", "communicators", "ways")
 
 
 class Directive(StrEnum):
-    """What happens to a block's saved activations between forward and backward."""
+    """The treatment of a block's saved activations between forward and backward."""
 
     KEEP = "keep"
     OFFLOAD = "offload"
@@ -50,14 +50,14 @@ class Directive(StrEnum):
 class StagePlan:
     """Blocks ``start`` to ``stop`` on ``replicas`` ranks, with one directive per block.
 
-    ``swap_limit_bytes`` is what offloaded activations may hold on the device at one time; ``tier_bytes`` what
-    they may hold in the tier below. ``optimizer_offload`` is the share of the optimizer's states, and of full-precision
-    copies, that lives in the tier below and is stepped on the host, where they may hold ``state_bytes``;
-    ``parameter_offload`` the share of parameters and gradients that lives there, where these and their full-precision
-    copies may hold ``streamed_bytes``, and visits the device block by block, for every forward and backward. With
-    ``shard_optimizer`` each replica holds, and steps, its part of the states that are on the device. Replicas sum
-    gradients in buckets of ``bucket_bytes``. ``inputs_ahead`` brings the model's inputs to the device while the
-    micro-batch before computes; only the first stage has it.
+    ``swap_limit_bytes`` limits the offloaded activations that are on the device at one time, ``tier_bytes`` those in
+    the offload tier. ``optimizer_offload`` is the share of the optimizer's states, and of full-precision copies, that
+    is offloaded and stepped on the host, within ``state_bytes`` of the tier. ``parameter_offload`` is the share of
+    parameters and gradients that is offloaded; these and their full-precision copies take up to ``streamed_bytes`` of
+    the tier, and are fetched to the device block by block, for every forward and backward. With ``shard_optimizer``
+    each replica holds and steps its shard of the states that are on the device. Replicas sum gradients in buckets of
+    ``bucket_bytes``. ``inputs_ahead`` copies the model's inputs to the device while the previous micro-batch computes;
+    only the first stage may have it.
     """
 
     start: int
@@ -78,8 +78,8 @@ class StagePlan:
         for name in ("shard_optimizer", "inputs_ahead"):
             found = getattr(self, name)
             if not isinstance(found, bool):
-                said = printable(str(found))
-                raise PlanError(f"plan: {name}={said}: accepted are true and false")
+                shown = printable(str(found))
+                raise PlanError(f"plan: {name}={shown}: accepted are true and false")
         _check_numbers(self, float, "optimizer_offload", "parameter_offload")
         _check_numbers(self, int, "start", "stop", "replicas", "swap_limit_bytes")
         _check_numbers(self, int, "tier_bytes", "state_bytes", "streamed_bytes", "bucket_bytes")
@@ -95,14 +95,13 @@ class StagePlan:
 
     @property
     def offloads(self) -> bool:
-        """Whether any block of the stage offloads."""
         return Directive.OFFLOAD in self.directives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPrediction:
-    """The proof for one rank: predicted peak and budget, in bytes of device memory, and where the seconds go.
-    ``returns_freed``: its allocator gives freed memory back at once, because the peak is near the budget."""
+    """The predicted peak of one rank beside its budget, in bytes of device memory, and its stalls. ``returns_freed``:
+    the allocator returns freed memory to the system at once, because the peak is near the budget."""
 
     peak_bytes: int
     budget_bytes: int
@@ -124,10 +123,10 @@ class RankPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePrediction:
-    """Of the fullest rank of one pipeline rank: its bytes at the peak, and the seconds of its step, by term.
+    """The bytes at the peak, and the seconds of a step, of the fullest rank of one pipeline rank, by term.
 
     ``memory``: see :meth:`parallax.plan.cost.stage.StageLoad.memory`. ``seconds``: forward, backward, recompute, stall
-    (for swapped data), reduce (not hidden behind compute), update, idle; their sum is the step.
+    (waiting for swapped data), reduce (not overlapped with compute), update, idle; their sum is the step.
     """
 
     memory: dict[str, int]
@@ -145,7 +144,7 @@ class StagePrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the simulator says of the plan: for every rank, and by terms for every pipeline rank."""
+    """The simulator's result for a plan: per rank, and by term per pipeline rank."""
 
     step_seconds: float
     bubble: float
@@ -158,7 +157,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A plan that was not chosen: what it is, its predicted step, and why not."""
+    """A plan that was not chosen: its description, its predicted step, and the reason."""
 
     description: str
     step_seconds: float
@@ -169,8 +168,8 @@ class Alternative:
 
 
 class Coordinate(NamedTuple):
-    """The place of one rank: its pipeline rank, which replica of that it is, and its number among the ranks that hold
-    parts of the same tensors, which is 0 as long as no stage is split by tensors."""
+    """The place of one rank: its pipeline rank, its replica, and its number among the ranks that hold parts of the same
+    tensors, which is 0 because no stage is split by tensors."""
 
     pipeline_rank: int
     replica: int
@@ -179,11 +178,11 @@ class Coordinate(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Stages in order of data, and how micro-batches run through them: what is simulated, and what a plan decides.
+    """Stages in the order of the data, and the schedule of their micro-batches: the part of a plan that is simulated.
 
     There are ``len(stages) / interleave`` pipeline ranks, each with ``interleave`` virtual stages of equal replica
-    counts; the ``schedule`` says which. ``placement`` lists the ranks by pipeline rank, replica by replica; empty means
-    in order.
+    counts; the ``schedule`` maps stages to pipeline ranks. ``placement`` lists the ranks by pipeline rank, replica by
+    replica; empty means in order.
     """
 
     schedule: Schedule
@@ -202,46 +201,45 @@ class Pipeline:
         return sum(stage.replicas for stage in self.stages[: self.pipeline_ranks])
 
     def micro_batches(self, rows: int) -> int:
-        """Micro-batches that a batch of ``rows`` rows is cut into: never more than it has rows."""
+        """Return the number of micro-batches of a batch of ``rows`` rows; at most one per row."""
         return min(rows, micro_batch_count(rows, self.microbatch))
 
     def pipeline_rank(self, stage: int) -> int:
-        """The pipeline rank that holds a stage."""
+        """Return the pipeline rank that holds a stage."""
         return self.schedule.pipeline_rank_of(stage, self.pipeline_ranks)
 
     def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
-        """The stages that a pipeline rank holds, in the order of the data."""
+        """Return the stages of a pipeline rank, in the order of the data."""
         return self.schedule.stages_of(pipeline_rank, self.pipeline_ranks, self.interleave)
 
     def ranks(self, stage: int) -> tuple[int, ...]:
-        """The ranks of a stage, replica by replica."""
+        """Return the ranks of a stage, replica by replica."""
         return self._ranks[self.pipeline_rank(stage)]
 
     def coordinate(self, rank: int) -> Coordinate:
-        """The place of a rank."""
         if rank not in self._coordinates:
             raise PlanError(f"rank {rank}: the plan has ranks 0 to {self.world_size - 1}")
         return self._coordinates[rank]
 
     def edges(self) -> tuple[Edge, ...]:
-        """What stages send to each other; every stage but the last sends to the one after it."""
+        """Return the edges between stages; every stage but the last sends to the next."""
         return self._edges
 
     def entering(self, stage: int) -> Edge | None:
-        """The edge to ``stage``; None for the stage that takes the model's inputs."""
+        """Return the edge to ``stage``; None for the stage that receives the model's inputs."""
         return self._entering.get(stage)
 
     def leaving(self, stage: int) -> Edge | None:
-        """The edge from ``stage``; None for the stage that computes the loss."""
+        """Return the edge from ``stage``; None for the stage that computes the loss."""
         return self._leaving.get(stage)
 
     def is_local(self, edge: Edge) -> bool:
-        """Whether both ends of ``edge`` are on one pipeline rank, so that nothing is sent."""
+        """Return whether both ends of ``edge`` are on one pipeline rank, so that nothing is sent."""
         return self.pipeline_rank(edge.sender) == self.pipeline_rank(edge.receiver)
 
     @cached_property
     def _ranks(self) -> tuple[tuple[int, ...], ...]:
-        """By pipeline rank, replica by replica."""
+        """Return the ranks of each pipeline rank, replica by replica."""
         order, found, first = self.placement or range(self.world_size), [], 0
         for stage in self.stages[: self.pipeline_ranks]:
             found.append(tuple(order[first : first + stage.replicas]))
@@ -271,15 +269,15 @@ class Pipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Pipeline):
-    """A pipeline with what was decided beside it, and what was predicted. The ``schedule`` may be given by its name.
+    """A pipeline with the other decisions and the prediction. The ``schedule`` may be given by its name.
 
-    With ``gather_loss`` the outputs of all micro-batches and replicas meet on the last stage, and the loss is computed
-    once, of the whole batch; otherwise each micro-batch of each replica has a loss of its own.
+    With ``gather_loss`` the last stage gathers the outputs of all micro-batches and replicas and computes one loss of
+    the whole batch; otherwise each micro-batch of each replica has its own loss.
 
-    ``tier`` is where offloaded data goes, by its name (:mod:`parallax.plan.tier`). ``candidates`` says how many plans
-    the search compared, ``exact`` whether it can say that none was better by its cost model; otherwise none can take
-    less than ``bound_seconds``. ``alternatives`` are the runners-up. ``spare_devices`` of the cluster are left unused,
-    because with them the step would be no shorter.
+    ``tier`` names the offload tier (:mod:`parallax.plan.tier`). ``candidates`` is the number of plans that the search
+    compared. ``exact``: no plan is better by the search's cost model; otherwise no plan takes less than
+    ``bound_seconds``. ``alternatives`` are the runners-up. ``spare_devices`` of the cluster are unused, because with
+    them the step would be no shorter.
     """
 
     model: str
@@ -306,9 +304,7 @@ class Plan(Pipeline):
         _check_numbers(self, float, "bound_seconds")
         words = self.model, self.fingerprint, self.tier, self.schedule.name
         if not all(isinstance(text, str) for text in words):
-            raise PlanError(
-                "a plan names its model, the model's fingerprint, the schedule and the tier in words"
-            )
+            raise PlanError("a plan's model, fingerprint, schedule and tier must be strings")
         if not isinstance(self.gather_loss, bool):
             found = printable(str(self.gather_loss))
             raise PlanError(f"plan: gather_loss={found}: accepted are true and false")
@@ -328,7 +324,7 @@ class Plan(Pipeline):
         if moves > MOST_MOVES:
             raise PlanError(
                 f"{self.micro_batches(self.global_batch)} micro-batches through {len(self.stages)} stages are {moves} "
-                f"moves, and {MOST_MOVES} are the most: use more rows per micro-batch (trainer.microbatch)"
+                f"passes, at most {MOST_MOVES} are accepted: use more rows per micro-batch (trainer.microbatch)"
             )
         self._check_prediction()
 
@@ -360,7 +356,7 @@ class Plan(Pipeline):
             if found.peak_bytes > found.budget_bytes:
                 raise PlanError(
                     f"rank {rank} would need {format_bytes(found.peak_bytes)} of {format_bytes(found.budget_bytes)}: "
-                    "this plan was never proved; plan again"
+                    "the plan exceeds its budget; plan again"
                 )
 
     @property
@@ -368,8 +364,8 @@ class Plan(Pipeline):
         return self.stages[-1].stop
 
     def rows_of(self, rank: int) -> int:
-        """Rows of a global batch that a rank computes; 0 for one that is idle, as replicas are that outnumber the rows
-        of every micro-batch."""
+        """Return the rows of a global batch that a rank computes; 0 for an idle replica, where replicas outnumber the
+        rows of every micro-batch."""
         pipeline_rank, replica, _ = self.coordinate(rank)
         replicas, count = self.stages[pipeline_rank].replicas, self.micro_batches(self.global_batch)
         rows = 0
@@ -380,27 +376,27 @@ class Plan(Pipeline):
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for YAML and JSON."""
+        """Return plain data, for YAML and JSON."""
         named_first = {"model": self.model, "fingerprint": self.fingerprint}
         plain = {**named_first, **asdict(self), "schedule": self.schedule.name}
         data: dict[str, Any] = json.loads(json.dumps(plain))
-        if not self.spare_devices:  # plans without them stay as they were
+        if not self.spare_devices:  # the hash of older plans stays the same
             del data["spare_devices"]
         for rank in data["prediction"]["ranks"]:
             if not rank["returns_freed"]:
                 del rank["returns_freed"]
         for stage in data["stages"]:
-            if not stage["inputs_ahead"]:  # plans without them stay as they were
+            if not stage["inputs_ahead"]:  # the hash of older plans stays the same
                 del stage["inputs_ahead"]
         return data
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
-        """The plan of :meth:`to_dict`; anything else is a :class:`PlanError`."""
+        """Return the plan of :meth:`to_dict`'s data; raises :class:`PlanError` for other data."""
         try:
             fields = dict(data)
             if "version" not in fields:  # written last
-                raise KeyError("it has no version, so it was cut short")
+                raise KeyError("it has no version, so it is truncated")
             stages = tuple(
                 StagePlan(**{**s, "directives": tuple(Directive(d) for d in s["directives"])})
                 for s in fields.pop("stages")
@@ -426,11 +422,11 @@ class Plan(Pipeline):
             ) from error
 
     def allocator_bytes(self, rank: int) -> int:
-        """What a rank may allocate: its budget without what the device holds beside the allocator."""
+        """Return the limit of a rank's allocator: the budget without device memory outside the allocator."""
         return self.prediction.ranks[rank].budget_bytes - self._beside_allocator(rank)
 
     def allocator_peak_bytes(self, rank: int) -> int:
-        """The most that a rank is predicted to allocate: its peak without the same, which no allocator measures."""
+        """Return the predicted peak of a rank's allocator: the peak without memory outside the allocator."""
         return self.prediction.ranks[rank].peak_bytes - self._beside_allocator(rank)
 
     def _beside_allocator(self, rank: int) -> int:
@@ -439,7 +435,7 @@ class Plan(Pipeline):
         return sum(memory.get(term, 0) for term in BESIDE_ALLOCATOR)
 
     def hash(self) -> str:
-        """Equal for equal plans, on every rank."""
+        """Return a hash that is equal for equal plans, on every rank."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
     def save(self, path: Path) -> None:
@@ -463,7 +459,7 @@ class Plan(Pipeline):
         return cls.from_dict(data)
 
     def decisions(self) -> dict[str, Any]:
-        """What the runtime does; equal for plans that differ in their predictions alone."""
+        """Return the fields that the runtime executes; equal for plans that differ only in their predictions."""
         names = (
             "fingerprint",
             "schedule",
@@ -478,7 +474,7 @@ class Plan(Pipeline):
         return {name: value for name, value in self.to_dict().items() if name in names}
 
     def diff(self, other: Plan) -> list[str]:
-        """What differs, one line each: ``key: mine -> theirs``."""
+        """Return one line ``key: mine -> theirs`` for each difference."""
         mine, theirs = dict(_flatten("", self.to_dict())), dict(_flatten("", other.to_dict()))
         return [
             f"{key}: {mine.get(key, '(none)')} -> {theirs.get(key, '(none)')}"
@@ -488,14 +484,14 @@ class Plan(Pipeline):
 
     @property
     def gap(self) -> float:
-        """By what share of the lower bound the predicted step exceeds it; 0 where no bound is known."""
+        """Return the share by which the predicted step exceeds the lower bound; 0 without a bound."""
         return (
             self.prediction.step_seconds / self.bound_seconds - 1 if self.bound_seconds > 0 else 0.0
         )
 
 
 def _check_numbers(owner: object, kind: type, *names: str) -> None:
-    """Fields are whole (``int``) or any (``float``) finite numbers from 0 on."""
+    """Raise :class:`PlanError` unless the fields are whole (``int``) or any (``float``) finite numbers ≥ 0."""
     accepted = (int,) if kind is int else (int, float)
     for name in names:
         value = getattr(owner, name)

@@ -1,9 +1,9 @@
-"""What a model costs, block by block: data only.
+"""The costs of a model, block by block: data only.
 
-A cost is affine in the rows of a micro-batch, ``fixed + per_row · rows``: exact for storage (each saved tensor
-either has the rows in it or not) and good for time beyond the rows that were measured. Between measured numbers of
-rows a cost is interpolated: at one row, products are too small to run at full speed, and workspaces differ. A time may
-have a ``floor`` as well: where kernels are too small to fill a device, launching them is what takes the time.
+A cost is affine in the rows of a micro-batch, ``fixed + per_row · rows``: exact for storage (each saved tensor either
+has the rows in it or not) and good for time beyond the measured rows. Between measured numbers of rows a cost is
+interpolated: at one row, matrix products are too small to run at full speed, and workspaces differ. A time may also
+have a ``floor``: where kernels are too small to fill a device, their launches take the time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from parallax.errors import PlanError, printable
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """``fixed + per_row · rows``, but at least ``floor``, in the unit of its owner. Up to the last of ``points``, which
-    are three pairs of (rows, value) or more, with rising rows, the value is interpolated between them instead."""
+    """``fixed + per_row · rows``, but at least ``floor``, in the unit of its owner. ``points`` are none, or at least
+    three pairs (rows, value) with increasing rows; up to the last one the value is interpolated between them
+    instead."""
 
     fixed: float = 0.0
     per_row: float = 0.0
@@ -33,7 +34,7 @@ class Affine:
     points: tuple[tuple[float, float], ...] = ()
 
     def at(self, rows: float) -> float:
-        """The value for ``rows`` rows; zero rows cost nothing."""
+        """Return the value for ``rows`` rows; 0 for zero rows."""
         if rows <= 0:
             return 0.0
         if self.points and rows <= self.points[-1][0]:
@@ -46,7 +47,7 @@ class Affine:
         return max(0.0, y0 + (y1 - y0) * (rows - x0) / (x1 - x0))
 
     def scaled(self, ratio: float) -> Affine:
-        """The cost times ``ratio``."""
+        """Return the cost times ``ratio``."""
         return Affine(
             self.fixed * ratio,
             self.per_row * ratio,
@@ -56,12 +57,12 @@ class Affine:
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """All that it is made of."""
+        """Return all coefficients and points."""
         return (self.fixed, self.per_row, self.floor, *itertools.chain(*self.points))
 
     @classmethod
     def through(cls, first: tuple[int, float], second: tuple[int, float]) -> Affine:
-        """The line through two ``(rows, value)`` points, kept rising and non-negative at zero rows."""
+        """Return the line through two ``(rows, value)`` points, non-decreasing and non-negative at zero rows."""
         (x0, y0), (x1, y1) = first, second
         if x0 == x1:
             return cls(per_row=y1 / x1)
@@ -71,8 +72,8 @@ class Affine:
 
     @classmethod
     def measured(cls, points: Sequence[tuple[int, float]]) -> Affine:
-        """The cost through (rows, value) ``points``, rising rows. The line beyond the last is drawn from that of a
-        quarter of its rows, or of the next fewer."""
+        """Return the cost through (rows, value) ``points`` with increasing rows. Beyond the last point the line passes
+        through it and the point at a quarter of its rows, or the next fewer."""
         if not points:
             return cls()
         *fewer, last = points
@@ -83,32 +84,32 @@ class Affine:
 
 NOTHING = Affine()
 
-NOISY = 1.5  # times as long as on a free machine: from there on seconds may be anything
+NOISY = 1.5  # times as long as on an idle machine: above it measured seconds are unreliable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
-    """What one block costs on one device.
+    """The costs of one block on one device.
 
-    ``frozen_bytes`` those of ``parameter_bytes`` that are not trained: no gradient, no state of the optimizer and no
-    full-precision copy belongs to them
-    ``largest_bytes`` those of its largest parameter that is trained; 0 where nobody looked: then it may be all of them
-    ``weight_seconds`` is the part of ``backward_seconds`` that computes gradients of parameters; zero-bubble schedules
-    run it apart from the part that computes the gradient of the input. Running it apart takes ``split_seconds`` more
-    ``skipped_seconds`` are those of a forward that a recomputation leaves out: it ends where the last tensor that
-    backward needs is there again
-    ``offload_seconds`` are what forward and backward together take longer where saved activations are offloaded, beside
+    ``frozen_bytes`` the part of ``parameter_bytes`` that is not trained: it has no gradient, no optimizer state and no
+    full-precision copy
+    ``largest_bytes`` of the largest trained parameter; 0 where not measured: then it may be all trained bytes
+    ``weight_seconds`` the part of ``backward_seconds`` that computes gradients of parameters (W); zero-bubble schedules
+    run it apart from the input-gradient pass (B), which takes ``split_seconds`` more
+    ``skipped_seconds`` the part of a forward that recomputation omits: it ends when the last tensor that the backward
+    needs is computed
+    ``offload_seconds`` the slowdown of forward and backward together where saved activations are offloaded, without
     waiting for them
-    ``moved``   bytes of saved activations that may leave the device (per micro-batch in flight)
-    ``stays``   bytes saved for backward that are never moved: small tensors, casts of parameters
-    ``by_loss`` bytes that the loss saves after the last block: they stay under every directive
-    ``input``   bytes of the tensors that enter the block; ``output`` of those that leave it
-    ``forward_work`` and ``backward_work``: bytes that live only while the block runs, beyond its input, output,
+    ``moved``   bytes of saved activations that can be offloaded (per micro-batch in flight)
+    ``stays``   bytes saved for backward that are never offloaded: small tensors, casts of parameters
+    ``by_loss`` bytes that the loss saves after the last block: resident under every directive
+    ``input``   bytes of the block's input tensors; ``output`` of its output tensors
+    ``forward_work`` and ``backward_work``: bytes allocated only while the block runs, beyond its input, output,
     saved activations and (backward) parameter gradients
-    ``gathered_bytes`` of the last block, where the loss is computed once, of all rows: bytes of its outputs for the
-    whole batch; ``gathered_work`` those that the loss needs besides, ``gathered_seconds`` what it takes
-    ``deferred`` bytes that are held from the input half of a backward to its weight half, in place of the saved
-    activations; ``split_work`` is ``backward_work`` of the larger of the halves
+    ``gathered_bytes`` of the last block, where one loss of all rows is computed: bytes of its outputs for the whole
+    batch; ``gathered_work`` the further bytes of that loss, ``gathered_seconds`` its time
+    ``deferred`` bytes held from the input-gradient to the weight-gradient pass, in place of the saved activations;
+    ``split_work`` the ``backward_work`` of the larger of the two passes
     """
 
     name: str
@@ -138,19 +139,19 @@ class BlockCost:
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes of the parameters that are trained."""
+        """Return the bytes of the trained parameters."""
         return self.parameter_bytes - self.frozen_bytes
 
     @property
     def trained(self) -> int:
-        """How many of the parameters are trained."""
+        """Return the number of trained parameters."""
         if not self.frozen_bytes:
             return self.parameters
         return round(self.parameters * self.trained_bytes / self.parameter_bytes)
 
     @property
     def largest_parameter_bytes(self) -> int:
-        """Bytes of its largest parameter that is trained, or more."""
+        """Return an upper bound on the bytes of the largest trained parameter."""
         return self.largest_bytes or self.trained_bytes
 
 
@@ -159,15 +160,15 @@ _NUMBERS = tuple(field.name for field in fields(BlockCost) if field.name != "nam
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
-    """The blocks of a model in order, the parameters they share, and what they were measured on.
+    """The blocks of a model in order, the parameters they share, and the device and precision of the costs.
 
-    ``ties`` lists, per shared parameter that is trained, its bytes and the blocks that use it, ``frozen_ties`` those
-    that are not trained. ``optimizer_bytes`` is what the optimizer keeps for each byte of parameters that it trains
-    (AdamW in fp32: 2.0), ``master_bytes`` what full-precision copies take (0.0 where the parameters are in full
-    precision themselves). ``optimizer_seconds`` is for one byte. The loss is that of ``gathered_rows`` rows, once in a
-    step (0: it is part of the last block). Computing takes ``freeing_slowdown`` times as long where an allocator gives
-    freed memory back to the system at once. ``source`` says whether the figures were measured or derived from shapes,
-    ``disturbance`` how many times as long as on a free machine the work took while they were measured.
+    ``ties`` lists the bytes of each shared trained parameter and the blocks that use it, ``frozen_ties`` those of
+    parameters that are not trained. ``optimizer_bytes`` is the optimizer state for each byte of trained parameters
+    (AdamW in fp32: 2.0), ``master_bytes`` the full-precision copies (0.0 where the parameters are in full precision
+    themselves), ``optimizer_seconds`` the time of an update for each byte. One loss is computed of ``gathered_rows``
+    rows, once in a step (0: the loss is part of the last block). Computing takes ``freeing_slowdown`` times as long
+    where the allocator returns freed memory to the system at once. ``source``: measured, or derived from shapes.
+    ``disturbance``: the measured time relative to an idle machine.
     """
 
     model: str
@@ -220,7 +221,8 @@ class ModelProfile:
         self._check_ties("frozen_ties", [block.frozen_bytes for block in self.blocks])
 
     def _check_ties(self, kind: str, held: Sequence[int]) -> None:
-        """Those of one ``kind`` are of blocks that have so many bytes of such parameters."""
+        """Raise :class:`PlanError` unless the ties of one ``kind`` name blocks that hold as many bytes of such
+        parameters."""
         tied = [0] * len(self.blocks)
         for size, users in getattr(self, kind):
             named = all(0 <= user < len(self.blocks) for user in users) and list(users) == sorted(
@@ -241,31 +243,31 @@ class ModelProfile:
 
     @property
     def noisy(self) -> bool:
-        """Whether other work used the machine while the profile was measured, so that its seconds may be wrong."""
+        """Return whether other work used the machine while the profile was measured, so that its seconds may be
+        wrong."""
         return self.disturbance >= NOISY
 
     @property
     def shared(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """All parameters that several blocks use, trained or not, as :attr:`ties` lists them."""
+        """Return all parameters that several blocks use, trained or not, in the form of :attr:`ties`."""
         return (*self.ties, *self.frozen_ties)
 
     def unique_parameter_bytes(self, blocks: Sequence[int]) -> int:
-        """Bytes of parameters that a stage of ``blocks`` holds: a shared parameter counts once within the stage."""
+        """Return the bytes of parameters of a stage of ``blocks``; a shared parameter counts once within the stage."""
         total = sum(self.blocks[i].parameter_bytes for i in blocks)
         return total - _repeated(self.shared, blocks)
 
     def unique_trained_bytes(self, blocks: Sequence[int]) -> int:
-        """The same of those that are trained."""
+        """Return the bytes of trained parameters of a stage of ``blocks``; a shared one counts once."""
         total = sum(self.blocks[i].trained_bytes for i in blocks)
         return total - _repeated(self.ties, blocks)
 
     def to_json(self) -> str:
-        """The profile as JSON text."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> ModelProfile:
-        """The profile of :meth:`to_json`; raises :class:`PlanError` for anything else."""
+        """Return the profile of :meth:`to_json`'s text; raises :class:`PlanError` for other text."""
         try:
             return cls.from_plain(plain_json(text, largest=LARGEST_NUMBER))
         except ValueError as error:
@@ -275,8 +277,7 @@ class ModelProfile:
 
     @classmethod
     def from_plain(cls, data: Any) -> ModelProfile:
-        """The profile of plain data; raises ValueError for what is none, and PlanError for one that contradicts
-        itself."""
+        """Return the profile of plain data; raises ValueError for other data, and PlanError for contradictions."""
         found: ModelProfile = convert_exactly(cls, data, "profile")
         return found
 
@@ -296,6 +297,6 @@ class ModelProfile:
 
 
 def _repeated(ties: Sequence[tuple[int, tuple[int, ...]]], blocks: Sequence[int]) -> int:
-    """Bytes that ``blocks`` count more than once."""
+    """Return the bytes that ``blocks`` count more than once."""
     inside = set(blocks)
     return sum(size * max(0, len(inside.intersection(users)) - 1) for size, users in ties)

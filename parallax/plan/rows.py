@@ -1,6 +1,6 @@
-"""The row contract: which rows of the global batch each micro-batch, and each replica of a stage, holds.
+"""The row contract: the rows of the global batch in each micro-batch, and in each replica of a stage.
 
-A batch of B rows is cut into M micro-batches at ⌊B·m/M⌋; replica k of r holds rows [⌊b·k/r⌋, ⌊b·(k+1)/r⌋) of a
+A batch of B rows is partitioned into M micro-batches at ⌊B·m/M⌋; replica k of r holds rows [⌊b·k/r⌋, ⌊b·(k+1)/r⌋) of a
 micro-batch of b rows. Nothing needs to divide evenly: intervals may differ by one row, or be empty.
 """
 
@@ -10,12 +10,12 @@ Interval = tuple[int, int]
 
 
 def micro_batch_count(rows: int, micro_batch: int) -> int:
-    """Micro-batches for ``rows`` rows of at most ``micro_batch`` each."""
+    """Return the number of micro-batches of at most ``micro_batch`` rows each for ``rows`` rows."""
     return max(1, -(-rows // micro_batch))
 
 
 def micro_batch_rows(rows: int, micro_batches: int, micro: int) -> Interval:
-    """The rows of the global batch in one micro-batch.
+    """Return the rows of the global batch in one micro-batch.
 
     >>> [micro_batch_rows(7, 3, m) for m in range(3)]
     [(0, 2), (2, 4), (4, 7)]
@@ -24,7 +24,7 @@ def micro_batch_rows(rows: int, micro_batches: int, micro: int) -> Interval:
 
 
 def fewest_rows(rows: int, micro_batches: int) -> int:
-    """Rows of the smallest of the micro-batches that ``rows`` rows are cut into.
+    """Return the rows of the smallest of the micro-batches of a batch of ``rows`` rows.
 
     >>> fewest_rows(7, 3)
     2
@@ -33,7 +33,7 @@ def fewest_rows(rows: int, micro_batches: int) -> int:
 
 
 def replica_rows(rows: int, replicas: int, replica: int) -> Interval:
-    """The rows of a micro-batch of ``rows`` rows that one replica holds.
+    """Return the rows of a micro-batch of ``rows`` rows that one replica holds.
 
     >>> [replica_rows(5, 2, k) for k in range(2)]
     [(0, 2), (2, 5)]
@@ -42,12 +42,13 @@ def replica_rows(rows: int, replicas: int, replica: int) -> Interval:
 
 
 def overlap(a: Interval, b: Interval) -> Interval:
-    """The rows in both intervals; empty when the first is not below the second."""
+    """Return the rows in both intervals; the result is empty where its start is not less than its end."""
     return max(a[0], b[0]), min(a[1], b[1])
 
 
 def peers(rows: int, mine: int, replica: int, theirs: int) -> list[tuple[int, Interval]]:
-    """The replicas of a neighbour stage that share rows with mine, and the shared rows counted from my first.
+    """Return the replicas of a neighbour stage that share rows with ``replica``, and the shared rows, counted from its
+    first.
 
     >>> peers(6, 1, 0, 2)  # one replica here, two there
     [(0, (0, 3)), (1, (3, 6))]

@@ -1,8 +1,8 @@
-"""Tiers: where bytes live that are not on a device, and all that anybody has to know of such a place.
+"""Tiers: the places of bytes that are not on a device, and their properties.
 
-A plan names its tier, and so does a device in a file. Whoever needs more than the name asks the :class:`Tier` of that
-name here, so that nobody compares names: the planner (who shares the way there, where an optimizer steps), the machine
-(how fast it is, how much it holds) and whoever opens a store there (:mod:`parallax.swap.stores.tiers`).
+Plans and device files give a tier by its name. All other properties come from the :class:`Tier` of that name, so that
+no code compares names: the planner reads ``shared`` and ``steps``, the machine reads ``bandwidth`` and ``free_bytes``,
+and stores are opened by tier (:mod:`parallax.swap.stores.tiers`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from parallax.common.files import disk_free_bytes
 from parallax.errors import ConfigError, PlanError, check_choice, printable
 
 AUTO = "auto"
-ROOM_KEYS = ("host_memory", "disk")  # keys of `cluster` that say what tiers may hold
+ROOM_KEYS = ("host_memory", "disk")  # keys of `cluster` that limit the bytes of tiers
 
 
 class Bandwidths(Protocol):
-    """Bytes per second that a machine was measured at, see :class:`parallax.machine.probes.Probes`."""
+    """Measured bytes per second of a machine, see :class:`parallax.machine.probes.Probes`."""
 
     @property
     def directory(self) -> str:
-        """Where swap files would be."""
+        """The folder for swap files."""
 
     @property
     def disk_write(self) -> float:
@@ -45,17 +45,17 @@ class Bandwidths(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """One tier.
+    """The properties of one tier.
 
-    ``name``: what ``swap.tier``, plans and devices call it.
-    ``key``: which key of ``cluster`` says how many bytes of a node it may hold; errors name it.
-    ``shared``: the ranks of a node share its bandwidth; otherwise each device has a way of its own to its host.
-    ``steps``: an optimizer steps in it, on states that stay where they are; elsewhere they come up to be stepped.
-    ``copied_by_threads``: threads of the rank move the bytes, which takes cores from it; otherwise the device does.
-    ``in_ram``: its bytes are in the RAM of the host, so it serves no device that is RAM itself.
-    ``link``: which link of the catalog leads there; empty is the device's link to its host.
-    ``bandwidth``: bytes per second of a write and of a read on a machine that was measured.
-    ``free_bytes``: what it could hold now, of a folder for swap files and the free bytes of the RAM.
+    ``name``: its name in ``swap.tier``, plans and devices.
+    ``key``: the key of ``cluster`` that limits its bytes on a node; errors name it.
+    ``shared``: the ranks of a node share its bandwidth; otherwise each device has its own link to its host.
+    ``steps``: an optimizer can step states in place in it; otherwise states are fetched to the device to be stepped.
+    ``copied_by_threads``: threads of the rank copy the bytes, which takes cores from it; otherwise the device copies.
+    ``in_ram``: its bytes are in the RAM of the host, so no device that is RAM itself can offload to it.
+    ``link``: the link of the catalog that reaches it; empty is the device's link to its host.
+    ``bandwidth``: bytes per second of a write and of a read on a measured machine.
+    ``free_bytes``: its free bytes now, given the folder for swap files and the free bytes of the RAM.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Tier:
 
     @property
     def exists(self) -> bool:
-        """Whether anything can be put there."""
+        """Return whether the tier can hold bytes."""
         return bool(self.key)
 
 
@@ -113,26 +113,26 @@ NONE = Tier(
 )
 
 TIERS: dict[str, Tier] = {tier.name: tier for tier in (HOST, DISK, NONE)}
-"""By name."""
+"""All registered tiers, by name."""
 
 
 def tier_named(name: str) -> Tier:
-    """The tier that a plan or a device names; raises :class:`PlanError` where nobody has registered it."""
+    """Return the tier of a plan or a device; raises :class:`PlanError` for a name that is not registered."""
     if name not in TIERS:
         raise PlanError(
-            f"tier {printable(name)} is not known here: known are {', '.join(TIERS)}; call parallax.register_tier"
+            f"tier {printable(name)} is not registered; registered are {', '.join(TIERS)}; call parallax.register_tier"
         )
     return TIERS[name]
 
 
 def usual_tier(*, device_is_ram: bool) -> Tier:
-    """What ``auto`` means: the host's memory, or the disk where the device itself is RAM (a CPU)."""
+    """Return the tier of ``auto``: host memory, or the disk where the device itself is RAM (a CPU)."""
     return DISK if device_is_ram else HOST
 
 
 def choose_tier(key: str, asked: str, *, device_is_ram: bool) -> Tier:
-    """The tier of the setting ``key``. Raises :class:`ConfigError` where there is none of that name, or where it would
-    put what the device offloads into the same RAM."""
+    """Return the tier of the setting ``key``. Raises :class:`ConfigError` for an unknown name, or for a tier in the RAM
+    that is the device itself."""
     check_tier(key, asked)
     if asked == AUTO:
         return usual_tier(device_is_ram=device_is_ram)

@@ -1,6 +1,6 @@
-"""What a model asks of a device, whatever the device: floating-point operations, bytes and kernels, block by block.
+"""The work of a model on any device: floating-point operations, bytes and kernels, block by block.
 
-The half of an analytic profile that follows from shapes alone; :mod:`parallax.plan.analytic.efficiency` turns it into
+This half of an analytic profile follows from shapes alone; :mod:`parallax.plan.analytic.efficiency` converts it into
 seconds on a kind of device. It comes from a module on the meta device (``model/profiling/count.py``) or from numbers
 (:mod:`parallax.plan.analytic.transformer`).
 """
@@ -17,10 +17,10 @@ class Work:
     """The work of one pass of one block over one micro-batch; all but ``kernels`` is affine in the rows.
 
     ``flops``            operations of matrix products
-    ``attention_flops``  the part of them that attention computes: scores, and scores times values
+    ``attention_flops``  the part of ``flops`` in attention: scores, and scores times values
     ``operands``         numbers of activations that the other matrix products read and write
     ``bytes``            memory traffic of all other operators
-    ``kernels``          kernels launched, whatever the rows
+    ``kernels``          kernels launched, independent of the rows
     """
 
     flops: Affine = NOTHING
@@ -33,7 +33,7 @@ class Work:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWork:
     """One block. The bytes have the meaning they have in :class:`~parallax.plan.profile.BlockCost`; ``gathered`` is the
-    loss of all rows, where it is computed once."""
+    work of one loss of all rows, where there is one."""
 
     name: str
     parameters: int
@@ -59,8 +59,8 @@ class BlockWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWork:
-    """The blocks of a model in order. ``dtype`` is the one of its matrix products (fp32, tf32, bf16, fp16, fp64);
-    the other fields have the meaning they have in :class:`~parallax.plan.profile.ModelProfile`."""
+    """The blocks of a model in order. ``dtype`` is that of its matrix products (fp32, tf32, bf16, fp16, fp64); the
+    other fields have the meaning they have in :class:`~parallax.plan.profile.ModelProfile`."""
 
     model: str
     fingerprint: str

@@ -162,7 +162,7 @@ WRONG_ELSEWHERE = [
     ),
     (
         ["plan", *DGX, "plan.schedule=builtins:max"],
-        "its function gave int; accepted is a list of Action",
+        "its function returned int; accepted is a list of Action",
     ),
     (["calibrate", "nowhere"], "runs/nowhere is no run directory"),
 ]

@@ -1,1 +1,1 @@
-"""Profiles and clusters from numbers, for what is not at hand."""
+"""Profiles and clusters from published figures, for hardware that is not available."""

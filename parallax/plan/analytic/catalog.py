@@ -1,7 +1,7 @@
-"""Clusters that are not at hand, put together from the kinds in :mod:`parallax.plan.analytic.hardware`, to plan for.
+"""Clusters that are not available, built from the kinds in :mod:`parallax.plan.analytic.hardware`, to plan for.
 
-A catalog cluster has one or more sorts of nodes; each sort has one kind of device. What a plan needs to know beyond
-data sheets is asked for here: how many, which links, what the hosts hold, and what a device costs per hour.
+A catalog cluster has one or more sorts of nodes; each sort has one kind of device. The configuration adds the numbers
+that are not in data sheets: counts, links, the hosts' memory and disk, and the price of a device per hour.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ UPDATE_BYTES = 28
 """Bytes that AdamW in fp32 on the host moves for one parameter: it reads weight, gradient and two moments, and writes
 all but the gradient."""
 ALLOCATOR_BYTES = 256 * 2**20
-"""What PyTorch's caching allocator reserves whatever the model: small segments and workspaces of libraries."""
+"""Bytes that PyTorch's caching allocator reserves for any model: small segments and workspaces of libraries."""
 GAP_TENSORS = 113.0
-"""What it reserves beyond its tensors, in tensors of the size of those between layers; a transformer's layer saves
+"""Memory it reserves beyond its tensors, in tensors of the size of those between layers; a transformer's layer saves
 sixteen of that size. Holes are that large because a request larger than a hole gets new memory and a smaller one splits
-it; they do not grow with the micro-batches in flight, because what one leaves behind the next one uses. Replaying a
-step's tensors by the allocator's rules leaves 7 to 55 of them; published runs of another engine reserved 62 to 92 more
-than the planner's tensors, most of it gradients that this engine widens module by module (``benchmarks/validation``).
-This one widens them in buckets; as what it leaves was never measured on such devices, the number covers those runs."""
+it; they do not grow with the micro-batches in flight, because the next one reuses the holes of the previous one.
+Replaying a step's tensors by the allocator's rules leaves 7 to 55 of them; published runs of another engine reserved 62
+to 92 more than the planner's tensors, most of it gradients that this engine widens module by module
+(``benchmarks/validation``). This one widens them in buckets; as its holes were never measured on such devices, the
+number covers those runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CatalogClusterConfig:
     """Machines to plan for without having them. Lists describe several sorts of nodes, one entry each.
 
-    ``device``: a kind such as a100-80. ``nodes`` with ``devices_per_node`` each; ``devices``: how many in all, which
-    asks for as many nodes as they need, or spreads them evenly over the ``nodes`` given. ``device_memory``: the budget
-    of each device, of which context and libraries take their part (auto: all that the kind has); ``host_memory`` and
-    ``disk`` of each node are the tiers below. ``local`` links devices of a node and ``remote`` nodes, per device;
-    ``host`` links a device to its host (auto: what the kind of device has). ``host_bandwidth``: bytes per second of a
-    node's memory, which the host's optimizer works in. ``price_per_hour`` of a device, in any currency.
+    ``device``: a kind such as a100-80. ``nodes`` with ``devices_per_node`` each; ``devices``: the total number, on as
+    many nodes as they need, or spread evenly over the ``nodes`` given. ``device_memory``: the budget of each device,
+    including context and libraries (auto: all memory of the kind); ``host_memory`` and ``disk``: bytes of each node's
+    offload tiers. ``local`` links devices of a node and ``remote`` nodes, per device; ``host`` links a device to its
+    host (auto: the link of the kind of device). ``host_bandwidth``: bytes per second of a node's memory, for the host's
+    optimizer. ``price_per_hour`` of a device, in any currency.
     """
 
     name: str = "catalog"
@@ -90,17 +91,17 @@ class CatalogClusterConfig:
 
     @property
     def sorts(self) -> int:
-        """How many sorts of nodes there are."""
+        """Return the number of sorts of nodes."""
         return len(_listed(self.device))
 
     @property
     def kind(self) -> DeviceKind:
-        """The first kind of device: the one that profiles are for."""
+        """Return the first kind of device, the one of the profile."""
         return device_kind(_listed(self.device)[0])
 
     def build(self, *, dtype: str = "bf16", tier: str = AUTO, weight_bytes: int = 4) -> Cluster:
-        """The cluster. ``dtype`` is the one of matrix products, in which kinds of devices are compared; ``tier`` is
-        where offloaded data goes (auto, or a tier's name); a parameter takes ``weight_bytes``."""
+        """Return the cluster. ``dtype`` of matrix products is the one in which kinds of devices are compared; ``tier``
+        receives offloaded data (auto, or a tier's name); a parameter takes ``weight_bytes``."""
         check_tier("swap.tier", tier)
         nodes: list[Node] = []
         kinds = [device_kind(name) for name in _listed(self.device)]
@@ -128,7 +129,7 @@ class CatalogClusterConfig:
         return with_buckets(found)
 
     def _counts(self) -> list[list[int]]:
-        """Devices of every node, sort by sort."""
+        """Return the number of devices of every node, sort by sort."""
         if self.devices == AUTO:
             nodes = [_entry(self.nodes, sort) for sort in range(self.sorts)]
             return [
@@ -155,7 +156,8 @@ class CatalogClusterConfig:
         return [[devices // nodes] * nodes]
 
     def _device(self, kind: DeviceKind, count: int, tier: str, weight_bytes: int) -> Device:
-        """One of ``count`` devices of a node, with its share of the host. A CPU's memory has no caching allocator."""
+        """Return one of ``count`` devices of a node, with its share of the host. A CPU's memory has no caching
+        allocator."""
         caching = kind.host_link != DISK.link
         below = usual_tier(device_is_ram=not caching) if tier == AUTO else tier_named(tier)
         link = link_kind(below.link).link() if below.link else self._link("host", kind.host_link)
@@ -180,7 +182,7 @@ class CatalogClusterConfig:
         )
 
     def _memory(self, kind: DeviceKind) -> int:
-        """The budget of one device."""
+        """Return the budget of one device."""
         if self.device_memory == AUTO:
             return kind.memory_bytes
         asked = parse_bytes(self.device_memory, "cluster.device_memory")
@@ -205,6 +207,6 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _entry(value: Any, sort: int) -> Any:
-    """The value for one sort of nodes; a single value is for all."""
+    """Return the value for one sort of nodes; a single value is for all."""
     listed = _listed(value)
     return listed[sort if len(listed) > 1 else 0]

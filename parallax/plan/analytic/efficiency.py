@@ -1,25 +1,25 @@
-"""From what a model asks to the seconds a kind of device takes, with few numbers that measurements correct.
+"""Convert a model's work into seconds on a kind of device, with a few coefficients that measurements correct.
 
 A device reaches a share of its peaks: ``matmul`` of its operations per second in large matrix products, ``attention``
 of them in attention, and ``bandwidth`` of its memory's bytes per second in everything else.
 
 Products of narrow matrices reach less: they are computed in tiles, of which the last in each direction is partly empty,
 and each tile fills and drains a pipeline. A product of ``inner`` numbers per token into ``outer`` reaches the share
-matmul / (1 + tile · (1/inner + 1/outer)). Since its operations are 2 · tokens · inner · outer, that is the time of
-2 · tile more operations for each of the tokens · (inner + outer) activations that enter and leave it, its ``operands``,
-so the time of several products is a sum over them.
+matmul / (1 + tile · (1/inner + 1/outer)). Since its operations are 2 · tokens · inner · outer, that is the time of 2 ·
+tile more operations for each of its tokens · (inner + outer) input and output activations, its ``operands``, so the
+time of several products is a sum over them.
 
-Small kernels reach less too. A kernel that starts and ends in ``kernel_seconds`` reaches e(w) = w / (w + w₀) of what
-large ones do, w being its work and w₀ what the device does in those seconds; since w / e(w) = w + w₀, its time is
-affine in w (Hockney's half-performance length, 1988). And however small kernels are, the host needs ``launch_seconds``
-to issue each of them, which is the floor of a block's time. So a block's seconds are exactly an
+Small kernels reach less too. A kernel that starts and ends in ``kernel_seconds`` reaches e(w) = w / (w + w₀) of the
+rate of large ones, w being its work and w₀ the device's work in those seconds; since w / e(w) = w + w₀, its time is
+affine in w (Hockney's half-performance length, 1988). And the host needs ``launch_seconds`` to issue each kernel,
+however small, which is the floor of a block's time. So a block's seconds are exactly an
 :class:`~parallax.plan.profile.Affine` of its rows::
 
     seconds(rows) = max(kernels · launch_seconds,
                         kernels · kernel_seconds + (flops(rows) + 2 · tile · operands(rows)) / (matmul · peak)
                         + attention flops(rows) / (attention · peak) + bytes(rows) / (bandwidth · peak))
 
-:func:`calibrate` fits these numbers to any measurements that they predict.
+:func:`calibrate` fits these coefficients to measurements.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from parallax.plan.work import BlockWork, ModelWork, Work
 
 
 def _share(default: float, *, spread: float, most: float = 1.0) -> float:
-    """A share of a peak. Before anything is measured, its logarithm is known to within ``spread`` (a standard
-    deviation), and software is known to reach ``most``."""
+    """Return a field for a share of a peak. Before any measurement, its logarithm is known to within ``spread`` (a
+    standard deviation), and software reaches at most ``most``."""
     return field(default=default, metadata={"spread": spread, "most": most, "share": True})
 
 
 def _seconds(default: float) -> float:
-    """Seconds that software takes, of which the order of magnitude is known."""
+    """Return a field for seconds of software, whose order of magnitude is known."""
     return field(default=default, metadata={"spread": 1.0, "most": math.inf, "share": False})
 
 
 def _size(default: float) -> float:
-    """A size in numbers of a matrix."""
+    """Return a field for a size of a matrix, in numbers."""
     return field(default=default, metadata={"spread": 0.3, "most": math.inf, "share": False})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """What software reaches of a device.
+    """The share of a device's peaks that software reaches.
 
     ``matmul``            share of peak operations per second in large matrix products
     ``tile``              width in numbers at which a square matrix product reaches a third of ``matmul``
@@ -72,7 +72,7 @@ class Efficiency:
     ``step_seconds``      seconds of a step besides its blocks, transfers, reductions and update
 
     The defaults are those of eager PyTorch on a server: an operation that :class:`~parallax.plan.work.Work` counts as
-    one kernel is two or three, of 10 µs each on the host; optimizers are fused; all-reduces reach what nccl-tests does.
+    one kernel is two or three, of 10 µs each on the host; optimizers are fused; all-reduces are as fast as nccl-tests.
     """
 
     matmul: float = _share(0.7, spread=0.1, most=0.9)
@@ -100,12 +100,12 @@ class Efficiency:
                 raise ConfigError(f"{text}: accepted are finite {unit} from 0")
 
     def to_json(self) -> str:
-        """The numbers as JSON text."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Efficiency:
-        """The numbers of :meth:`to_json`; those left out keep their defaults. Raises :class:`ConfigError`."""
+        """Return the coefficients in the JSON ``text``; missing ones keep their defaults. Raises
+        :class:`ConfigError`."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -159,12 +159,12 @@ DEFAULTS: dict[str, Efficiency] = {
     "h200": _H100,
     # 72 W hold the clock at about half of its maximum under tensor load.
     "l4": Efficiency(matmul=0.50, tile=0.0, attention=0.50, bandwidth=0.80),
-    # 450 W hold the clock near its maximum; a 72 MB cache helps what streams.
+    # 450 W hold the clock near its maximum; a 72 MB cache helps streaming kernels.
     "rtx4090": Efficiency(matmul=0.80, tile=0.0, attention=0.80, bandwidth=0.85),
     # Derived: the shares of h100, whose power limit grew as its peak did.
     "b200": _H100,
-    # 105 of 160 GFLOP/s in fp32 products, 12 of 20 GB/s in copies; operators run as they are issued, so what they
-    # cost is counted once, in kernel_seconds.
+    # 105 of 160 GFLOP/s in fp32 products, 12 of 20 GB/s in copies; operators run as they are issued, so their
+    # overhead is counted once, in kernel_seconds.
     "cpu-core": Efficiency(
         matmul=0.65,
         tile=0.0,
@@ -176,7 +176,7 @@ DEFAULTS: dict[str, Efficiency] = {
         step_seconds=1e-3,
     ),
 }
-"""What to expect of a kind of device before anything was measured on it."""
+"""The default coefficients of a kind of device, before any measurement on it."""
 
 
 _A100_SAYS = (
@@ -191,7 +191,7 @@ _SAYS = {"a100-40": _A100_SAYS, "a100-80": _A100_SAYS, "h100": _H100_SAYS}
 
 
 def describe_figures(kind: str) -> str:
-    """The software that the default figures of a kind assume, and their error, in a sentence."""
+    """Return one sentence on the software that a kind's default coefficients assume, and on their error."""
     usual = (
         "typical of eager PyTorch, without torch.compile, and fitted to no published step of this device: they may be "
         "off by a third"
@@ -200,19 +200,19 @@ def describe_figures(kind: str) -> str:
 
 
 def explain_figures(profile: ModelProfile | None) -> list[str]:
-    """The software and the error of the catalog's figures, where the profile was computed from them."""
+    """Return the software and the error of the catalog's figures, if the profile was computed from them."""
     if profile is None or profile.source != "analytic":
         return []
     return [describe_figures(profile.device)]
 
 
 def default_efficiency(kind: DeviceKind) -> Efficiency:
-    """What a kind usually reaches; kinds that are not in :data:`DEFAULTS` get the class's defaults."""
+    """Return the default coefficients of a kind; kinds without an entry in :data:`DEFAULTS` get the class's."""
     return DEFAULTS.get(kind.name, Efficiency())
 
 
 def price(work: ModelWork, kind: DeviceKind, efficiency: Efficiency | None = None) -> ModelProfile:
-    """The profile of a model on a kind of device, for which nothing needs to be run."""
+    """Return the profile of a model on a kind of device, without running anything."""
     reached = efficiency or default_efficiency(kind)
     peak = kind.peak(work.dtype)
     rate = _Rate(
@@ -241,7 +241,7 @@ def price(work: ModelWork, kind: DeviceKind, efficiency: Efficiency | None = Non
 
 @dataclass(frozen=True, slots=True)
 class _Rate:
-    """Operations and bytes per second that are reached, and what a kernel costs besides."""
+    """Reached operations and bytes per second, and the further cost of a kernel."""
 
     flops: float
     attention: float
@@ -249,7 +249,7 @@ class _Rate:
     reached: Efficiency
 
     def seconds(self, *works: Work) -> Affine:
-        """Seconds of works that run one after the other."""
+        """Return the seconds of works that run one after the other."""
         kernels = sum(work.kernels for work in works)
         return Affine(
             fixed=kernels * self.reached.kernel_seconds
@@ -259,7 +259,8 @@ class _Rate:
         )
 
     def _busy(self, work: Work, part: str) -> float:
-        """Seconds of the ``part`` (fixed or per_row) of one work in which the device computes or moves bytes."""
+        """Return the seconds of the ``part`` (fixed or per_row) of one work in which the device computes or moves
+        bytes."""
         flops, attention, operands, moved = (
             getattr(figure, part)
             for figure in (work.flops, work.attention_flops, work.operands, work.bytes)
@@ -294,15 +295,15 @@ def _cost(block: BlockWork, rate: _Rate) -> BlockCost:
 
 
 def _update_traffic(work: ModelWork) -> float:
-    """Bytes that an optimizer moves for one byte of parameters: it reads and writes its states and the copies it
-    steps, reads the gradients and writes the parameters, which it reads too where there are no copies."""
+    """Return the bytes that an optimizer moves for one byte of parameters: it reads and writes its states and the
+    copies it steps, reads the gradients and writes the parameters, which it also reads if there are no copies."""
     parameters = 1.0 if work.master_bytes > 0 else 2.0
     return 2 * (work.optimizer_bytes + work.master_bytes) + work.gradient_bytes + parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A measurement and the way to predict it, in seconds above zero."""
+    """A measurement in seconds above zero, and a function that predicts it."""
 
     predict: Callable[[Efficiency], float]
     seconds: float
@@ -311,10 +312,10 @@ class Observation:
 NOISE = 0.03
 """Standard deviation of the logarithm of a measurement around the best prediction of it."""
 OUTLIER = 2.0
-"""Standard deviations beyond which a measurement pulls no harder (Huber 1964)."""
+"""Standard deviations beyond which the weight of a measurement falls (Huber 1964)."""
 LAUNCHES = (1.0, 5.0)
-"""Multiples of ``launch_seconds`` to start from: where launching is not what takes the time, nothing tells how long it
-takes, so an optimum on one side of that floor cannot be seen from the other."""
+"""Multiples of ``launch_seconds`` to start from: where launches do not determine the time, the loss has no slope in
+them, so a descent from one side of that floor does not find an optimum on the other."""
 STEP = 1e-4
 """Change of a logarithm by which derivatives are taken."""
 LONGEST = 1.0
@@ -327,15 +328,15 @@ ENOUGH = 1e-7
 def calibrate(
     start: Efficiency, observations: Sequence[Observation], fields: Sequence[str] | None = None
 ) -> Efficiency:
-    """The numbers that predict ``observations`` best, without leaving ``start`` for no reason.
+    """Return the coefficients that predict ``observations`` best and are close to ``start``.
 
     Minimises Σ huber(log(predicted / measured) / noise) + Σ (log(number / start) / spread)² over the logarithms of
     ``fields`` (all that are above zero) by Levenberg's and Marquardt's damped Gauss–Newton steps (Marquardt 1963) with
     Huber's weights. Logarithms, because errors of times and of rates are relative; the second sum, a log-normal prior,
-    keeps what the observations do not tell, so one measurement is as welcome as a hundred.
+    determines coefficients that the observations do not, so a single measurement is enough.
 
-    Raises :class:`ConfigError` for measurements or predictions that are not above zero and for numbers that cannot be
-    fitted.
+    Raises :class:`ConfigError` for measurements or predictions that are not above zero and for coefficients that cannot
+    be fitted.
     """
     chosen = (
         tuple(fields)
@@ -362,7 +363,7 @@ Vector = NDArray[np.float64]
 
 
 class _Fit:
-    """One calibration. A point is the logarithm of each number relative to its start."""
+    """One calibration. A point is the logarithm of each coefficient relative to its start."""
 
     def __init__(
         self, start: Efficiency, observations: Sequence[Observation], names: tuple[str, ...]
@@ -375,14 +376,14 @@ class _Fit:
         self.measured = np.log([observation.seconds for observation in observations])
 
     def at(self, point: Vector) -> Efficiency:
-        """The numbers at a point."""
+        """Return the coefficients at a point."""
         values = np.minimum(np.exp(self.origin + point), self.most)
         return replace(
             self.start, **{name: float(value) for name, value in zip(self.names, values)}
         )
 
     def residuals(self, point: Vector) -> Vector:
-        """Errors of all observations in standard deviations."""
+        """Return the errors of all observations in standard deviations."""
         efficiency = self.at(point)
         predicted = np.array([observation.predict(efficiency) for observation in self.observations])
         if not np.all((predicted > 0) & np.isfinite(predicted)):
@@ -392,7 +393,8 @@ class _Fit:
         return np.asarray((np.log(predicted) - self.measured) / NOISE)
 
     def jacobian(self, point: Vector) -> Vector:
-        """Derivatives of the residuals, shape (observations, numbers); one-sided where a share is at its bound."""
+        """Return the derivatives of the residuals, shape (observations, coefficients); one-sided where a share is at
+        its bound."""
         columns = []
         for index in range(len(point)):
             step = np.zeros_like(point)
@@ -409,7 +411,7 @@ class _Fit:
         return float(huber.sum() + (self.precision * point**2).sum())
 
     def solve(self) -> Efficiency:
-        """The best of the descents from every start."""
+        """Return the best result of the descents from every start."""
         launch = np.array([float(name == "launch_seconds") for name in self.names])
         starts = [
             math.log(multiple) * launch for multiple in (LAUNCHES if launch.any() else LAUNCHES[:1])
@@ -439,14 +441,14 @@ class _Fit:
         return loss, point
 
     def slope(self, point: Vector, residuals: Vector) -> tuple[Vector, Vector]:
-        """Half of the loss's curvature, by Gauss and Newton, and half of its gradient."""
+        """Return half of the loss's curvature, by Gauss and Newton, and half of its gradient."""
         slopes = self.jacobian(point)
         weights = OUTLIER / np.maximum(OUTLIER, np.abs(residuals))
         curvature = slopes.T @ (weights[:, None] * slopes) + np.diag(self.precision)
         return curvature, slopes.T @ (weights * residuals) + self.precision * point
 
     def step(self, point: Vector, curvature: Vector, gradient: Vector, damping: float) -> Vector:
-        """The damped step; a share that would leave its bound outwards stays there."""
+        """Return the point after a damped step; a share at its bound with an outward gradient stays there."""
         free = (point < self.highest) | (gradient > 0)
         system = (curvature + damping * np.diag(np.diag(curvature)))[np.ix_(free, free)]
         step = np.zeros_like(point)

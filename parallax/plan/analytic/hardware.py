@@ -1,9 +1,9 @@
-"""What devices and links can do on paper, by kind, so that machines that are not at hand can be planned for.
+"""Figures of devices and links from data sheets, by kind, to plan for machines that are not available.
 
-Peaks are for dense matrices with fp32 accumulation where the vendor tells the two apart; what training reaches of them
-is the matter of :mod:`parallax.plan.analytic.efficiency`. Device memory is what CUDA reports as total, which is a
-little below the size in the data sheet: firmware and error correction take the rest. Links have the data sheet's bytes
-per second in one direction and the share of them that large transfers reach.
+Peaks are for dense matrices with fp32 accumulation where the vendor distinguishes the two; the share that training
+reaches is in :mod:`parallax.plan.analytic.efficiency`. Device memory is CUDA's total, which is a little below the size
+in the data sheet: firmware and error correction use the rest. Links have the data sheet's bytes per second in one
+direction and the share of them that large transfers reach.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _MIB = 2**20
 class DeviceKind:
     """One kind of device.
 
-    ``memory_bytes``      what programs can allocate, the driver's context included
+    ``memory_bytes``      bytes that programs can allocate, the driver's context included
     ``flops``             peak floating-point operations per second of dense matrix products, by :data:`DTYPES`
     ``bytes_per_second``  peak of its memory
-    ``context_bytes``     what driver context and libraries (cuBLAS, NCCL) take before the first tensor
+    ``context_bytes``     bytes of driver context and libraries (cuBLAS, NCCL) before the first tensor
     ``host_link``         the link to its host, ``device_link`` the one to its neighbours in the node: names in
                           :data:`LINK_KINDS`
-    ``source``            where the figures come from
+    ``source``            the source of the figures
     """
 
     name: str
@@ -58,15 +58,15 @@ class DeviceKind:
             )
 
     def peak(self, dtype: str) -> float:
-        """Peak floating-point operations per second of matrix products in ``dtype``."""
+        """Return the peak floating-point operations per second of matrix products in ``dtype``."""
         check_choice("dtype", dtype, DTYPES)
         return self.flops[dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkKind:
-    """One kind of link, in one direction: the data sheet's ``raw_bytes_per_second``, the share of them that large
-    transfers ``reached``, and the seconds that the smallest one takes."""
+    """One kind of link, in one direction: the data sheet's ``raw_bytes_per_second``, the share ``reached`` by large
+    transfers, and the seconds of the smallest one."""
 
     name: str
     raw_bytes_per_second: float
@@ -84,44 +84,43 @@ class LinkKind:
 
     @property
     def bytes_per_second(self) -> float:
-        """What large transfers reach in one direction."""
+        """Return the bytes per second of large transfers in one direction."""
         return self.raw_bytes_per_second * self.reached
 
     def link(self) -> Link:
-        """The link for a cluster."""
         return Link(bytes_per_second=self.bytes_per_second, latency_seconds=self.latency_seconds)
 
 
 CHANNELS, EDGE_CHANNELS = 16, 4
-"""The most channels that NCCL is given, for a group that sums and for a way between two ranks (NCCL_MAX_NCHANNELS,
-NCCL_MAX_P2P_NCHANNELS); by itself it takes up to 64, each with buffers of its own."""
+"""The most channels that NCCL is given, for a group that sums and for one direction between two ranks
+(NCCL_MAX_NCHANNELS, NCCL_MAX_P2P_NCHANNELS); by itself it takes up to 64, each with buffers of its own."""
 _SIMPLE, _LL, _LL128 = 4 * _MIB, 8 * 512 * 8 * 16, 120 * 640 * 8 * 8
 """Bytes of a connection's buffers by protocol: NCCL_BUFFSIZE, 4 MiB as documented; the others are lines × threads ×
 steps × bytes of NCCL's source (src/init.cc)."""
 _TREE_AND_RING = (
-    4  # connections of a channel from which a rank receives: of a ring one, of a double tree three
+    4  # receiving connections of a channel on a rank: of a ring one, of a double tree three
 )
 
 
 def collective_bytes(channels: int = CHANNELS) -> int:
-    """Device bytes of one communicator in which ranks sum tensors: buffers of all protocols."""
+    """Return the device bytes of one communicator in which ranks sum tensors: buffers of all protocols."""
     return channels * _TREE_AND_RING * (_SIMPLE + _LL + _LL128)
 
 
 def edge_bytes(channels: int = EDGE_CHANNELS) -> int:
-    """Those of one way between two ranks: LL128 carries no messages between two."""
+    """Return the device bytes of one direction between two ranks: LL128 carries no point-to-point messages."""
     return channels * (_SIMPLE + _LL)
 
 
 def usual_context(name: str) -> int:
-    """Bytes of the context of a device that calls itself so, and of the largest known where it is of no known kind."""
+    """Return the context bytes of a device by its name; for an unknown kind the largest known."""
     plain, known = name.lower().replace(" ", ""), _with_context()
     alike = [kind for kind in known if kind.name.split("-")[0] in plain]
     return max(kind.context_bytes for kind in alike or known)
 
 
 def usual_contexts() -> tuple[int, int]:
-    """The least and the most bytes of a context of the known kinds."""
+    """Return the least and the most bytes of a context of the known kinds."""
     found = [kind.context_bytes for kind in _with_context()]
     return min(found), max(found)
 
@@ -131,19 +130,19 @@ def _with_context() -> list[DeviceKind]:
 
 
 def device_kind(name: str) -> DeviceKind:
-    """The device of that name; raises :class:`ConfigError` naming the nearest."""
+    """Return the device of that name; raises :class:`ConfigError` naming the nearest."""
     check_choice("device kind", name, DEVICE_KINDS)
     return DEVICE_KINDS[name]
 
 
 def link_kind(name: str) -> LinkKind:
-    """The link of that name; raises :class:`ConfigError` naming the nearest."""
+    """Return the link of that name; raises :class:`ConfigError` naming the nearest."""
     check_choice("link kind", name, LINK_KINDS)
     return LINK_KINDS[name]
 
 
 def _tera(fp64: float, fp32: float, tf32: float, fp16: float, bf16: float) -> Mapping[str, float]:
-    """Peaks from 10¹² operations per second."""
+    """Return peaks from units of 10¹² operations per second."""
     return MappingProxyType(
         {name: peak * 1e12 for name, peak in zip(DTYPES, (fp64, fp32, tf32, fp16, bf16))}
     )

@@ -1,9 +1,9 @@
-"""How numbers are stored: what a parameter and an activation take under a recipe for training.
+"""Number formats: the bytes of a parameter and of an activation under a recipe for training.
 
-Mixed precision is done in two ways. Megatron's (Narayanan et al. 2021; Micikevicius et al. 2018) keeps parameters and
-gradients in two bytes and a full-precision copy with the optimizer; torch autocast keeps parameters and gradients in
-full precision and casts each weight once per micro-batch. Both run as they are planned here:
-``parallax/model/precision.py`` names its formats as recipes are named.
+There are two kinds of mixed precision. Megatron's (Narayanan et al. 2021; Micikevicius et al. 2018) keeps parameters
+and gradients in two bytes and a full-precision copy with the optimizer; torch autocast keeps parameters and gradients
+in full precision and casts each weight once per micro-batch. The runtime executes both as planned here:
+``parallax/model/precision.py`` uses the names of these recipes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from parallax.errors import check_choice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BytesPerParameter:
-    """Bytes of one number. ``dtype`` is the one of matrix products, ``compute`` its bytes; ``residual`` those of the
-    stream between blocks, which autocast leaves in full precision because norms do. Per parameter: ``weight``,
+    """Bytes of one number. ``dtype`` is that of matrix products, ``compute`` its bytes; ``residual`` those of the
+    stream between blocks, which autocast keeps in full precision because norms return it. Per parameter: ``weight``,
     ``gradient``, ``master`` (full-precision copy), ``optimizer`` (AdamW: two moments), and ``cast``, the copy that
     autocast keeps of the weight of a matrix product between forward and backward."""
 
@@ -69,6 +69,6 @@ RECIPES: dict[str, BytesPerParameter] = {
 
 
 def recipe(precision: str) -> BytesPerParameter:
-    """The recipe of that name; raises :class:`~parallax.errors.ConfigError` naming the nearest."""
+    """Return the recipe of that name; raises :class:`~parallax.errors.ConfigError` naming the nearest."""
     check_choice("precision", precision, RECIPES)
     return RECIPES[precision]

@@ -1,7 +1,7 @@
-"""What a decoder of a given size asks of a device, from its shapes alone.
+"""The work of a decoder of a given size, from its shapes alone.
 
-A block is a list of operations, each of which says what it computes, what memory it reads and writes and what it saves;
-everything else is a sum. All figures are for one row, that is one sequence of ``sequence`` tokens.
+A block is a list of operations, each with its operations, memory traffic and saved bytes; everything else is a sum.
+All figures are for one row, that is one sequence of ``sequence`` tokens.
 
 * Operations: a matrix product takes two per weight and token forward, two for the gradient of its input and two for
   that of its weight (Narayanan et al. 2021, section 5.1). Attention computes every score when ``full`` and, because it
@@ -13,8 +13,8 @@ everything else is a sum. All figures are for one row, that is one sequence of `
 * Saved activations: those of Korthikanti et al. 2022, section 4.1. With full attention, a plain MLP and dropout a layer
   saves ``sequence · hidden · (34 + 5 · heads · sequence / hidden)`` bytes; without dropout two masks less, with flash
   attention no scores.
-* Working memory: what a caching allocator holds for a block while it runs. It gives each size a place of its own, so
-  every saved tensor's gradient counts, not only those that are alive together.
+* Working memory: the bytes that a caching allocator holds for a block while it runs. It gives each size its own memory,
+  so every saved tensor's gradient counts, not only those that are alive together.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class TransformerConfig:
     ``layers``: transformer blocks. ``hidden``: width of a token's vector. ``heads``: attention heads, which divide
     ``hidden``. ``kv_heads``: heads of keys and values (Ainslie et al. 2023); 0 is as many as ``heads``. ``ffn``: width
     of the MLP; 0 is four times ``hidden``, or, when ``gated``, 8/3 of it rounded up to a multiple of 256 (Touvron et
-    al. 2023), because a gated MLP has three matrices instead of two. ``vocabulary``: tokens that there are.
-    ``sequence``: tokens in a row. ``attention``: flash, which saves no scores, or full, which does. ``gated``: a gated
-    MLP. ``positions``: learned vectors, or rotary ones. ``bias``: on matrices and norms. ``tied``: the head uses the
+    al. 2023), because a gated MLP has three matrices instead of two. ``vocabulary``: number of tokens. ``sequence``:
+    tokens in a row. ``attention``: flash, which saves no scores, or full, which does. ``gated``: a gated MLP.
+    ``positions``: learned vectors, or rotary ones. ``bias``: on matrices and norms. ``tied``: the head uses the
     embedding's weight. ``dropout``: share of the values that are zeroed in training.
     """
 
@@ -89,19 +89,19 @@ class TransformerConfig:
 
     @property
     def kv_width(self) -> int:
-        """Width of the keys, and of the values."""
+        """Return the width of the keys, and of the values."""
         return self.hidden // self.heads * (self.kv_heads or self.heads)
 
     @property
     def parameters(self) -> int:
-        """Parameters of the model; a tied matrix counts once."""
+        """Return the number of parameters of the model; a tied matrix counts once."""
         work = self.work("fp32")
         return sum(block.parameters for block in work.blocks) - sum(
             size // 4 for size, _ in work.ties
         )
 
     def work(self, precision: str = "bf16") -> ModelWork:
-        """Embedding, layers and head under the recipe named ``precision``
+        """Return the work of embedding, layers and head under the recipe named ``precision``
         (:data:`~parallax.plan.analytic.recipe.RECIPES`)."""
         how = recipe(precision)
         shape = _Shape(self, how)
@@ -125,10 +125,10 @@ class TransformerConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Op:
     """One operation on one row. FLOPs, bytes of traffic and kernels are those of forward, input gradient and weight
-    gradient; ``attends`` says that the FLOPs are attention's, and ``operands`` are the activations that enter and leave
-    a matrix product. ``weights`` are the parameters that enter one, ``others`` the rest. ``saved`` bytes may move,
-    ``stays`` are small; ``scratch`` is there only while it runs, gradients of what it saved aside; ``deferred`` is what
-    the gradient of its weights is made of."""
+    gradient; ``attends``: the FLOPs are attention's; ``operands`` are the input and output activations of a matrix
+    product. ``weights`` are the parameters of matrix products, ``others`` the rest. ``saved`` bytes can be
+    offloaded, ``stays`` are small and resident; ``scratch`` is allocated only while it runs, without gradients of
+    saved tensors; ``deferred`` bytes are needed for the gradient of its weights."""
 
     flops: tuple[float, float, float] = (0.0, 0.0, 0.0)
     attends: bool = False
@@ -153,12 +153,12 @@ class _Shape:
         self.mask = float(config.hidden * self.tokens) if config.dropout else 0.0
 
     def numbers(self, per_token: int) -> float:
-        """Bytes of so many numbers for every token, in the type of matrix products."""
+        """Return the bytes of ``per_token`` numbers for every token, in the type of matrix products."""
         return float(self.how.compute * per_token * self.tokens)
 
     def linear(self, inner: int, outer: int, *, saves: bool = True, bias: bool = True) -> _Op:
-        """A matrix product of ``inner`` numbers per token into ``outer``. Its input is saved unless another operation
-        has saved it. The bias is added by the product; its gradient is a sum over what comes back."""
+        """Return a matrix product of ``inner`` numbers per token into ``outer``. Its input is saved unless another
+        operation saves it. The product adds the bias, whose gradient is a sum over the output's gradient."""
         flops = 2.0 * self.tokens * inner * outer
         biased = bias and self.c.bias
         return _Op(
@@ -173,7 +173,8 @@ class _Shape:
         )
 
     def norm(self) -> _Op:
-        """A norm of the stream into the type of matrix products; its input is saved, two statistics per token stay."""
+        """Return a norm of the stream into the type of matrix products; its input is saved, two statistics per token
+        are resident."""
         out = self.numbers(self.c.hidden)
         return _Op(
             traffic=(self.stream + out, 2 * self.stream + out, self.stream + out),
@@ -184,7 +185,7 @@ class _Shape:
         )
 
     def residual(self) -> _Op:
-        """Dropout and addition to the stream; the mask of one byte per number is saved."""
+        """Return dropout and addition to the stream; the mask of one byte per number is saved."""
         out = self.numbers(self.c.hidden)
         return _Op(
             traffic=(2 * self.stream + out + self.mask, self.stream + out + self.mask, 0.0),
@@ -192,9 +193,10 @@ class _Shape:
         )
 
     def attention(self) -> _Op:
-        """Scores, softmax and the weighted sum of values: in one kernel, or one by one with all scores in memory.
+        """Return scores, softmax and the weighted sum of values: in one kernel, or one by one with all scores in
+        memory.
 
-        Beside its saved softmax, ``full`` attention needs room for the scores that enter it and for their gradients.
+        Besides its saved softmax, ``full`` attention allocates its input scores and their gradients.
         """
         c = self.c
         flops = 4.0 * self.tokens * self.tokens * c.hidden
@@ -223,29 +225,29 @@ class _Shape:
         )
 
     def rotation(self) -> _Op:
-        """Rotary turns of queries and keys (Su et al. 2021); nothing but the angles is saved."""
+        """Return the rotary turns of queries and keys (Su et al. 2021); nothing but the angles is saved."""
         moved = 2 * self.numbers(self.c.hidden + self.c.kv_width)
         return _Op(traffic=(moved, moved, 0.0), kernels=(2, 2, 0))
 
     def activation(self) -> _Op:
-        """GELU of the wide numbers, or SiLU of the gate times them, in one kernel; its inputs are saved."""
+        """Return GELU of the wide numbers, or SiLU of the gate times them, in one kernel; its inputs are saved."""
         wide, inputs = self.numbers(self.c.width), 2 if self.c.gated else 1
         return _Op(traffic=((inputs + 1) * wide, (2 * inputs + 1) * wide, 0.0), saved=inputs * wide)
 
     def loss(self) -> _Op:
-        """Cross-entropy: largest logit, sum and softmax, which is kept in full precision; backward its difference from
-        the targets, in the type of the logits."""
+        """Return cross-entropy: largest logit, sum and softmax, which is kept in full precision; backward its
+        difference from the targets, in the type of the logits."""
         logits, softmax = self.numbers(self.c.vocabulary), self.softmax()
         return _Op(
             traffic=(2 * logits + softmax, softmax + logits, 0.0), kernels=(3, 2, 0), scratch=logits
         )
 
     def softmax(self) -> float:
-        """Bytes of what the loss keeps."""
+        """Return the bytes that the loss keeps."""
         return float(max(STATISTIC, self.how.compute) * self.tokens * self.c.vocabulary)
 
     def embedding(self) -> BlockWork:
-        """Token vectors, and learned positions."""
+        """Return the block of token vectors and learned positions."""
         c = self.c
         tables = 2 if c.positions == "learned" else 1
         op = _Op(
@@ -280,8 +282,8 @@ class _Shape:
         return self.block("layer", ops, entering=self.stream, leaving=self.stream)
 
     def head(self, layer: BlockWork) -> BlockWork:
-        """Final norm, logits and loss. An allocator that keeps what it has given out by size finds no place for logits
-        where the tensors of a layer were: what a layer works with is still held while the head runs."""
+        """Return the block of final norm, logits and loss. A caching allocator cannot place logits in the freed memory
+        of a layer's tensors, because sizes differ: a layer's working memory is still held while the head runs."""
         c = self.c
         ops = [self.norm(), self.linear(c.hidden, c.vocabulary, bias=False), self.loss()]
         alone = self.block("head", ops, entering=self.stream, leaving=self.numbers(c.vocabulary))
@@ -293,9 +295,9 @@ class _Shape:
         )
 
     def block(self, name: str, ops: Sequence[_Op], *, entering: float, leaving: float) -> BlockWork:
-        """The sum of operations. Backward, every saved tensor gets a gradient of its size and every parameter one that
-        is then added to the others of the step (three times its bytes of traffic). Autocast casts weights forward,
-        keeps the casts, and casts their gradients back."""
+        """Return the sum of operations. In backward, every saved tensor gets a gradient of its size and every parameter
+        one that is then added to the others of the step (three times its bytes of traffic). Autocast casts weights
+        forward, keeps the casts, and casts their gradients back."""
         how = self.how
         weights, parameters = (
             sum(op.weights for op in ops),

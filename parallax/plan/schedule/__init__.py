@@ -1,11 +1,11 @@
-"""Schedules: for each pipeline rank, in which order it computes.
+"""Schedules: the order in which each pipeline rank computes.
 
 action.py, order.py    entries of a list; the forwards and backwards of a pipeline rank as columns
-placement.py           which stage sits on which pipeline rank
-schedule.py            a schedule as one object, and how one is found by its name
+placement.py           the pipeline rank of each stage
+schedule.py            a schedule as one object, found by its name
 gpipe.py, one_forward.py, zero_bubble.py, zero_bubble_v.py    the families, each with its timelines drawn
-built_in.py            which of them there are: a new one is registered here
-own.py                 schedules of the user's own
+built_in.py            the list of built-in schedules: register a new one here
+own.py                 the user's own schedules
 """
 
 from parallax.plan.schedule.action import Action, Kind

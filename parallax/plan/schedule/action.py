@@ -1,4 +1,4 @@
-"""What ranks do: the entries of their lists."""
+"""Actions: the entries of a rank's list."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What an action does; ``fetch`` begins to bring back offloaded activations of a micro-batch, ``reduce`` ends the
-    replicas' gradient synchronisation. Where a schedule has ``backward_weight``, that half computes the gradients of
-    the parameters and ``backward`` only that of the input; elsewhere ``backward`` is all of it."""
+    """The kind of an action. ``fetch`` starts to prefetch the offloaded activations of a micro-batch; ``reduce`` ends
+    the replicas' gradient synchronisation. In a split backward, ``backward`` computes the gradient of the input (B)
+    and ``backward_weight`` the gradients of the parameters (W); otherwise ``backward`` computes both."""
 
-    # An enumeration's own is written in Python, and actions are looked up by kind all the time.
+    # StrEnum's own hash is written in Python, and actions are often looked up by kind.
     __hash__ = str.__hash__
 
     RECEIVE_ACTIVATION = "receive_activation"
@@ -34,8 +34,8 @@ FORWARD, BACKWARD, BACKWARD_WEIGHT = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One entry of a rank's list; ``micro`` is −1 where no micro-batch is meant. ``step`` counts the steps that a list
-    holds, from its first."""
+    """One entry of a rank's list; ``micro`` is −1 for an action without a micro-batch. ``step`` counts the steps of a
+    list, from its first."""
 
     kind: Kind
     stage: int
@@ -48,5 +48,5 @@ class Action:
 
 
 def is_split(listed: Sequence[Action]) -> bool:
-    """Whether weight halves run apart."""
+    """Return whether the weight-gradient pass is a separate action."""
     return any(action.kind is Kind.BACKWARD_WEIGHT for action in listed)

@@ -1,4 +1,4 @@
-"""The schedules that are there from the start, in the order in which they are named and tried."""
+"""The built-in schedules, in the order in which they are listed and tried."""
 
 from __future__ import annotations
 

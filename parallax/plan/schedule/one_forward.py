@@ -1,4 +1,4 @@
-"""1F1B, with one stage to a pipeline rank or several."""
+"""1F1B, with one or several stages per pipeline rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def one_forward_one_backward(
 
     Source: PipeDream-Flush, Narayanan et al. 2021, section 2.2.
 
-    At most ``pipeline_ranks − pipeline_rank`` micro-batches are in flight, whatever their number.
+    At most ``pipeline_ranks − pipeline_rank`` micro-batches are in flight, independent of their number.
 
     ::
 
@@ -30,13 +30,13 @@ def one_forward_one_backward(
 def interleaved(
     pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int
 ) -> Order:
-    """Interleaved 1F1B: ``interleave`` thinner virtual stages per pipeline rank make the bubble as many times smaller,
-    for as many times the messages. One stage per pipeline rank is plain 1F1B.
+    """Interleaved 1F1B: ``interleave`` virtual stages per pipeline rank divide the bubble by ``interleave`` and
+    multiply the messages by it. One stage per pipeline rank is plain 1F1B.
 
-    Groups of micro-batches go through one stage after the other: all of a group through the pipeline rank's first
-    stage, then all through its second. A group has as many micro-batches as there are pipeline ranks, so that its first
-    is back when its last has left; where those do not divide the micro-batches, the groups are a little larger instead
-    (a smaller one would be waited for, and can deadlock).
+    A pipeline rank computes groups of micro-batches stage by stage: all of a group in its first stage, then all in its
+    second. A group has as many micro-batches as there are pipeline ranks, so that the first one returns when the last
+    one has been sent; where those do not divide the micro-batches, the groups are a little larger instead (a smaller
+    one would stall the pipeline, and can deadlock).
 
     Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
     section 2.2, and the order of Megatron-LM's ``forward_backward_pipelining_with_interleaving``.

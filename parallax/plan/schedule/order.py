@@ -1,6 +1,6 @@
-"""The forwards and backwards of one pipeline rank, in order, and ways to make such an order.
+"""The forwards and backwards of one pipeline rank, in order, and functions that build such an order.
 
-An order is three columns of numbers rather than a list of objects, so that thousands of pipeline ranks can be timed
+An order is three columns of numbers rather than a list of objects, so that thousands of pipeline ranks can be simulated
 without making millions of objects.
 """
 
@@ -19,8 +19,8 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
-    """The forwards and backwards of one pipeline rank: of the n-th, its kind (an index into ``COMPUTE``), its stage and
-    its micro-batch."""
+    """The forwards and backwards of one pipeline rank: the kind (an index into ``COMPUTE``), the stage and the
+    micro-batch of each."""
 
     kinds: Numbers
     stages: Numbers
@@ -28,13 +28,12 @@ class Order:
 
     @classmethod
     def of(cls, listed: Iterable[Action]) -> Order:
-        """The order of a list of forwards and backwards."""
+        """Return the order of a list of forwards and backwards."""
         rows = [(COMPUTE.index(action.kind), action.stage, action.micro) for action in listed]
         kinds, stages, micros = np.array(rows, dtype=np.int64).reshape(-1, 3).T
         return cls(kinds, stages, micros)
 
     def actions(self) -> list[Action]:
-        """The order as a list of actions."""
         columns = zip(self.kinds.tolist(), self.stages.tolist(), self.micros.tolist())
         return [Action(COMPUTE[kind], stage, micro) for kind, stage, micro in columns]
 
@@ -42,13 +41,15 @@ class Order:
 def weave(
     warm_up: int, forward: tuple[Numbers, Numbers], backward: tuple[Numbers, Numbers]
 ) -> Order:
-    """``warm_up`` forwards, then one backward and one forward in turn; both are given as (stages, micro-batches)."""
+    """Return ``warm_up`` forwards, then one backward and one forward in turn; both are given as (stages,
+    micro-batches)."""
     count = np.arange(len(forward[0]))
     return by_rounds([count - warm_up, count], [forward, backward])
 
 
 def by_rounds(rounds: list[Numbers], columns: list[tuple[Numbers, Numbers]]) -> Order:
-    """Kind by kind, the round of each action, and its stage and micro-batch: round by round, and in each by kind."""
+    """Return actions sorted by round, then by kind. ``rounds`` and ``columns`` give, for each kind, the round of each
+    action, and its stage and micro-batch."""
     place = np.argsort(np.concatenate(rounds), kind="stable")
     kinds = np.repeat(np.arange(len(rounds)), len(rounds[0]))
     stages, micros = (np.concatenate(parts) for parts in zip(*columns))

@@ -1,4 +1,4 @@
-"""Schedules of the user's own: a function that lists forwards and backwards, checked before it is known."""
+"""The user's own schedules: functions that list forwards and backwards, checked before they are registered."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ Listing = Callable[[int, int, int], Sequence[Action]]
 
 
 _MOST_RANKS, _MOST_MICRO_BATCHES = 4, 6
-# Pipelines looked at.
+# Pipelines that are checked at registration.
 _SMALL = list(itertools.product(range(1, _MOST_RANKS + 1), range(1, _MOST_MICRO_BATCHES + 1)))
 
 
 def register_schedule(name: str, listing: Listing) -> None:
-    """Make a schedule of one's own known as ``plan.schedule=name``.
+    """Register a schedule of your own as ``plan.schedule=name``.
 
     ``listing(pipeline_ranks, pipeline_rank, micro_batches)`` returns the forwards and backwards of one pipeline rank in
     order, as ``Action(Kind.FORWARD, pipeline_rank, micro)``: each of ``micro_batches`` goes forward once and then
-    backward once, and if any has a ``Kind.BACKWARD_WEIGHT`` after that, all have. Sends, receives and fetches are put
-    around them as for any schedule, and every plan is simulated before it runs, which proves its peak bytes.
+    backward once, and if any has a ``Kind.BACKWARD_WEIGHT`` after that, all have. Parallax adds sends, receives and
+    fetches as for any schedule, and simulates every plan before it runs, which proves its peak bytes.
 
-    Raises :class:`PlanError` where the name is taken, an action is missing or there twice, or ranks would wait for each
-    other for ever; small pipelines are looked at here, every other when it is asked for.
+    Raises :class:`PlanError` where the name is taken, an action is missing or duplicated, or ranks would deadlock;
+    small pipelines are checked here, every other one when it is planned.
     """
     if name in SCHEDULES:
-        raise PlanError(f"schedule {printable(name)}: there is one of that name; choose another")
+        raise PlanError(
+            f"schedule {printable(name)}: the name is registered already; choose another"
+        )
 
     def listed(pipeline_ranks: int, pipeline_rank: int, micro_batches: int) -> list[Action]:
         found = _actions_of(name, listing(pipeline_ranks, pipeline_rank, micro_batches))
@@ -67,18 +69,18 @@ def register_schedule(name: str, listing: Listing) -> None:
 
 
 def _actions_of(name: str, listed: Iterable[Action] | Action) -> list[Action]:
-    """What a schedule's function has returned."""
+    """Return the actions that a schedule's function returned; raises :class:`PlanError` for other values."""
     found = list(listed) if isinstance(listed, Iterable) else [listed]
     if strange := [type(each).__name__ for each in found if not isinstance(each, Action)]:
         raise PlanError(
-            f"schedule {printable(name)}: its function gave {strange[0]}; accepted is a list of Action"
+            f"schedule {printable(name)}: its function returned {strange[0]}; accepted is a list of Action"
         )
     return found
 
 
 def asked(name: str) -> Schedule:
-    """The schedule that the user asks for: a known one, or ``package.module:function``, which is imported and from now
-    on known by that name, see :func:`register_schedule`. Names that a file gives are looked up by
+    """Return the schedule that the user's configuration names: a registered one, or ``package.module:function``, which
+    is imported and registered under that name, see :func:`register_schedule`. Names in files are found with
     :func:`~parallax.plan.schedule.schedule.named` instead."""
     if name not in SCHEDULES:
         listing = load_target("plan.schedule", name)
@@ -92,7 +94,7 @@ def asked(name: str) -> Schedule:
 def _check_complete(
     name: str, listed: Sequence[Action], pipeline_ranks: int, pipeline_rank: int, micro_batches: int
 ) -> None:
-    """Every micro-batch goes through each kind of action once, in order."""
+    """Raise :class:`PlanError` unless every micro-batch has each kind of action once, in order."""
     kinds = [
         kind
         for kind in COMPUTE
@@ -106,7 +108,7 @@ def _check_complete(
     odd = sorted(map(str, wanted.symmetric_difference(place)))
     if odd or len(listed) != len(place):
         raise PlanError(
-            f"{where}: {', '.join(odd[:3]) or 'an action'} missing, unknown or there twice"
+            f"{where}: {', '.join(odd[:3]) or 'an action'} missing, unknown or duplicated"
         )
     for micro in range(micro_batches):
         order = [place[Action(kind, pipeline_rank, micro)] for kind in kinds]
@@ -117,14 +119,14 @@ def _check_complete(
 
 
 def _check_ends(name: str, lists: Sequence[Sequence[Action]], micro_batches: int) -> None:
-    """Every pipeline rank takes micro-batches in one order, for messages between stages keep theirs; and none waits for
-    ever: walk through all lists as far as each gets."""
+    """Raise :class:`PlanError` unless every pipeline rank computes micro-batches in one order, because messages between
+    stages keep theirs, and no rank deadlocks: execute all lists as far as each can run."""
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         orders = {tuple(action.micro for action in each if action.kind is kind) for each in lists}
         if len(orders) > 1:
             raise PlanError(
-                f"schedule {printable(name)}, {len(lists)} stages, {micro_batches} micro-batches: {kind}s come in "
-                "another order on one stage than on another, but messages between stages keep theirs: list them alike"
+                f"schedule {printable(name)}, {len(lists)} stages, {micro_batches} micro-batches: {kind}s have "
+                "another order on one stage than on another, but messages between stages are FIFO: use one order"
             )
     edges = chain(range(1, len(lists) + 1))  # of one block each
     done: set[Action] = set()
@@ -148,7 +150,7 @@ def _check_ends(name: str, lists: Sequence[Sequence[Action]], micro_batches: int
 
 
 def _needed(action: Action, edges: Sequence[Edge]) -> list[Action]:
-    """The actions of other stages that ``action`` waits for."""
+    """Return the actions of other stages that ``action`` waits for."""
     if action.kind is Kind.FORWARD:
         peers = [edge.sender for edge in edges if edge.receiver == action.stage]
     elif action.kind is Kind.BACKWARD:

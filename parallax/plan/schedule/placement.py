@@ -1,4 +1,4 @@
-"""Which stage sits on which pipeline rank, where pipeline ranks hold several stages."""
+"""The pipeline rank of each stage, where pipeline ranks hold several stages."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ from typing import Protocol
 
 
 class Placement(Protocol):
-    """Stages are numbered along the data. The first ``pipeline_ranks`` of them sit on pipeline ranks 0, 1, … in every
-    placement, so a pipeline rank is named by its first stage."""
+    """Stages are numbered along the data. The first ``pipeline_ranks`` of them are on pipeline ranks 0, 1, … in every
+    placement, so a pipeline rank has the number of its first stage."""
 
     def pipeline_rank_of(self, stage: int, pipeline_ranks: int) -> int:
-        """The pipeline rank that holds ``stage``."""
+        """Return the pipeline rank that holds ``stage``."""
 
     def stages_of(
         self, pipeline_rank: int, pipeline_ranks: int, interleave: int
     ) -> tuple[int, ...]:
-        """The ``interleave`` stages of a pipeline rank, in the order of the data: the inverse."""
+        """Return the ``interleave`` stages of a pipeline rank, in the order of the data."""
 
 
 class RoundRobin:
-    """Stage s sits on pipeline rank s mod pipeline ranks: whatever passes the last pipeline rank goes on at the first
-    one."""
+    """Stage s is on pipeline rank s mod pipeline ranks: the last pipeline rank sends to the first one."""
 
     def pipeline_rank_of(self, stage: int, pipeline_ranks: int) -> int:
         return stage % pipeline_ranks
@@ -28,16 +27,14 @@ class RoundRobin:
     def stages_of(
         self, pipeline_rank: int, pipeline_ranks: int, interleave: int
     ) -> tuple[int, ...]:
-        """Every ``pipeline_ranks``-th."""
         return tuple(range(pipeline_rank, pipeline_ranks * interleave, pipeline_ranks))
 
 
 class BackAndForth:
-    """Stages go up through the pipeline ranks and come down again, so that two stages make a V and the stages at a turn
-    are neighbours on one pipeline rank."""
+    """Stages are numbered up and then down the pipeline ranks, so that two stages per pipeline rank form a V and the
+    two stages at a turn are on one pipeline rank."""
 
     def pipeline_rank_of(self, stage: int, pipeline_ranks: int) -> int:
-        """Counted up on the way up, and down on the way down."""
         way, place = divmod(stage, pipeline_ranks)
         return pipeline_ranks - 1 - place if way % 2 else place
 

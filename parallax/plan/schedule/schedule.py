@@ -1,8 +1,6 @@
-"""A schedule as one object: in which order pipeline ranks compute, which stages they hold, what the planner may count
-on.
+"""A schedule as one object: the order of each pipeline rank, its stages, and properties for the planner.
 
-Whoever holds a :class:`Schedule` asks it. Names are looked up where a configuration or a plan is read, and nowhere
-else.
+Code uses a :class:`Schedule`; names are resolved only where a configuration or a plan is read.
 """
 
 from __future__ import annotations
@@ -28,35 +26,36 @@ Flights = Callable[[int, Numbers], Numbers]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ramp:
-    """What filling and draining the pipeline costs, in the formula of the search
+    """The cost of filling and draining the pipeline, in the formula of the search
     (:mod:`parallax.plan.search.request`).
 
-    ``halves``: seconds of the ramp that each second of a weight half saves. ``ahead``: forwards that a pipeline rank
-    runs in its first wait, for each pipeline rank after it.
+    ``halves``: seconds of the ramp that each second of the weight-gradient pass saves. ``ahead``: forwards that a
+    pipeline rank runs in its first wait, for each pipeline rank after it.
     """
 
     halves: int = 0
     ahead: int = 1
 
     def left(self, weight_share: float, interleave: int) -> float:
-        """How much of the other pipeline ranks' time a step pays, where ``weight_share`` of it are weight halves."""
+        """Return the share of the other pipeline ranks' time that a step pays, where ``weight_share`` of that time are
+        weight-gradient passes."""
         return max(0.0, 1 - self.halves * weight_share) / interleave
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Schedule:
-    """In which order the stages of a pipeline run their forwards and backwards, and which pipeline rank holds which
+    """The order in which the stages of a pipeline run their forwards and backwards, and the pipeline rank of each
     stage.
 
-    ``ordering(pipeline_ranks, pipeline_rank, micro_batches, interleave)`` gives the order of one pipeline rank and
-    carries its timeline. ``splits``: weight halves run apart. ``interleaves``: how many virtual stages per pipeline
-    rank are tried; ``interleaves_freely``: any other number goes, too; ``grouped``: micro-batches go through them in
-    groups of as many as there are pipeline ranks. ``placement``: which stage sits on which pipeline rank.
+    ``ordering(pipeline_ranks, pipeline_rank, micro_batches, interleave)`` returns the order of one pipeline rank; its
+    docstring shows the timeline. ``splits``: backwards are split. ``interleaves``: the numbers of virtual stages per
+    pipeline rank to try; ``interleaves_freely``: any other number is allowed, too; ``grouped``: virtual stages compute
+    groups of as many micro-batches as there are pipeline ranks. ``placement``: the pipeline rank of each stage.
 
-    For the planner: ``ramp``; ``flights(pipeline_ranks, pipeline_rank)``, the micro-batches in flight where there are
-    enough of them and a pipeline rank holds one stage; ``holds_all``: all are in flight at one time, however many;
-    ``steady``: in a full pipeline one round through all stages is like the one before; ``searched``: the bounds of the
-    search are made for it, and ``plan.schedule=auto`` tries it.
+    For the planner: ``ramp``; ``flights(pipeline_ranks, pipeline_rank)``, the micro-batches in flight with one stage
+    per pipeline rank and enough micro-batches; ``holds_all``: all micro-batches are in flight at one time; ``steady``:
+    in a full pipeline every round through all stages is like the previous one; ``searched``: the bounds of the search
+    are valid for it, and ``plan.schedule=auto`` tries it.
     """
 
     name: str
@@ -76,33 +75,33 @@ class Schedule:
         return self.name
 
     def __reduce__(self) -> tuple[Callable[[str], Schedule], tuple[str]]:
-        """Another process has its own of that name."""
+        """Unpickle by name: another process has its own object of that name."""
         return named, (self.name,)
 
     @property
     def has_virtual_stages(self) -> bool:
-        """Whether pipeline ranks are meant to hold several stages."""
+        """Return whether pipeline ranks hold several stages by default."""
         return self.interleaves != (1,)
 
     def allows(self, interleave: int) -> bool:
-        """Whether pipeline ranks may hold so many stages."""
+        """Return whether pipeline ranks may hold ``interleave`` stages."""
         return interleave >= 1 and (self.interleaves_freely or interleave in self.interleaves)
 
     def pipeline_rank_of(self, stage: int, pipeline_ranks: int) -> int:
-        """The pipeline rank that holds ``stage``."""
+        """Return the pipeline rank that holds ``stage``."""
         return self.placement.pipeline_rank_of(stage, pipeline_ranks)
 
     def stages_of(
         self, pipeline_rank: int, pipeline_ranks: int, interleave: int
     ) -> tuple[int, ...]:
-        """The stages of a pipeline rank, in the order of the data."""
+        """Return the stages of a pipeline rank, in the order of the data."""
         return self.placement.stages_of(pipeline_rank, pipeline_ranks, interleave)
 
     def order(
         self, pipeline_ranks: int, pipeline_rank: int, micro_batches: int, *, interleave: int = 1
     ) -> Order:
-        """The forwards and backwards of one pipeline rank, as columns. Raises :class:`PlanError` where there are none,
-        or where the schedule cannot have so many virtual stages per pipeline rank."""
+        """Return the forwards and backwards of one pipeline rank, as columns. Raises :class:`PlanError` where there are
+        none, or where the schedule does not allow ``interleave`` virtual stages per pipeline rank."""
         if not 0 <= pipeline_rank < pipeline_ranks or micro_batches < 1:
             raise PlanError(
                 f"stage {pipeline_rank} of {pipeline_ranks} with {micro_batches} micro-batches: nothing to schedule"
@@ -118,29 +117,29 @@ class Schedule:
     def compute_order(
         self, pipeline_ranks: int, pipeline_rank: int, micro_batches: int, *, interleave: int = 1
     ) -> list[Action]:
-        """The forwards and backwards of one pipeline rank, as actions."""
+        """Return the forwards and backwards of one pipeline rank, as actions."""
         return self.order(
             pipeline_ranks, pipeline_rank, micro_batches, interleave=interleave
         ).actions()
 
     def forwards_first(self, pipeline_ranks: int, micro_batches: int, interleave: int = 1) -> bool:
-        """Whether the last stage runs every forward before its first backward, so that one loss can see the outputs of
-        all micro-batches."""
+        """Return whether the last stage runs every forward before its first backward, so that one loss of the outputs
+        of all micro-batches is possible."""
         return micro_batches == 1 or _forwards_first(
             self, pipeline_ranks, micro_batches, interleave
         )
 
     def in_flight(self, stages: int, stage: int, micro_batches: int, interleave: int = 1) -> int:
-        """The most micro-batches of a stage that have gone forward at one time, but not wholly backward.
+        """Return the most micro-batches of a stage that have gone forward at one time, but not completely backward.
 
-        Where several of the ``stages`` share a pipeline rank, their peaks come at different times: no smaller numbers
-        would bound the bytes of the pipeline rank whatever each of its stages saves.
+        Where several of the ``stages`` share a pipeline rank, their peaks occur at different times: no smaller numbers
+        would bound the bytes of the pipeline rank for all activation sizes of its stages.
         """
         return _in_flight(self, stages, stage, micro_batches, interleave)
 
     def least_flights(self, pipeline_ranks: int, micro_batches: int) -> NDArray[np.float64]:
-        """Micro-batches in flight on each pipeline rank, at least; with several virtual stages per pipeline rank there
-        are more."""
+        """Return a lower bound on the micro-batches in flight on each pipeline rank; with several virtual stages per
+        pipeline rank there are more."""
         if self.holds_all or self.flights is None:
             return np.full(pipeline_ranks, float(micro_batches if self.holds_all else 1))
         return np.minimum(
@@ -170,10 +169,10 @@ def _in_flight(
     pipeline_ranks = stages // interleave
     if schedule.holds_all:
         return micro_batches
-    if interleave == 1 and schedule.flights is not None:  # as the docstrings of these orders say
+    if interleave == 1 and schedule.flights is not None:  # see the docstrings of these orders
         return min(micro_batches, int(schedule.flights(pipeline_ranks, np.asarray(stage))))
     few = micro_batches
-    if schedule.steady:  # a full pipeline stays as full as it is: the first few rounds say it
+    if schedule.steady:  # every round of a full pipeline is equal: the first few are enough
         few = min(micro_batches, 8 * stages + micro_batches % stages)
     pipeline_rank = schedule.pipeline_rank_of(stage, pipeline_ranks)
     found = schedule.order(pipeline_ranks, pipeline_rank, few, interleave=interleave)
@@ -183,12 +182,12 @@ def _in_flight(
 
 _NAME = re.compile(r"[\w.:-]{1,200}")
 SCHEDULES: dict[str, Schedule] = {}
-"""All that are known, by name: the built-in ones, and those that were registered."""
+"""The built-in and registered schedules, by name."""
 
 
 def named(name: str) -> Schedule:
-    """The schedule that a file calls ``name``. Nothing is imported: one that is not known here can be shown and
-    compared, and says so where its order is asked for. Raises :class:`PlanError` for what can be no name."""
+    """Return the schedule that a file calls ``name``, without importing anything. A plan of an unregistered schedule
+    can be shown and compared; its order raises :class:`PlanError`, and so does an invalid name."""
     if name not in SCHEDULES and not _NAME.fullmatch(str(name)):
         raise PlanError(f"plan schedule {printable(str(name))}: known are {', '.join(SCHEDULES)}")
     return SCHEDULES.get(name) or _unknown(name)
@@ -204,5 +203,5 @@ def _refuse(name: str, *asked: int) -> Order:
     if ":" not in name:
         check_choice("plan.schedule", name, SCHEDULES)
     raise PlanError(
-        f"plan.schedule={printable(name)}: it is not known here; call parallax.register_schedule"
+        f"plan.schedule={printable(name)}: it is not registered; call parallax.register_schedule"
     )

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules of one stage to a pipeline rank: weight halves fill what would be bubble."""
+"""Zero-bubble schedules with one stage per pipeline rank: weight-gradient passes (W) fill the bubble."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parallax.plan.schedule.schedule import Ramp, Schedule
 def zero_bubble_h1(
     pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int
 ) -> Order:
-    """ZB-H1: 1F1B with each stage's weight halves put off until they fill what would be bubble. A stage delays them by
+    """ZB-H1: 1F1B with each stage's weight-gradient passes delayed until they fill the bubble. A stage delays them by
     as many micro-batches as there are stages before it, so all have as many in flight as 1F1B's first stage.
 
     Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2.1.
@@ -34,8 +34,8 @@ def zero_bubble_h1(
 def zero_bubble_h2(
     pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int
 ) -> Order:
-    """ZB-H2: forwards fill the warm-up and weight halves the tail, so that no stage waits where a forward, an input
-    half and a weight half take equally long. It holds about twice the activations of 1F1B on every stage.
+    """ZB-H2: forwards fill the warm-up and weight-gradient passes the tail, so that no stage waits where a forward and
+    both passes of a backward take equally long. It holds about twice the activations of 1F1B on every stage.
 
     Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2.2.
 
@@ -55,8 +55,8 @@ def zero_bubble_h2(
 
 
 def zero_bubble(pipeline_rank: int, micro_batches: int, *, warm_up: int, delay: int) -> Order:
-    """Forward, input half and weight half in turn: forwards are ``warm_up`` ahead of the input halves, weight halves
-    ``delay`` behind. At most ``warm_up`` + ``delay`` + 1 micro-batches are in flight."""
+    """Return forward, input-gradient (B) and weight-gradient (W) passes in turn: forwards are ``warm_up`` ahead of B, W
+    is ``delay`` behind. At most ``warm_up`` + ``delay`` + 1 micro-batches are in flight."""
     count = np.arange(micro_batches)
     column = np.full(micro_batches, pipeline_rank), count
     return by_rounds([count - warm_up, count, count + delay], [column] * 3)
@@ -70,7 +70,7 @@ def _flights_h2(pipeline_ranks: int, pipeline_rank: Numbers) -> Numbers:
     return np.full_like(pipeline_rank, 2 * pipeline_ranks - 1)
 
 
-# Qi et al. 2024, table 2: of the ramp is left T_F + T_B − T_W, and T_F + T_B − 2·T_W, where 1F1B has T_F + T_B + T_W.
+# Qi et al. 2024, table 2: the ramp is T_F + T_B − T_W, and T_F + T_B − 2·T_W, where 1F1B has T_F + T_B + T_W.
 ZERO_BUBBLE_H1 = Schedule(
     name="zb-h1",
     ordering=zero_bubble_h1,

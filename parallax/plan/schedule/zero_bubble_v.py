@@ -1,4 +1,4 @@
-"""ZB-V: two virtual stages per pipeline rank in V shape, and no bubble within the memory of 1F1B."""
+"""ZB-V: two virtual stages per pipeline rank in V shape, without bubble in the memory of 1F1B."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from parallax.plan.schedule.order import Numbers, Order
 from parallax.plan.schedule.placement import BACK_AND_FORTH
 from parallax.plan.schedule.schedule import Ramp, Schedule
 
-Slot = tuple[int, int, int]  # kind, which of the pipeline rank's stages, and the first micro-batch
+Slot = tuple[int, int, int]  # kind, index among the pipeline rank's stages, first micro-batch
 
 
 def zero_bubble_v(
     pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int
 ) -> Order:
-    """ZB-V: data goes up through the first stages of all pipeline ranks and comes back down through their second ones.
-    So the loss is where the inputs are, and what a pipeline rank puts into flight early is back early: all hold as much
-    as the first pipeline rank of 1F1B, and none waits between its first action and its last where a forward, an input
-    half and a weight half take equally long and there are 2 · ``pipeline_ranks`` − 1 micro-batches or more.
+    """ZB-V: data passes up through the first stages of all pipeline ranks and back down through their second stages. So
+    inputs and loss are on the same pipeline rank, and an early pipeline rank gets its micro-batches back early: all
+    hold as much as the first pipeline rank of 1F1B, and none waits between its first action and its last where a
+    forward, an input-gradient and a weight-gradient pass take equally long and there are 2 · ``pipeline_ranks`` − 1
+    micro-batches or more.
 
     Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", where it is called V-ZB; the order is that
     of torch's ``ScheduleZBVZeroBubble``.
@@ -32,7 +33,7 @@ def zero_bubble_v(
     del interleave
     count = max(
         micro_batches, 2 * pipeline_ranks - 1
-    )  # where there are fewer, the rest is left out
+    )  # with fewer micro-batches the excess is dropped
     after = pipeline_ranks - pipeline_rank
     warm_up = [
         _turns(2 * after - 1, (FORWARD, 0, 0)),
@@ -62,13 +63,13 @@ def zero_bubble_v(
 
 
 def _turns(times: int, *slots: Slot) -> Numbers:
-    """``slots`` one after the other, so many times, each time with the next micro-batch."""
+    """Return ``slots`` in sequence, ``times`` times, each time with the next micro-batch."""
     listed = np.tile(np.array(slots, dtype=np.int64), (times, 1))
     listed[:, 2] += np.repeat(np.arange(times), len(slots))
     return listed
 
 
-# Of the ramp is left T_B − T_W, which is half of 1 − 3 · T_W / (T_F + T_B + T_W) where T_F = T_B.
+# The ramp is T_B − T_W, which is half of 1 − 3 · T_W / (T_F + T_B + T_W) where T_F = T_B.
 ZERO_BUBBLE_V = Schedule(
     name="zb-v",
     ordering=zero_bubble_v,

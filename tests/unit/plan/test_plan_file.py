@@ -170,7 +170,7 @@ def test_a_plan_over_its_budget_is_no_plan() -> None:
     rank = replace(plan().prediction.ranks[0], peak_bytes=3 * 2**20, budget_bytes=2**20)
     with pytest.raises(
         PlanError,
-        match=r"rank 1 would need 3.0 MiB of 1.0 MiB: this plan was never proved; plan again",
+        match=r"rank 1 would need 3.0 MiB of 1.0 MiB: the plan exceeds its budget; plan again",
     ):
         plan(prediction=replace(plan().prediction, ranks=(plan().prediction.ranks[0], rank, rank)))
 

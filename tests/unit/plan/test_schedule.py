@@ -360,7 +360,7 @@ def test_a_schedule_of_ones_own() -> None:
         "backward(1, 1)",
     ]
     assert SCHEDULES["mine"].in_flight(3, 0, 100) == 1
-    with pytest.raises(PlanError, match="there is one of that name"):
+    with pytest.raises(PlanError, match="the name is registered already"):
         register_schedule("mine", one_at_a_time)
 
 
@@ -407,10 +407,10 @@ def turned(pipeline_ranks: int, pipeline_rank: int, micro_batches: int) -> list[
     ("listing", "said"),
     [
         (forgets, r"backward\(0, 0\) missing"),
-        (repeats, "an action missing, unknown or there twice"),
+        (repeats, "an action missing, unknown or duplicated"),
         (backward_first, "goes backward before it has gone forward"),
-        (crossed, "backwards come in another order"),
-        (turned, "forwards come in another order"),
+        (crossed, "backwards have another order"),
+        (turned, "forwards have another order"),
         (late, "wait for each other"),
     ],
 )

@@ -174,7 +174,7 @@ def test_every_schedule_can_be_asked_for_and_run(schedule: str) -> None:
     shares = plan.schedule.has_virtual_stages
     assert (plan.interleave > 1) == shares
     for fields, message in (
-        ({"parameters": "host"}, r"parameters visit the device for whole backwards of one stage"),
+        ({"parameters": "host"}, r"offloaded parameters need one stage per device"),
         ({"activations": "offload"}, r"would need one shared swap limit"),
     ):
         if shares or "parameters" in fields:

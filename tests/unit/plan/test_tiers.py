@@ -261,7 +261,7 @@ def test_names_are_taken_once(opened: list[Store]) -> None:
 
 def test_tiers_that_nobody_knows(tmp_path: Path) -> None:
     chain = describe(MLPConfig(layers=2, hidden=8, embedding=4, sequence=4).build)
-    for tier, words in (("second", "tier second is not known here"), ("none", "holds no data")):
+    for tier, words in (("second", "tier second is not registered"), ("none", "holds no data")):
         plan = make_plan(chain, directive="offload", global_batch=ROWS, tier=tier)
         with pytest.raises(PlanError, match=words):
             Engine.build(chain, plan, loss=MLP.loss, scratch=tmp_path)
@@ -269,7 +269,7 @@ def test_tiers_that_nobody_knows(tmp_path: Path) -> None:
         ConfigError, match=r"swap\.tier=second: accepted are auto, host, disk, none"
     ):
         SwapConfig(tier="second")
-    with pytest.raises(PlanError, match="known are host, disk, none"):
+    with pytest.raises(PlanError, match="registered are host, disk, none"):
         tier_named("tape")
 
 
