@@ -251,7 +251,7 @@ def test_an_environment_that_is_no_rank(key: str, monkeypatch: pytest.MonkeyPatc
     for name, value in (WORLD | {key: "x"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"^{key}=x: accepted is a whole number, as torchrun"):
-        rank._meet()
+        rank._join_ranks()
 
 
 @pytest.mark.faults

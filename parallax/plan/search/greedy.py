@@ -46,7 +46,7 @@ class _PipelineRankPlace:
     fitted: GreedyStage
 
 
-class Options(NamedTuple):
+class StageOptions(NamedTuple):
     """The directives that blocks may have, and whether replicas must (or must not) shard states."""
 
     allowed: tuple[Directive, ...]
@@ -100,7 +100,7 @@ class GreedySearch:
         if shape.pipeline_ranks < self.request.least_pipeline_ranks:
             return None
         replicas = self._even(shape)
-        options = Options(tuple(allowed or self.request.allowed_in(shape)), sharded)
+        options = StageOptions(tuple(allowed or self.request.allowed_in(shape)), sharded)
         return self._solve(shape, replicas, ceiling, options, tuple(weights)) if replicas else None
 
     def rebalance(self, candidate: Candidate) -> Iterator[Candidate]:
@@ -239,7 +239,7 @@ class GreedySearch:
         shape: Shape,
         replicas: tuple[int, ...],
         ceiling: float,
-        options: Options,
+        options: StageOptions,
         weights: tuple[float, ...] = (),
     ) -> Solved | None:
         """Return the pipeline with the fastest slowest pipeline rank for these replicas."""
@@ -267,7 +267,7 @@ class GreedySearch:
         shape: Shape,
         replicas: tuple[int, ...],
         ceiling: float,
-        options: Options,
+        options: StageOptions,
         weights: Sequence[float],
     ) -> _Filled:
         """Fill pipeline ranks from the last; none may cost more than ``ceiling`` seconds divided by its weight."""
@@ -313,7 +313,7 @@ class GreedySearch:
         shape: Shape,
         replicas: tuple[int, ...],
         ceiling: float,
-        options: Options,
+        options: StageOptions,
         weights: Sequence[float],
     ) -> _Filled:
         """Assign stages of nearly equal seconds to the pipeline ranks in turn."""
@@ -332,7 +332,7 @@ class GreedySearch:
         )
 
     def _even_parts(
-        self, shape: Shape, replicas: tuple[int, ...], options: Options
+        self, shape: Shape, replicas: tuple[int, ...], options: StageOptions
     ) -> Iterator[tuple[tuple[Part, ...], GreedyStages, Device]]:
         """Yield the parts of each pipeline rank, its fitter and its device."""
         stages = shape.pipeline_ranks * shape.interleave
@@ -362,16 +362,20 @@ class GreedySearch:
             ]
         return self._flights[key]
 
-    def _any_options(self, shape: Shape) -> Options:
-        return Options(tuple(self.request.allowed_in(shape)))
+    def _any_options(self, shape: Shape) -> StageOptions:
+        return StageOptions(tuple(self.request.allowed_in(shape)))
 
-    def _offload_fractions(self, shape: Shape, options: Options) -> tuple[OffloadFractions, ...]:
+    def _offload_fractions(
+        self, shape: Shape, options: StageOptions
+    ) -> tuple[OffloadFractions, ...]:
         found = self.request.offload_fractions(shape)
         return tuple(
             b for b in found if options.sharded is None or b.sharded == options.sharded
         ) or tuple(found)
 
-    def _fitter(self, shape: Shape, first: int, replicas: int, options: Options) -> GreedyStages:
+    def _fitter(
+        self, shape: Shape, first: int, replicas: int, options: StageOptions
+    ) -> GreedyStages:
         device = self.request.device(first, first + replicas)
         link = self.request.link(first, first + replicas)
         kind = PipelineRankKind(
@@ -401,7 +405,7 @@ class GreedySearch:
         shape: Shape,
         replicas: tuple[int, ...],
         places: Sequence[_PipelineRankPlace],
-        options: Options,
+        options: StageOptions,
     ) -> Candidate | None:
         """Return the pipeline with its score; None if a stage does not fit after rounding."""
         stages: dict[int, StagePlan] = {}
@@ -430,7 +434,12 @@ class GreedySearch:
         return Candidate(score, shape, plans, self.request.order)
 
     def _choices(
-        self, shape: Shape, place: _PipelineRankPlace, first: int, replicas: int, options: Options
+        self,
+        shape: Shape,
+        place: _PipelineRankPlace,
+        first: int,
+        replicas: int,
+        options: StageOptions,
     ) -> list[StageChoice]:
         """Return the stages of one pipeline rank, each verified on its own share of the device; empty if one does not
         fit."""
