@@ -92,7 +92,10 @@ def test_before_anything_is_planned(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["training=12"], "the batch of step 0 has 16 row(s), and its targets have 12: give each"),
+        (
+            ["training=12"],
+            "the batch of step 0 has 16 row(s), and its targets have 12: return inputs and",
+        ),
         (
             ["held_out=12"],
             "a batch that is evaluated at step 1 has 16 row(s), and its targets have 12: return inputs and",
