@@ -1,4 +1,4 @@
-"""Where this rank stands in the plan, and the process groups that it belongs to."""
+"""The mesh: the place of this rank in the plan, and its process groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from parallax.plan.plan import Coordinate, Plan
 @dataclass(frozen=True, slots=True)
 class Route:
     """One direction between two ranks of an edge's stages: messages from rank ``sender`` to rank ``receiver``;
-    ``backward`` ones are gradients."""
+    gradients if ``backward``."""
 
     sender: int
     receiver: int
@@ -33,21 +33,19 @@ class Route:
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's view: its pipeline rank and replica, and the group of its
-    stage's replicas.
+    """One rank's place in the plan and its groups.
 
-    ``replicas`` is None where the stage has one replica; so is ``updates``, the gloo group of the same ranks in which
-    new weights of states below the device are spread, beside the computing, and also where there are none.
-    ``statistics`` is the group of the same ranks for what must meet in the order of the blocks, while gradients go when
-    they are complete. ``shared`` maps the name of a parameter that several stages hold to the group of all their ranks.
-    ``world`` is None in a plan of one rank.
+    ``replicas``: the replicas of the rank's stage; None for one replica. ``updates``: the same ranks over gloo, in
+    which new weights of offloaded states are broadcast during other work; None where there are none. ``statistics``:
+    the same ranks, for exchanges in the order of the blocks, while gradients are reduced when they are complete.
+    ``shared``: by name of a parameter that several stages hold, the group of all their ranks. ``world``: None in a plan
+    of one rank. ``nodes``: the places of all ranks.
 
-    Stages talk through ``forth`` and ``back``, two gloo groups of all ranks, where messages are told apart by
-    tags. Between ranks that have a GPU each, ``routes`` holds an NCCL group for each route instead: NCCL
-    matches by order alone, and a send may block what comes after it in its group. Gradients travel apart from
-    activations in both: both ends of an edge send to each other at the same time in 1F1B, and over one gloo connection
-    each send holds the lock that gloo's thread spins on to deliver the other's message.
-    ``nodes``: where all ranks are.
+    Stages exchange messages in ``forth`` and ``back``, two gloo groups of all ranks, where tags tell messages apart.
+    Between ranks with a GPU each, ``routes`` holds an NCCL group for each route instead: NCCL matches messages by order
+    alone, and a send may block later operations of its group. Gradients and activations have separate groups in both:
+    the two ends of an edge send to each other at the same time in 1F1B, and on one gloo connection each send holds the
+    lock on which gloo's thread spins to deliver the other's message.
     """
 
     plan: Plan
@@ -67,8 +65,8 @@ class Mesh:
 
     @classmethod
     def create(cls, plan: Plan, device: torch.device, shared: Mapping[str, Sequence[int]]) -> Mesh:
-        """Make the groups, and select ``device``; called by every rank with the same plan. ``shared``: by a parameter's
-        name, pipeline ranks."""
+        """Make the groups and select ``device``; called by every rank with the same plan. ``shared``: pipeline ranks by
+        name of a shared parameter."""
         size = dist.get_world_size() if dist.is_initialized() else 1
         if size != plan.world_size:
             raise PlanError(
@@ -117,14 +115,14 @@ class Mesh:
         return route in self.routes
 
     def channel(self, route: Route) -> tuple[dist.ProcessGroup | None, int, int]:
-        """The group in which messages travel along ``route``, the other rank's place in it, and their tag."""
+        """Return the group of messages along ``route``, the other rank's place in it, and their tag."""
         if self.direct(route):
             group = self.routes[route]
             return group, dist.get_group_rank(group, self._other(route)), _tag(self.plan, route)
         return self.host_channel(route)
 
     def host_channel(self, route: Route) -> tuple[dist.ProcessGroup | None, int, int]:
-        """The same for buffers of the host."""
+        """Return the same for buffers of the host."""
         group = self.back if route.backward else self.forth
         return group, self._other(route), _tag(self.plan, route)
 
@@ -132,7 +130,7 @@ class Mesh:
         return route.receiver if self.rank == route.sender else route.sender
 
     def close(self) -> None:
-        """Leave the groups that were made for the plan; the world stays."""
+        """Destroy the groups of the plan; the world stays."""
         made = [
             self.replicas,
             self.updates,
@@ -156,7 +154,7 @@ class Mesh:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The stages of this rank: one, or its virtual stages."""
+        """Return the stages of this rank: one, or its virtual stages."""
         return self.plan.stages_of(self.pipeline_rank)
 
     @property
@@ -166,11 +164,11 @@ class Mesh:
 
     @property
     def replica_count(self) -> int:
-        """Replicas of this rank's stage."""
+        """Return the number of replicas of this rank's stage."""
         return self.plan.stages[self.pipeline_rank].replicas
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks of a small host tensor."""
+        """Return the sum over all ranks of a small host tensor."""
         if self.world is not None:
             dist.all_reduce(values, group=self.world)
         return values
@@ -180,13 +178,13 @@ class Mesh:
             dist.barrier(group=self.world)
 
     def gather_columns(self, mine: Mapping[str, float]) -> dict[str, list[float]]:
-        """Of each number of this rank, by name, those of all ranks. All ranks give the same names."""
+        """Return, for each named number, its values on all ranks. All ranks pass the same names."""
         table = torch.zeros(self.plan.world_size, len(mine), dtype=torch.float64)
         table[self.rank] = torch.tensor(list(mine.values()), dtype=torch.float64)
         return dict(zip(mine, self.sum(table).T.tolist()))
 
     def all_gather_object(self, value: object) -> list[Any]:
-        """One value of every rank, on every rank."""
+        """Return one value of every rank, on every rank."""
         if self.world is None:
             return [value]
         return all_gather_object(value, self.world)
@@ -195,9 +193,9 @@ class Mesh:
 def _replica_groups(
     plan: Plan, pipeline_rank: int, devices: RankDevices
 ) -> tuple[dist.ProcessGroup | None, ...]:
-    """For gradients, for what is stepped below the device, for statistics, and for gradients of parameters below the
-    device, of the replicas at ``pipeline_rank``, None where there are none; every rank makes those of all pipeline
-    ranks."""
+    """Return the groups of the replicas of ``pipeline_rank``, None where they are not needed: for gradients, for
+    offloaded optimizer states, for statistics, and for gradients of offloaded parameters. Every rank makes the
+    groups of all pipeline ranks."""
     made: list[tuple[dist.ProcessGroup | None, ...]] = []
     for index, planned in enumerate(plan.stages[: plan.pipeline_ranks]):
         ranks = list(plan.ranks(index))
@@ -213,8 +211,8 @@ def _replica_groups(
 
 @dataclass(frozen=True, slots=True)
 class RankDevices:
-    """The device of each rank, of one kind, known by what no other device of any host has: ranks may see and number
-    them as they like."""
+    """The device of each rank, all of one kind, by an identity that is unique among all hosts: ranks may see and number
+    devices differently."""
 
     kind: str
     identities: tuple[str | None, ...]
@@ -237,7 +235,7 @@ class RankDevices:
         return cls(device.type, identities)
 
     def direct(self, ranks: Sequence[int]) -> str:
-        """The backend that carries tensors between the devices of ``ranks``, where each has one of its own; otherwise
+        """Return the backend for tensors between the devices of ``ranks``, if each has a device of its own; otherwise
         ''."""
         found = {self.identities[rank] for rank in ranks}
         if self.kind == "cpu" or None in found or len(ranks) == 1 or len(found) < len(ranks):
@@ -245,7 +243,8 @@ class RankDevices:
         return accelerator_named(self.kind).backend
 
     def reducing(self, ranks: Sequence[int]) -> str:
-        """The backend in which ``ranks``, replicas or stages that share parameters, sum what is on their devices."""
+        """Return the backend in which ``ranks``, replicas or stages with shared parameters, sum tensors on their
+        devices."""
         if self.kind == "cpu":
             return "gloo"
         backend = self.direct(ranks) or accelerator_named(self.kind).shared_backend
@@ -260,9 +259,9 @@ class RankDevices:
 def _connect(
     plan: Plan, routes: Mapping[Route, dist.ProcessGroup], rank: int, device: torch.device
 ) -> None:
-    """Let both ends of each route meet, every rank in the same order of routes. NCCL connects two ranks when they first
-    send and receive in a group, and blocks their hosts until both have come: left to the first step, in which every
-    rank begins with a message of another route, all would wait for each other."""
+    """Connect both ends of each route, every rank in the same order of routes. NCCL connects two ranks at their first
+    send and receive in a group and blocks both hosts until then; in the first step, which every rank begins with a
+    message of another route, all ranks would wait for each other."""
     for route, group in routes.items():
         if rank in (route.sender, route.receiver):
             one, tag = torch.zeros(1, dtype=torch.uint8, device=device), _tag(plan, route)
@@ -274,17 +273,17 @@ def _connect(
 
 
 def _tag(plan: Plan, route: Route) -> int:
-    """Tells messages of one edge from those of another between the same two ranks."""
+    """Return the tag that tells messages of one edge from those of another between the same two ranks."""
     return plan.edges().index(route.edge)
 
 
 def _group(ranks: list[int], backend: str) -> dist.ProcessGroup:
-    """A new group; torch would give it its own default timeout instead of the world's."""
+    """Return a new group with the world's timeout instead of torch's default."""
     return dist.new_group(ranks, backend=backend, timeout=TIMEOUT)
 
 
 def routes_of(plan: Plan) -> Iterator[Route]:
-    """Every route between ranks that may share rows; none along local edges."""
+    """Yield every route between ranks that may share rows; local edges have none."""
     for edge in plan.edges():
         if plan.is_local(edge):
             continue

@@ -25,6 +25,18 @@ from parallax.plan.simulation.predict import placements, predict, quick_seconds
 from tests.unit.plan_fakes import block, cluster, profile
 
 
+def free_request(name: str) -> Request:
+    """Return a question of the regret benchmark in which the planner decides everything."""
+    question = Question.of(name)
+    return Request(
+        question.profile,
+        question.cluster,
+        PlanConfig(),
+        global_batch=question.global_batch,
+        runnable=False,
+    )
+
+
 @pytest.mark.parametrize(
     ("batch", "replicas"), [(1536, 64), (512, 8), (100, 7), (6, 4), (5, 5), (64, 51), (1, 1)]
 )
@@ -58,14 +70,7 @@ def test_of_very_many_sizes_some_of_all_magnitudes_are_tried() -> None:
     "name", ["7b a100x8 bf16 tight", "7b l4x16 bf16", "13b v100x32 fp32 small batch"]
 )
 def test_no_even_pipeline_is_forecast_below_the_bound_of_its_shape(name: str) -> None:
-    question = Question.of(name)
-    request = Request(
-        question.profile,
-        question.cluster,
-        PlanConfig(),
-        global_batch=question.global_batch,
-        runnable=False,
-    )
+    request = free_request(name)
     quick, bound = GreedySearch(request), StepBound(request)
     shapes = random.Random(1).sample(list(request.shapes()), 60)
     looked = 0
@@ -226,14 +231,7 @@ def test_what_fits_is_not_refused(settings: str, config: PlanConfig) -> None:
 @pytest.mark.parametrize("name", ["7b a100x8 bf16 tight"])
 def test_a_forecast_is_never_below_the_longest_path(name: str) -> None:
     """Pipelines are left out by the longest path alone, so the simulator must not find them faster."""
-    question = Question.of(name)
-    request = Request(
-        question.profile,
-        question.cluster,
-        PlanConfig(),
-        global_batch=question.global_batch,
-        runnable=False,
-    )
+    request = free_request(name)
     quick = GreedySearch(request)
     for shape in random.Random(2).sample(list(request.shapes()), 40):
         solved = quick.solve(shape)
