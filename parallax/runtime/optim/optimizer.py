@@ -212,10 +212,10 @@ class OptimizerConfig:
 
 class StageOptimizer:
     """Steps one stage's parameters: the first ones on the device, at once; the last ones, a share ``offload`` of their
-    bytes, on the host, while the next forward runs (:mod:`parallax.swap.optimizer.host`). ``always_offloaded`` are
-    parameters that other stages hold too and step on the host, whose kernels may round differently from the
-    device's; they are stepped there here as well. Where replicas ``share`` offloaded states, or ``shard`` those on
-    the device, one replica steps each parameter; both functions assign the given parameters to replicas."""
+    bytes, on the host, while the next forward runs (:mod:`parallax.swap.optimizer.host`). ``always_offloaded``
+    parameters are stepped on the host in any case: other stages hold them too and step them there, with kernels that
+    may round differently from the device's. Where replicas ``share`` offloaded states, or ``shard`` those on the
+    device, one replica steps each parameter; both functions assign the given parameters to replicas."""
 
     def __init__(
         self,
