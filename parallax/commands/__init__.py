@@ -1,5 +1,6 @@
-"""The commands of ``parallax``, one module each, with ``EXAMPLES``, ``add_options`` and ``run``.
+"""The commands of ``parallax``, one module each, with ``EXAMPLES``, ``add_arguments(parser)`` and ``run(parsed)``,
+which returns the exit code.
 
-A module has ``EXAMPLES``, ``add_arguments(parser)`` and ``run(parsed)``, which returns the exit code. Only the module
-of the command that was typed is imported, so that planning does not wait for what only training needs.
+Only the module of the command on the command line is imported, so that planning does not load the libraries of
+training.
 """

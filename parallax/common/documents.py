@@ -222,7 +222,7 @@ def shown(value: Any) -> str:
 
 
 def _kind(group: Any) -> Any:
-    """Return the name that selects a group's dataclass."""
+    """Return the ``name`` of a configuration group, which selects its dataclass."""
     return group.get("name") if isinstance(group, dict) else None
 
 

@@ -89,8 +89,9 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def exit_on_request(code: int) -> None:
-    """Make requests end a finished process at once with ``code``. Python's shutdown takes a moment and would print
-    where it was interrupted; its last part, in which no handler runs, is completed."""
+    """End the process, whose work is done, at once with ``code`` when a signal asks it to end. Python's shutdown takes
+    a moment and would print a traceback where it is interrupted; the last part of the shutdown runs no handlers and
+    is not interrupted."""
     if threading.current_thread() is not threading.main_thread():
         return
     for stream in (sys.stdout, sys.stderr):

@@ -394,7 +394,7 @@ class ResidentMeter:
 
 
 class _OutsideMemory:
-    """Memory that the meters exclude from a stage's usage, and the meters."""
+    """Bytes of this process that do not belong to a stage, and the meters of stages that subtract them."""
 
     def __init__(self) -> None:
         self.bytes = 0

@@ -233,7 +233,8 @@ class _CrossEntropyRule:
     loss: AnyLoss
 
     def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
-        """See :class:`_CountingRule`. Outputs are meta tensors, or expanded zeros if the loss needs values."""
+        """Return the number of rows times the share of their targets that the loss counts. The loss is called on
+        outputs without values: meta tensors, or expanded zeros if it needs values."""
         rows, targets = high - low, batch.targets(low, high)
         size = sum(each.numel() for each in tensors_in(targets)) or rows
         for blank in (_meta, _zeros):
@@ -261,7 +262,7 @@ class _LabelRule:
     shifted: bool
 
     def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
-        """See :class:`_CountingRule`."""
+        """Return the number of rows times the share of their labels that are not ignored."""
         del results, few
         labels = list(tensors_in(batch.inputs(low, high)))[self.place]
         kept = (labels[..., 1:] if self.shifted else labels) >= 0

@@ -76,8 +76,9 @@ class Selector:
         )
 
     def why_kept_itself(self, tensor: Tensor) -> str | None:
-        """Return the same without inspecting the graph, for steps with very many tensors: torch frees a node that
-        Python has seen recursively, so 100,000 of them overflow the stack."""
+        """Return why the storage of a saved ``tensor`` must stay resident, judged by the tensor alone and not by the
+        graph behind it. For steps with very many tensors: torch frees graph nodes that Python has seen recursively,
+        so 100,000 of them overflow the stack."""
         if type(tensor) is not self._plain or tensor.layout is not torch.strided:
             return NOT_PLAIN
         if (

@@ -48,7 +48,7 @@ class LossStep(Protocol):
 
     @property
     def batch(self) -> Rows:
-        """The rows of the step."""
+        """The global batch of the step."""
 
     @property
     def denominator(self) -> float:

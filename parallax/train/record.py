@@ -119,7 +119,8 @@ class RunRecord:
         }
 
     def _results(self, rows_per_step: int, tokens_per_row: int) -> dict[str, float | None]:
-        """Return loss and speed of this start's steps; of ``metrics.jsonl`` where earlier starts took all steps."""
+        """Return loss and speed of the steps of this start. If it took none, because the run was complete, return those
+        of earlier starts from ``metrics.jsonl``."""
         metrics = self._directory / METRICS
         losses = self._losses or numbers_of(metrics, "loss")
         seconds = self.seconds or numbers_of(metrics, "step_seconds")

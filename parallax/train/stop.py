@@ -47,7 +47,8 @@ class StopReason(Protocol):
     then: str
 
     def stop_requested(self) -> int:
-        """Return this rank's number; above 0 the run ends after this step."""
+        """Return a number above 0 if this rank wants the run to end after this step, such as the number of a signal; 0
+        otherwise."""
 
     def judged(self) -> str:
         """Return, at a checkpoint, why the run should end with it; empty if it should not."""
@@ -119,7 +120,8 @@ def contradiction(measured: float, predicted: float, steps: int) -> str:
 
 
 class Stopping:
-    """The ``reasons`` of a run, and the agreement of its ranks; if several apply, the first counts."""
+    """The reasons for which a run may stop early, and which of them all ranks agree on; if several apply, the first
+    counts."""
 
     def __init__(self, reasons: Sequence[StopReason], mesh: Mesh) -> None:
         self._reasons, self._mesh = tuple(reasons), mesh

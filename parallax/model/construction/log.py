@@ -146,7 +146,8 @@ class OperationLog:
         self._constants: list[tuple[torch.UntypedStorage, bytes]] = []
 
     def cell_of(self, tensor: Tensor) -> Cell | None:
-        """Return the storage of ``tensor``, if the log knows it."""
+        """Return the log's record of the storage of ``tensor``; None for a storage that the constructor did not
+        make."""
         return self.cells.get(tensor.untyped_storage()._cdata)
 
     def view_of(self, tensor: Tensor) -> View:

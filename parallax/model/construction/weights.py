@@ -188,8 +188,8 @@ class CheckpointWeights:
             tensor.copy_(as_dtype(f"weights {self._path}: {name}", self.read(name), tensor.dtype))
 
     def _new_tensors(self, missing: Iterable[str], made: Collection[str]) -> set[str]:
-        """Return the missing tensors that may be new: the files hold none of the same name with another layer
-        number."""
+        """Return the missing tensors that the model's constructor may make, such as a new head. A tensor of a layer
+        whose other layers are in the files is not among them: there the files lack it."""
         there = {_NUMBER.sub("*", name) for name in self._recipes}
         return {name for name in missing if name in made and _NUMBER.sub("*", name) not in there}
 

@@ -89,8 +89,8 @@ class RowDropout(TorchFunctionMode):
         *,
         train: bool = True,
     ) -> Tensor | None:
-        """Return the result of a dropout call; None if torch's own function must run. torch.dropout calls ``training``
-        ``train``."""
+        """Return the result of a call of ``F.dropout`` or ``torch.dropout``; None if torch's own function must run.
+        Their flags are named ``training`` and ``train``."""
         if not (training and train and 0 < p < 1):
             return None
         self._calls += 1

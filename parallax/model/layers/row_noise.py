@@ -39,7 +39,8 @@ class RowNoise:
         self._runs = torch.empty(0, dtype=torch.int64)
 
     def kept(self, rows: Sequence[tuple[int, ...]], count: int, p: float) -> Tensor:
-        """Return for each row key in ``rows`` a mask of ``count`` numbers: False with probability ``p``."""
+        """Return a mask of ``count`` values for each row in ``rows``, which are the keys of their random streams: False
+        with probability ``p``."""
         runs, length = -(-count // RUN), min(count, RUN)
         words = self._there(_words_of(rows))[..., None]
         found = _choices(words, self._numbers_of_runs(runs), self._numbers_of_places()[:length])

@@ -61,9 +61,9 @@ class Clock:
         return time.perf_counter() - _queued_seconds()
 
     def waited_seconds(self) -> float:
-        """Return seconds since some moment in which this thread waited for a core: as the system reports, else wall
-        minus processor time. 0 if several threads work together and the system reports nothing, or on an
-        accelerator."""
+        """Return a counter of the seconds for which this thread has waited for a core, as the system reports, else wall
+        minus processor time; only differences have a meaning. 0 if several threads work together and the system
+        reports nothing, or on an accelerator."""
         if self._device.type != "cpu":
             return 0.0
         if self._tells_queue or not self.undisturbed:

@@ -82,8 +82,9 @@ class SampleValues:
         self._sample, self._shapes, self._rows = sample, shapes, rows
 
     def named(self, rows: int, change: Mapping[int, int] | None = None) -> Mapping[str, Tensor]:
-        """Return the inputs by name, cut to smaller sizes in ``change``. Each number of rows starts at another row, so
-        that a coincidence in some rows is not mistaken for a property of all."""
+        """Return inputs of ``rows`` rows by name, with the sizes in ``change`` replaced by smaller ones. Another number
+        of rows begins at another row of the sample, so that a coincidence in some rows is not mistaken for a
+        property of all."""
         order = iter(self._given)
 
         def cut(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -170,8 +170,9 @@ def _streaming(
 def _summing_bytes(
     profile: ModelProfile, sizes: Sizes, gone: int, bucket: int, *, split: bool
 ) -> int:
-    """Return the bytes of two buckets in transfer for offloaded gradients, and, with split backwards, for the others,
-    which are not divided. Otherwise gradients are stored in buckets."""
+    """Return the bytes of buckets that are reduced: two for offloaded gradients; with split backwards, two more for
+    resident gradients, each with room for a parameter more, since no parameter is divided between buckets. Without
+    split backwards resident gradients lie in their buckets and need no others."""
     whole = math.ceil(sizes.trained * profile.gradient_bytes)
     going = min(whole, gone + math.ceil(sizes.block * profile.gradient_bytes)) if gone else 0
     largest = bucket + math.ceil(sizes.parameter * profile.gradient_bytes) if bucket else 0

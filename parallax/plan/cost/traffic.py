@@ -32,7 +32,8 @@ def leaving_bytes(moved: Any, in_flight: int, limit: Any) -> Any:
 
 
 def tier_places(moved: float) -> int:
-    """Return the bytes of a tier that hold ``moved`` bytes of activations."""
+    """Return the bytes of a tier for ``moved`` bytes of activations: more than these, because sizes are rounded up and
+    rows of uneven micro-batches differ by one."""
     return math.ceil(moved * TIER_SLACK) + TIER_FLOOR
 
 

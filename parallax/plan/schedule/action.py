@@ -34,8 +34,8 @@ FORWARD, BACKWARD, BACKWARD_WEIGHT = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One entry of a rank's list; ``micro`` is −1 for an action without a micro-batch. ``step`` counts the steps of a
-    list, from its first."""
+    """One entry of a rank's list; ``micro`` is −1 for an action without a micro-batch. ``step``: the training step of
+    the action, where a list has several; 0 is the list's first."""
 
     kind: Kind
     stage: int

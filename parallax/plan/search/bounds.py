@@ -301,8 +301,8 @@ class StepBound:
         )
 
     def _parameters(self, numbers: tuple[int, ...]) -> tuple[int, int]:
-        """Return the bytes of parameters of the common blocks, and of the trained ones. Shared parameters are
-        subtracted, to stay a lower bound."""
+        """Return the parameter bytes of the blocks of the kind that takes the most time, all and trained ones: lower
+        bounds, from which shared parameters are subtracted."""
         common, profile = self._common(), self.request.profile
         costs = [cost for number, cost in zip(numbers, profile.blocks) if number == common]
         parameters = sum(cost.parameter_bytes for cost in costs)

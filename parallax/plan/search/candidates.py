@@ -125,8 +125,9 @@ class _Evaluator:
         return found
 
     def evaluate_again(self, shape: Shape) -> _Found:
-        """Return the pipelines of one of the best shapes with one directive for all blocks, since offloading more than
-        necessary frees memory to prefetch; and with sharded and unsharded states, partitioned evenly and by weight."""
+        """Return further pipelines of one of the best shapes: with one directive for all blocks, with sharded and
+        unsharded states, and partitioned evenly and by weight. One directive for all blocks can be faster than a
+        mixture: offloading more blocks than necessary leaves memory for prefetching."""
         found = _Found(self.request, self._forecasts)
         allowed, weights = self.request.allowed_in(shape), self.bound.weights(shape)
         for directive in allowed:

@@ -246,7 +246,8 @@ def _of_interleaving(question: Question) -> str:
 
 
 def _remedies(question: Question) -> Iterator[str]:
-    """Yield at most two changes, smallest first, that remove every contradiction."""
+    """Yield one or two changes, the smallest first, each of which alone removes every contradiction between the
+    settings."""
     found = 0
     for changed, text in _changes(question):
         if question.fixed and changed.devices != question.devices:

@@ -42,10 +42,10 @@ def patience_seconds() -> float:
 
 
 def present_settings(overrides: Sequence[str], nodes: Nodes) -> list[str]:
-    """Return the typed settings, adapted to the ranks of this start; every rank calls it.
+    """Return the overrides on the command line, completed for the ranks of this start; every rank calls it.
 
-    The number of devices is that of the ranks, unless it was typed. A run without a name keeps the name of its first
-    start. If the configured stages and replicas do not fit the present devices, the planner chooses.
+    ``cluster.devices`` is the number of ranks unless the user sets it. A run without a name keeps the name of its first
+    start. Where the stages and replicas of an option do not fit the number of ranks, the planner chooses.
     """
     devices = len(nodes.of)
     found = [f"cluster.devices={devices}", *_named(overrides)]

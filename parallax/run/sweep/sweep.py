@@ -97,7 +97,8 @@ def _check_folder(folder: Path) -> None:
 
 
 def _points(asked: Multirun) -> list[Point]:
-    """Return the points that are known beforehand; for other sweepers check the settings that all points share."""
+    """Return all points of Hydra's basic sweeper. For a sweeper that chooses points as it goes, check the settings that
+    all its points share, and return none."""
     if asked.points is None:
         words = [plain(word) for word in asked.words]
         compose(

@@ -54,7 +54,8 @@ class Buffers:
         return Lease(arena.data[:count], arena)
 
     def release(self, leases: Iterable[Lease], read: Event | None = None) -> None:
-        """Return leases of :meth:`acquire`; they may be filled again after ``read``."""
+        """Give ``leases`` of :meth:`acquire` back. Their buffers are filled again once ``read``, an event of the
+        device, has happened."""
         self._released.extend([(each.arena, read or DoneEvent()) for each in leases])
 
     def close(self) -> None:

@@ -79,5 +79,5 @@ class HeldMasters:
 
 
 def _word(tensor: Tensor) -> str:
-    """Return the number format, as settings name it."""
+    """Return a tensor's number format by its name in the settings, such as ``bf16``."""
     return {dtype: name for name, dtype in DTYPES.items()}.get(tensor.dtype, str(tensor.dtype))

@@ -88,7 +88,8 @@ class ProcessMemory:
 def observe_process(
     model: nn.Module, optimizers: Sequence[Optimizer], limit: int, device: torch.device
 ) -> ProcessMemory | None:
-    """Bound and measure the process from now on; None on a GPU, whose allocator counts its memory."""
+    """Limit the memory of this process from now on, and return the measurement; None on a GPU, whose allocator measures
+    its memory."""
     if device.type != "cpu":
         return None
     return ProcessMemory(limit, _made_bytes(held_tensors(model, optimizers), optimizers))

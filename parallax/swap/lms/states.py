@@ -395,7 +395,8 @@ class OptimizerStates:
 
     @uninterrupted()
     def _keep_or_offload(self, piece: Piece, kept: int) -> int:
-        """Keep stepped states that fit beside the activations, offload the others; return the bytes kept."""
+        """Keep the optimizer states of ``piece``, which was stepped, as far as they fit beside the activations, and
+        offload the others; return the bytes kept."""
         for _, parameter in piece:
             made = self._optimizer.state.get(parameter)
             size = moved_bytes(parameter, made) if made else 0

@@ -131,7 +131,8 @@ def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def evaluated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Return the arguments of a step after running its closure, once for all pieces."""
+    """Run a step's closure, and return the step's arguments with a closure that returns the computed loss, so that the
+    steps of all pieces share one evaluation."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         return args, kwargs

@@ -247,7 +247,7 @@ class OffloadedParameters:
             return self._flats[block].read_full()
 
     def write_full(self, block: int, tensors: Sequence[Tensor]) -> None:
-        """Set the values of :meth:`parameters`."""
+        """Write ``tensors`` into the offloaded parameters of ``block``, in the order of :meth:`parameters`."""
         with self.lock, torch.no_grad():
             self._check_open()
             self._flats[block].write_full(tensors)
