@@ -22,7 +22,7 @@ from parallax.machine.accelerators import (
 )
 from parallax.machine.host import available_memory, node_name, usable_cores
 from parallax.machine.preflight.needs import PROCESS_BYTES
-from parallax.machine.probes import Probes, measure_speeds
+from parallax.machine.probes import ALONE, Probes, Together, measure_together
 from parallax.plan.analytic.catalog import UPDATE_BYTES
 from parallax.plan.analytic.hardware import LINK_KINDS
 from parallax.plan.cluster import Cluster, Device, Link, Node, with_buckets
@@ -182,14 +182,13 @@ def build_cluster(
     *,
     tier: str,
     probes: Probes,
-    speeds: tuple[float, ...] = (),
+    together: Together = ALONE,
     copying_threads: int = COPYING_THREADS,
 ) -> Cluster:
     """Return this machine as a cluster of one node.
 
-    ``tier``: auto, or a tier's name (``swap.tier``). ``speeds``: the speed of each of 1, 2, … of its devices that
-    compute at once, from :func:`probe_speeds`. ``copying_threads``: threads of a rank that copy in one direction
-    at the same time (``swap.threads``).
+    ``tier``: auto, or a tier's name (``swap.tier``). ``together``: what :func:`probe_together` measured of its devices.
+    ``copying_threads``: threads of a rank that copy in one direction at the same time (``swap.threads``).
 
     A budget left at auto keeps a margin for memory that no plan counts: the allocator's gaps (a twentieth of the
     device), the interpreter and torch itself (a fifth of the available RAM)."""
@@ -222,7 +221,13 @@ def build_cluster(
     able = choice.present if choice.kind != "cpu" else usable_cores() / choice.threads
     concurrent = min(choice.count, able)
     local = Link(bytes_per_second=probes.local, latency_seconds=probes.local_latency_seconds)
-    node = Node(name=node_name(), devices=devices, concurrent=concurrent, speeds=speeds)
+    node = Node(
+        name=node_name(),
+        devices=devices,
+        concurrent=concurrent,
+        speeds=together.speeds,
+        sum_seconds=together.sum_seconds,
+    )
     return with_buckets(Cluster(nodes=(node,), local=local, remote=local))
 
 
@@ -247,12 +252,12 @@ def offload_tier(choice: DeviceChoice, tier: str) -> Tier:
     return choose_tier("swap.tier", tier, device_is_ram=choice.kind == "cpu")
 
 
-def probe_speeds(choice: DeviceChoice, *, fresh: bool = False) -> tuple[float, ...]:
-    """Return the speed of each of 1, 2, … devices while all of them compute. Measured only for processes that share
-    one processor; other devices do not slow each other down."""
+def probe_together(choice: DeviceChoice, *, fresh: bool = False) -> Together:
+    """Return how fast 1, 2, … devices are while all of them compute. Measured only for processes that share one
+    processor; other devices do not slow each other down."""
     if choice.kind != "cpu" or choice.count == 1:
-        return ()
-    return measure_speeds(choice.count, choice.threads, fresh=fresh)
+        return ALONE
+    return measure_together(choice.count, choice.threads, fresh=fresh)
 
 
 def _copying_share(choice: DeviceChoice) -> float:

@@ -37,6 +37,7 @@ _EDITION = 2  # version of cached bandwidths; others are measured again
 TOGETHER = 8  # most processes measured at once; more are assumed to be as slow as the last
 TURNS = 5
 TURN_SECONDS = 0.25
+SUMS = 4  # all-reduces in a turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,9 +289,23 @@ def measure_probes(directory: Path, *, fresh: bool = False) -> Probes:
 # ---------------------------------------------------------------------------------- computing together
 
 
-def measure_speeds(count: int, threads: int, *, fresh: bool = False) -> tuple[float, ...]:
-    """Return the speed of each of k processes of ``threads`` threads while all k compute, for k = 1 to ``count``,
-    relative to one process alone. Measured once (about six seconds), then read from the cache."""
+@dataclass(frozen=True, slots=True)
+class Together:
+    """How fast each of k processes of one host is while all k compute, for k = 1, 2, …; empty where not measured.
+
+    ``speeds``: relative to one process alone. ``sum_seconds``: of an all-reduce of a few numbers after computing, as at
+    the end of a step. Most of it is the time in which the processes' threads wake up."""
+
+    speeds: tuple[float, ...] = ()
+    sum_seconds: tuple[float, ...] = ()
+
+
+ALONE = Together()
+
+
+def measure_together(count: int, threads: int, *, fresh: bool = False) -> Together:
+    """Return how fast 1 to ``count`` processes of ``threads`` threads are together. Measured once (about six seconds),
+    then read from the cache."""
     count = min(count, TOGETHER)
     known = [
         socket.gethostname(),
@@ -302,15 +317,17 @@ def measure_speeds(count: int, threads: int, *, fresh: bool = False) -> tuple[fl
     ]
     cache = (
         cache_directory()
-        / f"speeds-{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]}.json"
+        / f"together-{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]}.json"
     )
     if not fresh:
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            return tuple(float(speed) for speed in read_json(cache, SMALL_BYTES))
-    found = shared_speeds(probe_together(count, threads), usable_cores() / threads)
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            found = read_json(cache, SMALL_BYTES)
+            return Together(**{name: tuple(map(float, each)) for name, each in found.items()})
+    seconds, sums = compute_together(count, threads)
+    together = Together(shared_speeds(seconds, usable_cores() / threads), tuple(sums))
     with contextlib.suppress(OSError), replacing(cache) as file:
-        file.write(json.dumps(found).encode())
-    return found
+        file.write(json.dumps(asdict(together)).encode())
+    return together
 
 
 def shared_speeds(seconds: list[float], able: float) -> tuple[float, ...]:
@@ -323,38 +340,56 @@ def shared_speeds(seconds: list[float], able: float) -> tuple[float, ...]:
     return tuple(speeds)
 
 
-def probe_together(count: int, threads: int) -> list[float]:
-    """Return processor seconds of one repetition of :func:`compute_on_request` in each of k processes at once, for k
-    = 1 to ``count``.
+def compute_together(count: int, threads: int) -> tuple[list[float], list[float]]:
+    """Return the processor seconds of one repetition of :func:`compute_on_request` in each of k processes at once, and
+    the seconds of an all-reduce between them, for k = 1 to ``count``.
 
     Processor time stands still while another program has the core, so other users hardly affect it; memory and
     caches shared with the other ranks make it longer. It is the median of several turns; for one process the
-    minimum, in which no other program shared them."""
+    minimum, in which no other program shared them. An all-reduce begins when the last process comes, for which it is
+    the shortest; the median over the turns counts."""
     with contextlib.ExitStack() as stack:
-        workers = [stack.enter_context(_worker(threads)) for _ in range(count)]
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="parallax-probe-")))
+        workers = [
+            stack.enter_context(_worker(rank, count, threads, folder / "store"))
+            for rank in range(count)
+        ]
         for worker in workers:
             _answer(worker)
         turns: list[list[float]] = [[] for _ in workers]
+        sums: list[list[float]] = [[] for _ in workers]
         for _ in range(TURNS):
-            for computing, taken in enumerate(turns, 1):
+            for computing, (taken, summed) in enumerate(zip(turns, sums), 1):
                 for worker in workers[:computing]:
-                    _request(worker)
-                taken.append(
-                    statistics.fmean(float(_answer(worker)) for worker in workers[:computing])
-                )
-    return [min(turns[0]), *(statistics.median(taken) for taken in turns[1:])]
+                    _request(worker, computing)
+                answers = [
+                    [float(each) for each in _answer(worker).split()]
+                    for worker in workers[:computing]
+                ]
+                taken.append(statistics.fmean(answer[0] for answer in answers))
+                summed.extend(map(min, zip(*(answer[1:] for answer in answers))))
+    seconds = [min(turns[0]), *(statistics.median(taken) for taken in turns[1:])]
+    return seconds, [statistics.median(summed) for summed in sums]
 
 
 @contextlib.contextmanager
-def _worker(threads: int) -> Iterator[subprocess.Popen[str]]:
+def _worker(rank: int, count: int, threads: int, store: Path) -> Iterator[subprocess.Popen[str]]:
     """Start a process that computes on request, and kill it at the end of the block."""
-    code = f"from parallax.machine.probes import compute_on_request; compute_on_request({threads})"
+    arguments = f"{rank}, {count}, {threads}, {str(store)!r}"
+    code = (
+        f"from parallax.machine.probes import compute_on_request; compute_on_request({arguments})"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": _import_path(), "OMP_NUM_THREADS": str(threads)},
+        env={
+            **os.environ,
+            "PYTHONPATH": _import_path(),
+            "OMP_NUM_THREADS": str(threads),
+            "GLOO_SOCKET_IFNAME": "lo",
+        },
     ) as process:
         try:
             yield process
@@ -362,9 +397,9 @@ def _worker(threads: int) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def _request(worker: subprocess.Popen[str]) -> None:
+def _request(worker: subprocess.Popen[str], computing: int) -> None:
     assert worker.stdin is not None
-    worker.stdin.write("\n")
+    worker.stdin.write(f"{computing}\n")
     worker.stdin.flush()
 
 
@@ -379,16 +414,20 @@ def _answer(worker: subprocess.Popen[str]) -> str:
     return line
 
 
-def compute_on_request(threads: int) -> None:
-    """Entry point of the processes of :func:`probe_together`.
+def compute_on_request(rank: int, count: int, threads: int, store: str) -> None:
+    """Entry point of the processes of :func:`compute_together`: ``count`` in number, which meet at the file ``store``.
 
-    For each line read, it trains three transformer layers for a while (two micro-batches forward, then backward)
-    and prints the processor seconds of one repetition."""
+    For each line read, which holds the number of processes that compute, it trains three transformer layers for a
+    while (two micro-batches forward, then backward), interrupted by all-reduces, and prints the processor seconds of
+    one repetition and the seconds of each all-reduce."""
     torch.set_num_threads(threads)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
+    groups = [dist.new_group(list(range(computing))) for computing in range(1, count + 1)]
     layers = [
         torch.nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True) for _ in range(3)
     ]
     model, rows = torch.nn.Sequential(*layers), torch.randn(2, 256, 256)
+    numbers = torch.zeros(4, dtype=torch.float64)
 
     def train_once() -> None:
         sums = [model(rows).sum() for _ in range(2)]
@@ -397,9 +436,17 @@ def compute_on_request(threads: int) -> None:
 
     train_once()  # allocates gradients, as in a step
     print("ready", flush=True)
-    for _ in sys.stdin:
-        until, repetitions, begun = time.perf_counter() + TURN_SECONDS, 0, time.process_time()
-        while repetitions == 0 or time.perf_counter() < until:
+    for line in sys.stdin:
+        group, spent, repetitions, summing = groups[int(line) - 1], 0.0, 0, list[float]()
+        for _ in range(SUMS):
+            until, begun = time.perf_counter() + TURN_SECONDS / SUMS, time.process_time()
             train_once()
             repetitions += 1
-        print((time.process_time() - begun) / repetitions, flush=True)
+            while time.perf_counter() < until:
+                train_once()
+                repetitions += 1
+            spent += time.process_time() - begun
+            before = time.perf_counter()
+            dist.all_reduce(numbers, group=group)
+            summing.append(time.perf_counter() - before)
+        print(spent / repetitions, *summing, flush=True)

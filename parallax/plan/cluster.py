@@ -82,12 +82,14 @@ class Device:
 class Node:
     """One host. ``concurrent`` devices can compute at full speed together: fewer than all where CPU ranks share cores.
     Where measured, ``speeds[k − 1]`` is the speed of each of k devices that compute at once; it falls before the
-    cores are used up, because the devices share memory bandwidth too."""
+    cores are used up, because the devices share memory bandwidth too. ``sum_seconds[k − 1]`` is the time of an
+    all-reduce of a few numbers between k devices that have just computed, as at the end of each step."""
 
     name: str
     devices: tuple[Device, ...]
     concurrent: float
     speeds: tuple[float, ...] = ()
+    sum_seconds: tuple[float, ...] = ()
 
     def speed(self, computing: int) -> float:
         """Return the speed of each of ``computing`` devices that compute at once; it does not increase with their
@@ -141,6 +143,10 @@ class Cluster:
                 raise PlanError(
                     f"node {node.name}: speeds {node.speeds} must be above 0 and at most 1"
                 )
+            if not all(0 <= seconds < float("inf") for seconds in node.sum_seconds):
+                raise PlanError(
+                    f"node {node.name}: sum_seconds {node.sum_seconds} must be finite and not below zero"
+                )
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
@@ -168,7 +174,14 @@ class Cluster:
             devices = node.devices[: max(0, left)]
             left -= len(devices)
             if devices:
-                nodes.append(replace(node, devices=devices, speeds=node.speeds[: len(devices)]))
+                nodes.append(
+                    replace(
+                        node,
+                        devices=devices,
+                        speeds=node.speeds[: len(devices)],
+                        sum_seconds=node.sum_seconds[: len(devices)],
+                    )
+                )
         return replace(self, nodes=tuple(nodes))
 
     def slowed(self, factors: Mapping[int, float]) -> Cluster:
@@ -189,6 +202,12 @@ class Cluster:
             for link in (device.write, device.read)
         )
         return replace(device, write=write, read=read)
+
+    def agreement_seconds(self, count: int) -> float:
+        """Return the seconds of an all-reduce of a few numbers between the first ``count`` devices, as the slowest node
+        measured it; 0 where none did."""
+        measured = (node.sum_seconds[: len(node.devices)] for node in self.first(count).nodes)
+        return max((each[-1] for each in measured if each), default=0.0)
 
     def link(self, a: int, b: int) -> Link:
         """Return the link between two devices."""

@@ -35,7 +35,7 @@ from parallax.machine.local import (
     build_cluster,
     choose_devices,
     chosen_kind,
-    probe_speeds,
+    probe_together,
 )
 from parallax.machine.probes import measure_probes
 from parallax.mesh import RankDevices
@@ -118,7 +118,7 @@ def measured_cluster(
         choice,
         tier=swap.tier,
         probes=measure_probes(folder),
-        speeds=probe_speeds(choice),
+        together=probe_together(choice),
         copying_threads=swap.threads,
     )
 
@@ -186,6 +186,7 @@ def _weakest(index: int, offers: Sequence[_Offer]) -> Node:
         devices=tuple(_least(device, devices) for device in node.devices),
         concurrent=min(each.concurrent for each in same),
         speeds=tuple(map(min, zip(*(each.speeds for each in same)))),
+        sum_seconds=tuple(map(max, zip(*(each.sum_seconds for each in same)))),
     )
 
 

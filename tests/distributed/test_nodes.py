@@ -20,6 +20,7 @@ import torch.distributed as dist
 from parallax.config import compose
 from parallax.errors import CheckpointError, ConfigError
 from parallax.machine.local import ClusterConfig
+from parallax.machine.probes import ALONE
 from parallax.nodes import links
 from parallax.nodes.places import Nodes, find_sites
 from parallax.nodes.together import all_gather_result, broadcast_result
@@ -165,7 +166,7 @@ def joined(kinds: list[str]) -> Any:
     rank = dist.get_rank()
     with (
         mock.patch("parallax.run.nodes.cpu_model", return_value=kinds[rank]),
-        mock.patch("parallax.run.nodes.probe_speeds", return_value=()),
+        mock.patch("parallax.run.nodes.probe_together", return_value=ALONE),
         mock.patch.object(together, "_step_seconds", return_value=float(len(kinds[rank]))),
         mock.patch.object(links, "_LONG_SECONDS", 0.002),
     ):

@@ -180,8 +180,9 @@ def _finish(
     updates = [_update_seconds(cluster, pipeline, p, mine[p]) for p in pipeline_ranks]
     gathering = _gathering_seconds(cluster, pipeline, loads[-1])  # all wait for the loss
     reduced = max(float(end) + reduce for end, reduce in zip(timeline.end, exposed))
-    # No rank updates before all have reduced.
-    return (timeline, reduced + max(updates) + gathering, exposed, updates)
+    # No rank updates before all have reduced, and have agreed on the gradient's norm.
+    agreed = reduced + cluster.agreement_seconds(pipeline.world_size)
+    return (timeline, agreed + max(updates) + gathering, exposed, updates)
 
 
 def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:

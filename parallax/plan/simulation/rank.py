@@ -52,6 +52,7 @@ class World:
         count = pipeline.micro_batches(pipeline.global_batch)
         bounds = (micro_batch_rows(pipeline.global_batch, count, micro) for micro in range(count))
         self.rows = [high - low for low, high in bounds]
+        self.agreement_seconds = cluster.agreement_seconds(pipeline.world_size)
 
     def holders(self, users: Sequence[int]) -> list[int]:
         """Return the pipeline ranks that hold one of the blocks ``users``."""
@@ -327,6 +328,7 @@ class Rank:
         network = self._world.network
         yield network.meet(f"update {action.step}", self._pipeline.world_size)
         start = network.simulator.now
+        yield network.simulator.timer(self._world.agreement_seconds)
         loads = {stage: self._passes(stage, self._rows[0]).load for stage in self._stages}
         yield self._core.compute(sum(load.update_seconds for load in loads.values()))
         for stage, load in loads.items():

@@ -34,15 +34,16 @@ from parallax.machine.local import (
     ClusterConfig,
     build_cluster,
     choose_devices,
-    probe_speeds,
+    probe_together,
     processes_of,
 )
 from parallax.machine.pinned import ApartArena
 from parallax.machine.probes import (
+    ALONE,
     Probes,
+    compute_together,
     measure_probes,
     probe_disk,
-    probe_together,
     shared_speeds,
 )
 from parallax.plan.cluster import Cluster
@@ -295,33 +296,34 @@ def test_processes_that_compute_together_are_timed_and_leave_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "TURNS", 1)
-    alone, together = probe_together(2, 1)
-    assert 0 < alone < 60
-    assert 0 < together < 60
+    seconds, sums = compute_together(2, 1)
+    assert len(seconds) == len(sums) == 2
+    assert all(0 < each < 60 for each in [*seconds, *sums])
 
 
 def test_a_process_that_cannot_compute_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.sys, "executable", "/bin/false")
     with pytest.raises(ConfigError, match="measure the cores ended with 1: is there memory"):
-        probe_together(1, 1)
+        compute_together(1, 1)
 
 
 @no_cuda
-def test_speeds_are_measured_once_and_only_for_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_are_measured_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def probe(count: int, threads: int) -> list[float]:
+    def compute(count: int, threads: int) -> tuple[list[float], list[float]]:
         asked.append((count, threads))
-        return [1.0, 1.5][:count]
+        return [1.0, 1.5][:count], [0.001, 0.002][:count]
 
-    monkeypatch.setattr(module, "probe_together", probe)
+    monkeypatch.setattr(module, "compute_together", compute)
     config = ClusterConfig(kind="cpu", devices=2, threads=1, device_memory="1GiB")
-    first = probe_speeds(choose_devices(config))
-    assert probe_speeds(choose_devices(config)) == first
+    first = probe_together(choose_devices(config))
+    assert first.sum_seconds == (0.001, 0.002)
+    assert probe_together(choose_devices(config)) == first
     assert asked == [(2, 1)]
-    assert probe_speeds(choose_devices(config), fresh=True) == first
+    assert probe_together(choose_devices(config), fresh=True) == first
     assert len(asked) == 2
-    assert probe_speeds(choose_devices(ClusterConfig(kind="cpu", devices=1))) == ()
+    assert probe_together(choose_devices(ClusterConfig(kind="cpu", devices=1))) == ALONE
 
 
 def test_malloc_keeps_freed_memory_with_and_without_a_budget(probes: Probes) -> None:

@@ -16,6 +16,7 @@ from parallax.plan.schedule import SCHEDULES, Kind, Schedule
 from parallax.plan.schedule.gpipe import gpipe
 from parallax.plan.schedule.order import Order
 from parallax.plan.simulation.fluid import Resource, Routine, Simulator
+from parallax.plan.simulation.predict import quick_seconds
 from parallax.plan.simulation.rank import Rank, World
 from tests.unit.plan.simulated import ONE_EACH, nodes, run, times
 from tests.unit.plan_fakes import block, cluster, pipeline, profile, stages
@@ -212,6 +213,18 @@ def test_the_speed_of_a_node_falls_as_it_was_measured() -> None:
         machines=nodes(6, speeds=(1.0, 0.8)),
     )
     assert crowded.step_seconds == pytest.approx(2 / (0.8 * 2 / 6))
+
+
+def test_ranks_agree_before_they_update() -> None:
+    """A step takes the all-reduce of its last numbers, between as many ranks as the plan has."""
+    machines = nodes(3, sum_seconds=(0.25, 0.5, 4.0))
+    blocks = [block(forward=1, backward=1)] * 2
+    for parts, agreed in ((stages([0, 2], [1]), 0.25), (stages([0, 1, 2], [1, 1]), 0.5)):
+        result = run(blocks, parts, rows=1, micro=1, machines=machines)
+        assert result.step_seconds == pytest.approx(4 + agreed)
+        assert quick_seconds(
+            profile(blocks), machines, pipeline(parts, rows=1, micro=1)
+        ).likely == pytest.approx(4 + agreed)
 
 
 def test_the_terms_of_a_rank_are_its_step() -> None:
