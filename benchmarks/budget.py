@@ -27,7 +27,7 @@ from benchmarks.workers import Worker, rotated
 from parallax.common.units import format_bytes
 from parallax.machine.local import ClusterConfig
 from parallax.model.describe import describe
-from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.factory.gpt import GPT, GPTConfig
 from parallax.plan.config import PlanConfig
 from parallax.plan.plan import Plan
 from parallax.plan.simulation.predict import predict

@@ -43,7 +43,7 @@ from torch import Tensor
 from benchmarks.workers import rotated
 from parallax.common.files import sync
 from parallax.model.describe import describe
-from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.factory.gpt import GPT, GPTConfig
 from parallax.plan.plan import Directive, Plan, Prediction, RankPrediction, StagePlan
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine

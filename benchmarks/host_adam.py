@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from benchmarks.ratios import ratios, show
 from benchmarks.workers import reason, rotated
 from parallax.machine.device import copies_for
-from parallax.model.gpt import GPTConfig
+from parallax.model.factory.gpt import GPTConfig
 from parallax.swap.optimizer.host import HostOptimizer
 
 GOAL = 1.02

@@ -49,7 +49,7 @@ from torch.distributed.pipelining import (
 )
 
 from parallax.model.describe import Chain, describe
-from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.factory.gpt import GPT, GPTConfig
 from parallax.model.materialise import materialise
 from parallax.plan.plan import Directive, Plan, Prediction, RankPrediction, StagePlan
 from parallax.plan.schedule import named

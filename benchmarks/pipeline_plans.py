@@ -48,7 +48,7 @@ from benchmarks.ratios import ratios, show
 from benchmarks.teams import Answer, Ask, Place, Run, Team, by_turns, check_same_losses, plans
 from benchmarks.workers import Worker
 from parallax.model.describe import Chain, describe
-from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.factory.gpt import GPT, GPTConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.config import PlanConfig
 from parallax.runtime.batch import TensorRows

@@ -60,7 +60,7 @@ from benchmarks.workers import WayFailed, Worker, rotated
 from parallax.common.units import format_bytes
 from parallax.machine.host import MemoryBound, ResidentMeter, return_freed_memory
 from parallax.model.describe import Chain, describe
-from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.factory.gpt import GPT, GPTConfig
 from parallax.plan.plan import Directive, Plan, Prediction, RankPrediction, StagePlan
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine

@@ -21,7 +21,8 @@ from typing import Any
 import yaml
 
 from parallax.common.documents import leaves, shown
-from parallax.common.typed import defaults, members
+from parallax.common.registered import dataclasses_of
+from parallax.common.typed import defaults, hints_of, members
 from parallax.config import RunConfig
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -55,7 +56,7 @@ def main() -> int:
 def page() -> Iterator[str]:
     """The page's blocks, one for each group and each of its kinds."""
     yield INTRODUCTION
-    groups = {key: _kinds(hint) for key, hint in typing.get_type_hints(RunConfig).items()}
+    groups = {key: dataclasses_of(hint) for key, hint in hints_of(RunConfig).items()}
     yield "## The run\n\n" + _introduction(RunConfig)
     yield _table(RunConfig, "", [key for key, kinds in groups.items() if not kinds])
     yield "\n".join(
@@ -81,10 +82,6 @@ def _group(group: str, kinds: list[type]) -> Iterator[str]:
             yield _introduction(kind)
             names.remove("name")  # the option sets it
         yield _table(kind, f"{group}.", names)
-
-
-def _kinds(hint: Any) -> list[type]:
-    return [kind for kind in members(hint) if dataclasses.is_dataclass(kind)]
 
 
 def _options(group: str) -> str:
@@ -113,7 +110,7 @@ def _options(group: str) -> str:
 
 def _table(kind: type, prefix: str, names: list[str]) -> str:
     found, values = descriptions(kind, prefix), defaults(kind)
-    hints = typing.get_type_hints(kind)
+    hints = hints_of(kind)
     lines = ["| key | accepts | default | meaning |", "|---|---|---|---|"]
     for name in names:
         value = values.get(name, "???")

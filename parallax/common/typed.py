@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import re
 import types
@@ -22,6 +23,17 @@ def defaults(kind: type) -> dict[str, Any]:
         for field in dataclasses.fields(kind)
     ]
     return {name: value for name, value in made if value is not dataclasses.MISSING}
+
+
+def hints_of(kind: Any) -> dict[str, Any]:
+    """Return the annotation of each field of the dataclass ``kind``."""
+    return _hints(kind)
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 MOST_NAMED = 6  # most mistakes in one message
@@ -66,7 +78,7 @@ def checked(
 ) -> dict[str, Any]:
     """Return a copy of ``tree``, which has exactly the keys of ``kind``; ``elsewhere`` returns the hint for a key of
     another name or group."""
-    prefix, hints = f"{group}." if group else "", typing.get_type_hints(kind)
+    prefix, hints = f"{group}." if group else "", hints_of(kind)
     accepted = (
         f"{label} accepts {', '.join(sorted(hints))}"
         if group
@@ -95,7 +107,7 @@ def checked(
 def build(kind: type, values: dict[str, Any], prefix: str) -> Any:
     """Build ``kind`` from ``values`` converted to the annotated types; the dataclass checks their meaning."""
     read, mistakes, usual = {}, Mistakes(), defaults(kind)
-    for key, hint in typing.get_type_hints(kind).items():
+    for key, hint in hints_of(kind).items():
         if isinstance(values[key], str) and values[key] == usual.get(key):
             read[key] = values[key]  # such as auto, which only the dataclass interprets
             continue
@@ -138,7 +150,7 @@ def _read_as(kind: Any, value: Any) -> Any:
     text."""
     origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
     scalar = isinstance(value, int | float | str) and not isinstance(value, bool) and value != "???"
-    if dataclasses.is_dataclass(origin) and type(value) is origin:
+    if isinstance(origin, type) and dataclasses.is_dataclass(origin) and isinstance(value, origin):
         return value  # a group that was converted before
     if origin is bool and (isinstance(value, bool) or value in ("true", "false")):
         return value in (True, "true")
@@ -220,7 +232,7 @@ def convert_exactly(hint: Any, value: Any, where: str = "") -> Any:
 
 
 def _convert_fields(kind: type, value: Any, where: str) -> dict[str, Any]:
-    hints, known = typing.get_type_hints(kind), {each.name for each in dataclasses.fields(kind)}
+    hints, known = hints_of(kind), {each.name for each in dataclasses.fields(kind)}
     if not isinstance(value, dict):
         raise ValueError(f"{where or 'it'}={f'{value!r:.40}'}: accepted are keys and values")
     if odd := [key for key in value if key not in known]:

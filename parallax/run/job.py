@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from parallax.common.targets import check_call
@@ -20,22 +18,13 @@ from parallax.machine.local import ClusterConfig, choose_devices
 from parallax.model.block import flatten, padding_help
 from parallax.model.construction.deferred import deferred_init
 from parallax.model.describe import Chain, describe
-from parallax.model.factory.huggingface import HuggingFaceConfig
-from parallax.model.factory.registry import (
-    BuiltModelConfig,
-    CustomModelConfig,
-    base_of,
-    build_model,
-    weights_of,
-)
-from parallax.model.factory.timm import TimmConfig
 from parallax.model.losses import check_loss
 from parallax.model.materialise import check_weights
 from parallax.model.profiling.count import Sample, count
+from parallax.model.source import ModelConfig
 from parallax.model.verification.rows import Verdict
 from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.analytic.efficiency import price
-from parallax.plan.analytic.transformer import TransformerConfig
 from parallax.plan.cluster import Cluster
 from parallax.plan.profile import ModelProfile
 from parallax.plan.tier import AUTO
@@ -54,33 +43,30 @@ from parallax.run.planning import (
 from parallax.run.verified import check_rows, verify_run
 from parallax.runtime.batch import Rows, as_tensors
 from parallax.runtime.health.row_check import RowCheck
-from parallax.train.data import Source, TextDataConfig, TextSource, build_source
+from parallax.train.data.source import Source
 
 logger = logging.getLogger("parallax")
-
-BYTES = 256  # values that a byte can have: what a model of text must know
-DEFAULT_SEQUENCE = 256
 
 
 def build_chain(config: RunConfig) -> Chain:
     """Return the model of ``config`` as a chain of blocks."""
     model = built_model(config)
     return describe(
-        partial(build_model, model),
+        model.build,
         seed=config.seed,
         dtype=config.precision.parameter_dtype,
-        blocks=model.blocks if isinstance(model, CustomModelConfig) else (),
+        blocks=model.block_paths,
         sample=lambda rows: _inputs(config, rows),
-        weights=weights_of(model),
-        partial_weights=isinstance(model, HuggingFaceConfig),
-        base=base_of(model, config.seed),
+        weights=model.stage_weights,
+        partial_weights=model.partial_weights,
+        base=model.base(config.seed),
     )
 
 
 def _inputs(config: RunConfig, rows: int) -> Any:
     """Return inputs of ``rows`` rows, or of all rows of a smaller batch."""
-    if isinstance(config.data, TextDataConfig):
-        return torch.empty(rows, sequence_length(config), dtype=torch.int64, device="meta")
+    if (shapes := config.data.shapes(config.model)) is not None:
+        return shapes(rows)[0][0]
     batch = first_batch(config, open_source(config))
     rows = min(rows, len(batch))
     return as_tensors("inputs", batch.inputs(0, rows), rows, config.precision.parameter_dtype)
@@ -94,13 +80,9 @@ def doing(config: RunConfig, what: str) -> str:
     return f"{what} ({key}={printable(target)})" if target else what
 
 
-def built_model(config: RunConfig) -> BuiltModelConfig:
+def built_model(config: RunConfig) -> ModelConfig:
     """Return the model settings of ``config``. Raises :class:`ConfigError` for a model without code."""
-    if isinstance(config.model, TransformerConfig):
-        raise ConfigError(
-            "model=transformer: it has sizes but no code, so it can be planned for (cluster=dgx_a100) but neither "
-            "measured nor trained; use model=gpt or model=custom"
-        )
+    config.model.check_code()
     return config.model
 
 
@@ -132,8 +114,7 @@ def device_kind(config: RunConfig) -> str:
 
 def build_loss(config: RunConfig) -> Loss:
     """Return the model's own ``loss(outputs, targets)``, or :func:`usual_loss`."""
-    factory = partial(build_model, built_model(config))
-    model = deferred_init(factory, config.seed).with_attributes()
+    model = deferred_init(built_model(config).build, config.seed).with_attributes()
     own = getattr(model, "loss", None)
     if not callable(own):
         return usual_loss
@@ -173,56 +154,34 @@ def usual_loss(outputs: Any, targets: Any) -> Tensor:
     return nn.functional.cross_entropy(scores.flatten(0, -2), targets.flatten())
 
 
-def sequence_length(config: RunConfig) -> int:
-    """Return the bytes in a row of text."""
-    if isinstance(config.model, CustomModelConfig):
-        return int(config.model.kwargs.get("sequence", DEFAULT_SEQUENCE))
-    return DEFAULT_SEQUENCE if isinstance(config.model, TimmConfig) else config.model.sequence
-
-
 def tokens_per_row(config: RunConfig) -> int:
     """Return the tokens in a row: its bytes of text, or 1 for rows of the user's source."""
-    return sequence_length(config) if isinstance(config.data, TextDataConfig) else 1
+    return config.data.tokens_per_row(config.model)
 
 
 def open_source(config: RunConfig, *, quiet: bool = True) -> Source:
     """Return the data source of ``config``."""
-    vocabulary = getattr(config.model, "vocabulary", BYTES)
-    if isinstance(config.data, TextDataConfig) and not vocabulary:
-        raise ConfigError(
-            f"model={config.model.name}: this model takes no text, and data=text has nothing else; use data=custom "
-            "data.target=package.module:function"
-        )
-    if isinstance(config.data, TextDataConfig) and vocabulary < BYTES:
-        raise ConfigError(
-            f"model.vocabulary={vocabulary}: text needs {BYTES}, one for each value of a byte"
-        )
-    return build_source(config.data, sequence_length(config), config.seed, quiet=quiet)
+    return config.data.open(config.model, config.seed, quiet=quiet)
 
 
 def first_batch(config: RunConfig, source: Source) -> Rows:
     """Return a batch of held-out rows, for measuring and planning. Raises :class:`DataError` where the source has fewer
     rows than a batch."""
-    wanted, text = config.trainer.global_batch, isinstance(config.data, TextDataConfig)
-    if isinstance(source, TextSource) and len(source) < wanted:
-        raise DataError(
-            f"trainer.global_batch={wanted}: the text of data.* has {len(source)} training rows of "
-            f"{sequence_length(config)} + 1 bytes; use trainer.global_batch={len(source)} or less, or name more text "
-            "(data.path, data.pattern, data.max_bytes)"
-        )
-    batch, target = source.validation(0, wanted), getattr(config.data, "target", "")
+    wanted, label = config.trainer.global_batch, config.data.label
+    config.data.check_size(source, config.model, wanted)
+    batch = source.validation(0, wanted)
     if missing := [
         name
         for name in ("__len__", "inputs", "targets")
         if not callable(getattr(batch, name, None))
     ]:
         raise DataError(
-            f"data.target={printable(target)}: validation(0, {wanted}) gave a {type(batch).__name__} without "
+            f"{label}: validation(0, {wanted}) gave a {type(batch).__name__} without "
             f"{', '.join(missing)}; return parallax.TensorRows(inputs, targets), or what has these methods"
         )
-    if not text and len(batch) < wanted:
+    if len(batch) < wanted:
         raise DataError(
-            f"data.target={printable(target)}: validation(0, {wanted}) gave {len(batch)} row(s), fewer than "
+            f"{label}: validation(0, {wanted}) gave {len(batch)} row(s), fewer than "
             f"trainer.global_batch={wanted}; "
             + (
                 f"use trainer.global_batch={len(batch)} or less"
@@ -230,18 +189,16 @@ def first_batch(config: RunConfig, source: Source) -> Rows:
                 else "it needs rows to plan with"
             )
         )
-    if not text and len(batch) > 1:
-        _check_inputs(f"data.target={printable(target)}: the inputs", batch)
+    if len(batch) > 1:
+        _check_inputs(f"{label}: the inputs", batch)
     return batch
 
 
 def _sampled(config: RunConfig, *, quiet: bool = True) -> Rows:
     """Return the first held-out batch, checked to have as many targets as inputs."""
     batch = first_batch(config, open_source(config, quiet=quiet))
-    if isinstance(config.data, TextDataConfig):
-        return batch
     wanted = config.trainer.global_batch
-    name = f"data.target={printable(config.data.target)}: the batch of validation(0, {wanted})"
+    name = f"{config.data.label}: the batch of validation(0, {wanted})"
     checked = RowCheck(config.precision.parameter_dtype).of(batch, name)
     checked.check_last()
     return checked
@@ -379,13 +336,13 @@ def remember_run_profile(profile: ModelProfile, config: RunConfig) -> Path:
 
 def model_work(config: RunConfig, progress: Callable[[str], None] = lambda text: None) -> ModelWork:
     """Return the operations and bytes of ``config``'s model, counted without computing or making weights."""
-    if isinstance(config.model, TransformerConfig):
+    if (work := config.model.work(str(config.precision))) is not None:
         if config.trainer.gather_loss:
             raise ConfigError(
-                "trainer.gather_loss=true: model=transformer has the mean over its tokens for a loss, of which each "
-                "micro-batch gives a part; use trainer.gather_loss=false"
+                f"trainer.gather_loss=true: the loss of model={config.model.name} is the mean over its tokens, of "
+                "which each micro-batch gives a part; use trainer.gather_loss=false"
             )
-        return config.model.work(str(config.precision))
+        return work
     progress(doing(config, "building the model"))
     chain = build_chain(config)
     return count(
@@ -403,10 +360,8 @@ def model_work(config: RunConfig, progress: Callable[[str], None] = lambda text:
 def read_profile(config: RunConfig, path: Path) -> ModelProfile:
     """Read a profile file. Raises :class:`ConfigError` where it is of another model than ``config``'s."""
     found, model = ModelProfile.load(path), config.model
-    if isinstance(model, TransformerConfig):
-        wanted = model.work(str(config.precision)).fingerprint
-    else:
-        wanted = build_chain(config).fingerprint()
+    work = model.work(str(config.precision))
+    wanted = build_chain(config).fingerprint() if work is None else work.fingerprint
     if found.fingerprint != wanted:
         raise ConfigError(
             f"--profile {path}: it is of {found.model} ({found.fingerprint}), and model={model.name} with these "
@@ -416,14 +371,8 @@ def read_profile(config: RunConfig, path: Path) -> ModelProfile:
 
 
 def _shapes(config: RunConfig, chain: Chain) -> Sample:
-    """Return a sample of batches: whole numbers on the meta device for text, rows of the user's source otherwise."""
-    if isinstance(config.data, TextDataConfig):
-        length = sequence_length(config)
-
-        def text(rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
-            tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
-            return (tokens,), tokens
-
-        return text
+    """Return a sample of batches: of the meta device where their shapes are known, rows of the source otherwise."""
+    if (shapes := config.data.shapes(config.model)) is not None:
+        return shapes
     batch = _sampled(config)
     return lambda rows: (chain.arguments(batch.inputs(0, rows)), batch.targets(0, rows))

@@ -19,10 +19,8 @@ from parallax.common.trust import check_named, class_paths
 from parallax.config import RunConfig
 from parallax.errors import CheckpointError, ConfigError, DataError, printable
 from parallax.model.describe import Chain, parameter_names
-from parallax.model.factory.registry import base_of
 from parallax.run.job import built_model, open_source
 from parallax.runtime.checkpoint import CheckpointReader, list_checkpoints, step_of
-from parallax.train.data import TextDataConfig
 
 STORED = "config.yaml"
 # Given a file and the class paths in it, key by key.
@@ -155,7 +153,7 @@ def _lost(stored: RunConfig, config: RunConfig, checkpoint: Path) -> Iterator[st
         group = key.split(".")[0]
         fixed = key in ("seed", "optimizer.name") or (group == "model" and key != "model.verify")
         if key == "precision.parameters":  # an adapter's base is known by its bytes
-            adapting = base_of(built_model(stored), stored.seed) != ""
+            adapting = built_model(stored).base(stored.seed) != ""
             fixed = adapting or stored.precision.masters != config.precision.masters
         if fixed or (group == "data" and not _same_rows(config, checkpoint)):
             yield f"{key}: {old} -> {new}"
@@ -163,7 +161,7 @@ def _lost(stored: RunConfig, config: RunConfig, checkpoint: Path) -> Iterator[st
 
 def _same_rows(config: RunConfig, checkpoint: Path) -> bool:
     """Whether the text has the content that the checkpoint was trained on, whatever its path."""
-    if not isinstance(config.data, TextDataConfig):
+    if not config.data.identifies_rows:
         return False
     try:
         state = CheckpointReader(checkpoint).state["source"]

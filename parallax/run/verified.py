@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict
 
 from parallax.config import RunConfig
 from parallax.errors import ConfigError
 from parallax.model.describe import Chain
 from parallax.model.verification.rows import Verdict
 from parallax.model.verification.verify import verify
-from parallax.plan.analytic.transformer import TransformerConfig
 from parallax.plan.config import AUTO
 from parallax.plan.plan import Plan
 from parallax.run.planning import Loss
@@ -21,9 +20,9 @@ def verify_run(
     config: RunConfig, chain: Chain, loss: Loss, batch: Rows, progress: Callable[[str], None]
 ) -> Verdict:
     """Compare ``chain`` with the model of ``config`` on the first rows of ``batch``, as ``model.verify`` says."""
-    if isinstance(config.model, TransformerConfig):
+    if config.model.work(str(config.precision)) is not None:
         return Verdict()  # it has no code
-    model = replace(config.model, verify="auto")  # whenever it is checked, it is the same
+    model = asdict(config.model) | {"verify": "auto"}  # whenever it is checked, it is the same
     key = repr((model, config.data, config.precision, config.trainer.global_batch))
     return verify(chain, loss, batch, when=config.model.verify, key=key, progress=progress)
 

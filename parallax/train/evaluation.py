@@ -13,7 +13,7 @@ from parallax.errors import DataError, EmptyBatchError, HangError
 from parallax.runtime.batch import FirstRows, Rows
 from parallax.runtime.engine import Engine
 from parallax.runtime.health.row_comparison import RowDigest, row_digest
-from parallax.train.data import Source
+from parallax.train.data.source import Source
 
 MOST_BATCHES = 1000  # of a source that neither ends nor has ``validation_rows``
 _ENDS = StopIteration, IndexError, EmptyBatchError

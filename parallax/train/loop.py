@@ -23,7 +23,7 @@ from parallax.runtime.checkpoint.config import CHECKPOINTS, CheckpointConfig
 from parallax.runtime.engine import Engine
 from parallax.runtime.meters.step import StepResult
 from parallax.swap.statistics import SwapStatistics
-from parallax.train.data import Source
+from parallax.train.data.source import Source
 from parallax.train.debug import DebugConfig, Recorder, recorder
 from parallax.train.evaluation import HeldOut
 from parallax.train.health.monitor import HealthMonitor

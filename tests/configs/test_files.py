@@ -10,8 +10,8 @@ import yaml
 from parallax.config import RunConfig, compose, dump, load
 from parallax.config import options as options_module
 from parallax.machine.local import ClusterConfig
-from parallax.model.gpt import GPTConfig
-from parallax.model.mlp import MLPConfig
+from parallax.model.factory.gpt import GPTConfig
+from parallax.model.factory.mlp import MLPConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.analytic.transformer import TransformerConfig

@@ -129,7 +129,7 @@ import sys, torch
 before = "torch._dynamo" in sys.modules
 from parallax.runtime.engine import Engine
 from parallax.model.describe import describe
-from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.factory.gpt import GPT, GPTConfig
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from tests.plans import make_plan

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallax.errors import NonFiniteError, ParallaxError, PlanError
 from parallax.model.describe import describe
-from parallax.model.gpt import GPT
+from parallax.model.factory.gpt import GPT
 from parallax.runtime.engine import Engine
 from tests.distributed.pool import Pool
 from tests.distributed.test_engine import POISON, Case, gpt, make_batch, poisoned, that_fails

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.model.describe import Chain, describe, parameter_names
-from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.factory.gpt import GPT, GPTConfig
 from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.rows import micro_batch_rows

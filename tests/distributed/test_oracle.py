@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
 )
 
 from parallax.model.describe import Chain, parameter_names
-from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.factory.gpt import GPT, GPTConfig
 from parallax.model.materialise import materialise
 from parallax.plan.plan import Plan
 from parallax.runtime.engine import Engine

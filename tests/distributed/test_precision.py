@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallax.model.gpt import GPT
+from parallax.model.factory.gpt import GPT
 from parallax.model.precision import PrecisionConfig
 from parallax.runtime.engine import Engine
 from parallax.runtime.optim.optimizer import OptimizerConfig

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parallax.model.describe import describe
-from parallax.model.mlp import MLP, MLPConfig
+from parallax.model.factory.mlp import MLP, MLPConfig
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.checkpoint import list_checkpoints, step_of
 from parallax.runtime.engine import Engine

@@ -11,7 +11,7 @@ import torch
 
 from parallax import cli
 from parallax.model.describe import describe
-from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.factory.gpt import GPT, GPTConfig
 from parallax.plan.plan import Directive
 from parallax.report.occupancy import Occupancy
 from parallax.runtime.batch import TensorRows

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from parallax.model.describe import Chain, parameter_names
-from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.factory.gpt import GPT, GPTConfig
+from parallax.model.factory.mlp import MLP, MLPConfig
 from parallax.model.materialise import materialise
-from parallax.model.mlp import MLP, MLPConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine

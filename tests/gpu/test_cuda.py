@@ -11,7 +11,7 @@ import torch
 from parallax.machine.cuda import pin
 from parallax.machine.device import StreamCopies
 from parallax.model.describe import describe
-from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.factory.gpt import GPT, GPTConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.measure import measure
 from parallax.runtime.batch import TensorRows

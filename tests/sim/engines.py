@@ -18,7 +18,7 @@ import torch
 from parallax.errors import SwapError
 from parallax.machine.accelerators import register_accelerator
 from parallax.model.describe import Chain
-from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.factory.gpt import GPT, GPTConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.plan import Plan
 from parallax.runtime.batch import TensorRows

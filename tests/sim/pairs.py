@@ -22,7 +22,7 @@ from torch import Tensor
 from parallax import mesh
 from parallax.machine.accelerators import register_accelerator
 from parallax.machine.device import StreamCopies
-from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.factory.gpt import GPT, GPTConfig
 from parallax.runtime.channels.direct_channel import DirectReceiver, DirectSender
 from parallax.runtime.channels.group_channel import (
     Address,

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save
 
 from parallax.machine.accelerators import register_accelerator
-from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.factory.gpt import GPT, GPTConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig

@@ -22,7 +22,7 @@ import torch
 
 from parallax.machine.accelerators import accelerator_of, limit_device_memory
 from parallax.model.describe import Chain, describe
-from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.factory.gpt import GPT, GPTConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling.measure import measure
 from parallax.plan.cluster import Cluster, Device, Link, Node

@@ -17,7 +17,7 @@ from benchmarks.pipeline_plans import Transformer
 from benchmarks.ratios import ratios
 from benchmarks.teams import Answer, Ask, Place, Run, Step, Team, by_turns, loss_difference, plans
 from benchmarks.workers import Deadline, WayFailed, Worker
-from parallax.model.gpt import GPTConfig
+from parallax.model.factory.gpt import GPTConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.config import PlanConfig
 from parallax.plan.plan import Plan

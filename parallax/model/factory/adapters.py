@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from parallax.errors import CheckpointError, ConfigError, nearest, printable
 from parallax.model.pretrained import read_weights, tied_names
+from parallax.model.source import ModelConfig
 
 ADAPTER = "default"
 """Peft's name of a model's only adapter; its files omit the name."""
@@ -46,6 +47,47 @@ _CHANGING = ("corda", "eva", "loftq", "lora_ga", "olora", "pissa")
 """LoRA initializations that need data or change the base; a checkpoint without the base would lose the change."""
 
 _NAMES = 8  # of modules, in an error
+
+
+class AdaptableModelConfig(ModelConfig):
+    """A model that can begin with weights of files, and be trained by adapters in its place."""
+
+    adapter: dict[str, Any]
+
+    @property
+    def weights(self) -> str:
+        """The location of its initial weights; empty: they are random."""
+        raise NotImplementedError
+
+    @property
+    def built_of(self) -> str:
+        """The class or function that makes it."""
+        raise NotImplementedError
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether :meth:`create` reads the weights; otherwise each stage reads its own."""
+        return False
+
+    def create(self) -> nn.Module:
+        """Return the model without adapters."""
+        raise NotImplementedError
+
+    def build(self) -> nn.Module:
+        model = self.create()
+        if not self.adapter:
+            return model
+        unread = "" if self.reads_weights else self.weights
+        return adapted(model, self.adapter, unread, incomplete=self.partial_weights)
+
+    @property
+    def stage_weights(self) -> str:
+        return "" if self.reads_weights or self.adapter else self.weights
+
+    def base(self, seed: int) -> str:
+        if not self.adapter:
+            return ""
+        return f"weights {self.weights}" if self.weights else f"{self.built_of} with seed {seed}"
 
 
 def adapted(

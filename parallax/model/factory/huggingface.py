@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from parallax.errors import (
     nearest,
     printable,
 )
+from parallax.model.factory.adapters import AdaptableModelConfig
 
 ATTENTION = ("auto", "sdpa", "eager")
 # Settings of transformers that other parts of a run's configuration replace.
@@ -33,7 +34,7 @@ _SET_ELSEWHERE = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class HuggingFaceConfig:
+class HuggingFaceConfig(AdaptableModelConfig):
     """A model of transformers.
 
     ``architecture``: a class by its name (``LlamaForCausalLM``), or a task (``AutoModelForSequenceClassification``),
@@ -64,7 +65,7 @@ class HuggingFaceConfig:
             if key in _SET_ELSEWHERE:
                 raise ConfigError(f"model.config.{path}: {_SET_ELSEWHERE[key]}; leave it out here")
 
-    def build(self) -> nn.Module:
+    def create(self) -> nn.Module:
         """Return the model, on torch's default device, with random weights."""
         settings = copy.deepcopy(self._settings)  # models modify their settings
         try:
@@ -79,7 +80,22 @@ class HuggingFaceConfig:
 
     @property
     def weights(self) -> str:
-        """The location of its weights; empty: they are random."""
+        return self.pretrained
+
+    @property
+    def libraries(self) -> Sequence[str]:
+        return ("transformers.modeling_utils",)
+
+    @property
+    def built_of(self) -> str:
+        return self.architecture
+
+    @property
+    def partial_weights(self) -> bool:
+        return True
+
+    @property
+    def exported_from(self) -> str:
         return self.pretrained
 
     @property

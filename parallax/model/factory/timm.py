@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 from parallax.common.documents import SMALL_BYTES, read_text
 from parallax.common.targets import call_target
 from parallax.errors import ConfigError, check_switch, nearest
+from parallax.model.factory.adapters import AdaptableModelConfig
 from parallax.model.pretrained import log_once, mismatched_shapes, read_weights
 
 AUTO = "auto"
@@ -22,7 +24,7 @@ _TWICE = re.compile(r"got multiple values for keyword argument '(\w+)'")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimmConfig:
+class TimmConfig(AdaptableModelConfig):
     """A model of timm.
 
     ``architecture``: a name of ``timm.list_models()`` (``vit_tiny_patch16_224``). ``kwargs``: arguments of
@@ -49,7 +51,7 @@ class TimmConfig:
                     f"model.kwargs.{key}: each stage reads its own weights; name a file or folder in model.pretrained"
                 )
 
-    def build(self) -> nn.Module:
+    def create(self) -> nn.Module:
         """Return the model, on torch's default device, with random weights or those of its files."""
         arguments = {"model_name": self._architecture, **self._saved_arguments, **self.kwargs}
         try:
@@ -81,8 +83,19 @@ class TimmConfig:
 
     @property
     def weights(self) -> str:
-        """The location of its initial weights; empty: they are random."""
         return self.pretrained
+
+    @property
+    def libraries(self) -> Sequence[str]:
+        return ("timm",)
+
+    @property
+    def built_of(self) -> str:
+        return self.architecture
+
+    @property
+    def reads_weights(self) -> bool:
+        return True
 
     @property
     def vocabulary(self) -> int:

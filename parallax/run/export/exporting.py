@@ -7,7 +7,6 @@ known before anything is written.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -16,7 +15,6 @@ from parallax.common.files import disk_free_bytes, making_folder
 from parallax.common.units import format_bytes
 from parallax.errors import CheckpointError, ConfigError, printable
 from parallax.model.construction.deferred import deferred_init
-from parallax.model.factory.registry import base_of, build_model
 from parallax.run.export.form import Exported, ExportForm, Trained
 from parallax.run.job import built_model
 from parallax.run.resume import StoredRun
@@ -30,8 +28,8 @@ def export(run: StoredRun, form: ExportForm, out: Path | None) -> Exported:
     out = out or run.directory / form.name / checkpoint.name
     _check_free(out)
     config = built_model(run.config)
-    model = deferred_init(partial(build_model, config), run.config.seed).model
-    adapting = base_of(config, run.config.seed) != ""
+    model = deferred_init(config.build, run.config.seed).model
+    adapting = config.base(run.config.seed) != ""
     if adapting and not form.takes_adapters:
         raise ConfigError(
             f"--to {form.name}: the run trains adapters, and its checkpoints do not hold their base; use --to peft"

@@ -10,9 +10,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from parallax.errors import CheckpointError
-from parallax.model.factory.huggingface import HuggingFaceConfig
-from parallax.model.factory.registry import BuiltModelConfig
 from parallax.model.pretrained import tied_names
+from parallax.model.source import ModelConfig
 from parallax.runtime.checkpoint import CheckpointReader
 
 
@@ -44,16 +43,15 @@ class Trained:
     settings: Any
 
     @property
-    def config(self) -> BuiltModelConfig:
-        config: BuiltModelConfig = self.settings.model
+    def config(self) -> ModelConfig:
+        config: ModelConfig = self.settings.model
         return config
 
     @property
     def beginning(self) -> Path | None:
         """Return the folder of transformers that the run began with."""
-        if isinstance(self.config, HuggingFaceConfig) and self.config.pretrained:
-            return Path(self.config.pretrained).expanduser()
-        return None
+        folder = self.config.exported_from
+        return Path(folder).expanduser() if folder else None
 
     def names(self) -> list[list[str]]:
         """Return all names of each tensor of the model that is saved, the checkpoint's first."""

@@ -17,7 +17,6 @@ from parallax.common.units import format_bytes
 from parallax.config import RunConfig
 from parallax.errors import CheckpointError, ConfigError, printable
 from parallax.model.describe import Chain
-from parallax.model.factory.registry import base_of
 from parallax.model.files.values import as_dtype, check_finite
 from parallax.model.materialise import materialise
 from parallax.model.pretrained import tied_names
@@ -29,7 +28,7 @@ from parallax.run.resume import STORED
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint.writing import contents_of
 from parallax.swap.optimizer.buckets import MASTER
-from parallax.train.data import TextSource
+from parallax.train.data.text import TextSource
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def import_run(
             f"0 to {steps - 1}, as trainer.steps={steps}" if steps else "whole numbers from 0"
         )
         raise ConfigError(f"--step {step}: accepted is {accepted}")
-    if base_of(built_model(config), config.seed):
+    if built_model(config).base(config.seed):
         raise ConfigError(
             "model.adapter: checkpoints of adapters do not hold their base; let the run begin with it (model.weights, "
             "model.pretrained)"

@@ -25,8 +25,6 @@ from parallax.config import RunConfig
 from parallax.errors import ConfigError, ParallaxError
 from parallax.machine.accelerators import accelerator_named, unset_variables
 from parallax.machine.local import choose_devices
-from parallax.model.factory.huggingface import HuggingFaceConfig
-from parallax.model.factory.timm import TimmConfig
 from parallax.plan.config import AUTO
 from parallax.plan.plan import Plan
 from parallax.report import plan_table
@@ -169,8 +167,7 @@ def _libraries(config: RunConfig) -> tuple[str, ...]:
     """Return libraries that ranks import late, for the fork server to import. None for accelerators: a library may
     query devices at import, and a process that did so cannot be forked."""
     curves = ("tensorboard.summary",) if config.logger.tensorboard else ()
-    models = {HuggingFaceConfig: ("transformers.modeling_utils",), TimmConfig: ("timm",)}
-    return curves + models.get(type(config.model), ())
+    return (*curves, *config.model.libraries)
 
 
 def _start_afresh(run: PreparedRun, on_drift: OnDrift) -> NoReturn:

@@ -54,7 +54,7 @@ from parallax.runtime.failure.exit_report import (
 )
 from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.runtime.failure.watch import Watch
-from parallax.train.data import seed_generators
+from parallax.train.data.source import seed_generators
 from parallax.train.loop import OnDrift, TrainerConfig, train
 from parallax.train.monitor import load_curves
 

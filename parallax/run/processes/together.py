@@ -30,7 +30,7 @@ from parallax.run.nodes import Joined, join_nodes, share_devices
 from parallax.run.prepare import RUNS, PreparedRun, prepare, run_files, write_files
 from parallax.run.processes.elastic import patience_seconds, present_settings
 from parallax.run.resume import Trusts, settings
-from parallax.train.data import Source
+from parallax.train.data.source import Source
 
 _COMPARED_ROWS = 4  # rows for which kinds of devices are compared
 _CLEARLY_LESS = 0.9  # fraction of another host's memory; free memory differs a little between hosts

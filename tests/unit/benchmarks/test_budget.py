@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.budget import NO_BUDGET, SHARES, run, table
-from parallax.model.gpt import GPTConfig
+from parallax.model.factory.gpt import GPTConfig
 
 SMALL = GPTConfig(layers=4, hidden=128, heads=2, sequence=128)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 from parallax.errors import CheckpointError, ConfigError
 from parallax.model.describe import Chain, describe, parameter_names
 from parallax.model.factory.adapters import adapted, save_adapter
+from parallax.model.factory.custom import CustomModelConfig
 from parallax.model.factory.huggingface import HuggingFaceConfig
-from parallax.model.factory.registry import CustomModelConfig, base_of, build_model, weights_of
 from parallax.model.materialise import materialise
 from tests.zoo import FAMILIES
 
@@ -294,10 +293,8 @@ def test_a_folder_of_transformers_is_the_base(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors.index.json").exists()
     adapter = {"peft_type": "LORA", "r": 2, "target_modules": ["c_attn"], "use_dora": True}
     config = HuggingFaceConfig(pretrained=str(tmp_path), adapter=adapter)
-    chain = describe(
-        partial(build_model, config), sample=FAMILIES["gpt2"].sample, base=base_of(config, 1)
-    )
-    assert (weights_of(config), chain.base) == ("", f"weights {tmp_path}")
+    chain = describe(config.build, sample=FAMILIES["gpt2"].sample, base=config.base(1))
+    assert (config.stage_weights, chain.base) == ("", f"weights {tmp_path}")
     assert "transformer.wte.weight" in chain.ties, "tied to the head"
     made = values(chain)
     for name, tensor in saved.state_dict().items():
@@ -325,7 +322,7 @@ def test_the_configuration_builds_it(tmp_path: Path) -> None:
         weights=str(tmp_path / "base.safetensors"),
         adapter=copy.deepcopy(LORA),
     )
-    model = build_model(config)
+    model = config.build()
     assert torch.equal(model.get_parameter("head.weight"), saved.head.weight)
-    chain = describe(partial(build_model, config), sample=tokens)
+    chain = describe(config.build, sample=tokens)
     assert torch.equal(values(chain)["head.weight"], saved.head.weight)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from parallax.errors import DescribeError
 from parallax.model.describe import Chain, describe
-from parallax.model.gpt import GPT, GPTConfig
-from parallax.model.mlp import MLP, MLPConfig
+from parallax.model.factory.gpt import GPT, GPTConfig
+from parallax.model.factory.mlp import MLP, MLPConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling import measure as measuring
 from parallax.model.profiling.count import count

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallax.common.seeds import block_seed
 from parallax.errors import DescribeError
 from parallax.model.describe import Chain, as_tuple, describe, parameter_names
-from parallax.model.gpt import GPTConfig
+from parallax.model.factory.gpt import GPTConfig
+from parallax.model.factory.mlp import MLPConfig
 from parallax.model.materialise import materialise
-from parallax.model.mlp import MLPConfig
 from parallax.model.verification.verify import verify
 from parallax.runtime.batch import TensorRows
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from parallax.errors import DescribeError
 from parallax.model.describe import Chain, describe
-from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.factory.gpt import GPT, GPTConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling import clock
 from parallax.model.profiling import measure as module

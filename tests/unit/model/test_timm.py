@@ -14,7 +14,6 @@ from torch import Tensor
 from parallax.config import compose
 from parallax.errors import CheckpointError, ConfigError
 from parallax.model.describe import Chain, describe
-from parallax.model.factory.registry import build_model
 from parallax.model.factory.timm import TimmConfig
 from parallax.model.materialise import materialise
 from parallax.run.job import open_source
@@ -182,8 +181,6 @@ def test_adapters_around_it() -> None:
     pytest.importorskip("peft", reason="peft is not installed (it comes with the peft extra)")
     adapter = {"peft_type": "LORA", "r": 2, "target_modules": ["qkv"], "modules_to_save": ["head"]}
     asked = config("vit_tiny_patch16_224", adapter=adapter)
-    chain = describe(
-        lambda: build_model(asked), sample=lambda rows: images("vit_tiny_patch16_224", rows)
-    )
+    chain = describe(asked.build, sample=lambda rows: images("vit_tiny_patch16_224", rows))
     trained = {n for n, p in chain.model.named_parameters() if p.requires_grad}
     assert {name.split(".")[0] for name in trained} == {"blocks", "head"}

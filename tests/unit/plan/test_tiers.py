@@ -16,7 +16,7 @@ from parallax.machine.device import CpuCopies
 from parallax.machine.local import ClusterConfig, build_cluster, choose_devices
 from parallax.machine.probes import Probes
 from parallax.model.describe import Chain, describe
-from parallax.model.mlp import MLP, MLPConfig
+from parallax.model.factory.mlp import MLP, MLPConfig
 from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.config import PlanConfig
 from parallax.plan.plan import Plan

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallax.errors import ConfigError
-from parallax.model.gpt import GPT, GPTConfig, Layer
+from parallax.model.factory.gpt import GPT, GPTConfig, Layer
 from parallax.plan.analytic.efficiency import price
 from parallax.plan.analytic.hardware import device_kind
 from parallax.plan.analytic.recipe import AUTOCAST, RECIPES, recipe

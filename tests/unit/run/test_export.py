@@ -21,10 +21,10 @@ from benchmarks.zoo.catalog import TRANSFORMERS
 from benchmarks.zoo.models import hugging
 from parallax.errors import CheckpointError, ConfigError
 from parallax.model.describe import Chain, describe
+from parallax.model.factory.custom import CustomModelConfig
 from parallax.model.factory.huggingface import HuggingFaceConfig
-from parallax.model.factory.registry import CustomModelConfig
+from parallax.model.factory.mlp import MLPConfig
 from parallax.model.materialise import check_weights, materialise
-from parallax.model.mlp import MLPConfig
 from parallax.run.export import FORMS, Exported, export, exporting, shards
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint.config import CheckpointConfig

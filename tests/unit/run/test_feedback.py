@@ -13,7 +13,7 @@ from parallax.common.events import EventLog, Span
 from parallax.common.files import cache_directory
 from parallax.config import compose
 from parallax.model.describe import describe
-from parallax.model.gpt import GPTConfig
+from parallax.model.factory.gpt import GPTConfig
 from parallax.run import feedback
 from parallax.run.feedback import (
     RECENT_STEPS,

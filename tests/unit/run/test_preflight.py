@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from parallax import config
-from parallax.model.mlp import MLPConfig
+from parallax.model.factory.mlp import MLPConfig
 from parallax.run import preflight
 from parallax.run.prepare import PreparedRun
 from parallax.runtime.checkpoint import checkpoint_name

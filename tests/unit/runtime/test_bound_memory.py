@@ -11,7 +11,7 @@ import torch
 import parallax.machine.host as host
 import parallax.runtime.stage as stage_module
 from parallax.model.describe import Chain
-from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.factory.gpt import GPT, GPTConfig
 from parallax.plan.plan import Plan
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine

@@ -19,7 +19,7 @@ import torch
 
 from parallax.machine.host import return_freed_memory
 from parallax.model.describe import describe
-from parallax.model.gpt import GPT, GPTConfig
+from parallax.model.factory.gpt import GPT, GPTConfig
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from tests.plans import make_plan

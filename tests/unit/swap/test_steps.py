@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import BudgetExceeded
-from parallax.model.gpt import GPTConfig
+from parallax.model.factory.gpt import GPTConfig
 from parallax.model.saved import Selector
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager

@@ -13,14 +13,10 @@ import torch
 
 from parallax.errors import CheckpointError, ConfigError, DataError
 from parallax.model.block import to_device
+from parallax.model.factory.mlp import MLPConfig
 from parallax.runtime.batch import Rows, TensorRows
-from parallax.train.data import (
-    CustomDataConfig,
-    TextDataConfig,
-    TextSource,
-    build_source,
-    open_corpus,
-)
+from parallax.train.data.custom import CustomDataConfig
+from parallax.train.data.text import TextDataConfig, TextSource, open_corpus
 from tests.alone import alone
 
 
@@ -248,17 +244,21 @@ def test_tuples_with_names_hold_rows() -> None:
     assert torch.equal(part.indices, scores.argmax(1)[1:3])
 
 
-def test_build_source(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_a_source(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(
         "class Half:\n    def batch(self, rows): ...\n    def state_dict(self): ...\n"
         "class Whole(Half):\n    def __init__(self, n): self.n = n\n"
         "    def validation(self, index, rows): ...\n    def load_state_dict(self, state): ...\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert isinstance(build_source(TextDataConfig(path=str(folder)), 31, 0), TextSource)
-    built = build_source(CustomDataConfig(target="mine:Whole", kwargs={"n": 3}), 31, 0)
+    model = MLPConfig(sequence=31)
+    assert TextDataConfig(path=str(folder)).open(model, 0).validation(0, 1).inputs(0, 1).shape == (
+        1,
+        31,
+    )
+    built = CustomDataConfig(target="mine:Whole", kwargs={"n": 3}).open(model, 0)
     assert built.n == 3  # type: ignore[attr-defined]
     with pytest.raises(
         DataError, match="mine:Half returned a Half without validation, load_state_dict"
     ):
-        build_source(CustomDataConfig(target="mine:Half"), 31, 0)
+        CustomDataConfig(target="mine:Half").open(model, 0)

@@ -12,7 +12,7 @@ import torch
 
 from parallax.errors import ConfigError
 from parallax.model.describe import describe
-from parallax.model.mlp import MLP, MLPConfig
+from parallax.model.factory.mlp import MLP, MLPConfig
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.train.debug import DebugConfig, recorder

@@ -15,7 +15,7 @@ from parallax.model.describe import describe
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.train import evaluation
-from parallax.train.data import TextDataConfig, TextSource
+from parallax.train.data.text import TextDataConfig, TextSource
 from parallax.train.evaluation import Evaluated, HeldOut
 from parallax.train.loop import TrainerConfig
 from tests.plans import make_plan

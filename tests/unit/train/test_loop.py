@@ -13,7 +13,7 @@ import torch
 from parallax import cli
 from parallax.common.events import EventLog, Span, read_events
 from parallax.model.describe import describe
-from parallax.model.mlp import MLP, MLPConfig
+from parallax.model.factory.mlp import MLP, MLPConfig
 from parallax.report.occupancy import Occupancy, occupancy_path
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine

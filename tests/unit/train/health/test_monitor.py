@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallax.common.events import Span
-from parallax.model.mlp import MLPConfig
+from parallax.model.factory.mlp import MLPConfig
 from parallax.runtime.batch import TensorRows
 from parallax.train.health.monitor import HealthMonitor
 from parallax.train.health.stragglers import WARM_UP, WINDOW

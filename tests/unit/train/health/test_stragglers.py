@@ -10,7 +10,7 @@ import pytest
 
 from parallax.common.events import Span, busy_seconds
 from parallax.model.describe import describe
-from parallax.model.gpt import GPTConfig
+from parallax.model.factory.gpt import GPTConfig
 from parallax.plan.plan import Plan, StagePrediction
 from parallax.train.health.stragglers import StragglerJudge
 from tests.plans import make_plan

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallax.errors import check_positive, check_switch
+from parallax.model.source import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLPConfig:
+class MLPConfig(ModelConfig):
     """Sizes of a model that predicts the next byte from a window of bytes (Bengio et al. 2003).
 
     ``layers``: hidden layers. ``hidden``: their width. ``embedding``: embedding dimension per byte. ``vocabulary``:

@@ -8,13 +8,12 @@ import hashlib
 import json
 import math
 import os
-import random
 import sysconfig
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +23,12 @@ from rich.progress import DownloadColumn, Progress
 from torch import Tensor
 
 from parallax.common.files import cache_directory, replacing
-from parallax.common.targets import call_target, check_call
 from parallax.common.units import parse_bytes
 from parallax.errors import CheckpointError, ConfigError, DataError, check_positive, printable
+from parallax.model.source import BYTES, ModelConfig
 from parallax.plan.tier import AUTO
 from parallax.runtime.batch import Rows
+from parallax.train.data.source import DataConfig, Shapes, Source
 
 Windows = NDArray[np.uint8]  # (rows, sequence + 1)
 
@@ -40,19 +40,13 @@ _AUTO_SHARE, _AUTO_BYTES = (
     0.05,
     2**17,
 )  # held out by default; more would take longer than a hundred steps
-_OFFERED = {
-    "batch": ("rows",),
-    "validation": ("index", "rows"),
-    "state_dict": (),
-    "load_state_dict": ("state",),
-}
 NOT_TEXT_OF_STDLIB = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextDataConfig:
+class TextDataConfig(DataConfig):
     """Bytes of text files.
 
     ``path``: a folder or a file; auto is the source code of Python's standard library. ``pattern``: for names of files
@@ -81,72 +75,47 @@ class TextDataConfig:
                 f"data.validation={printable(str(self.validation))}: accepted are auto and shares between 0 and 1"
             )
 
+    @property
+    def identifies_rows(self) -> bool:
+        return True
+
+    def open(self, model: ModelConfig, seed: int, *, quiet: bool = True) -> TextSource:
+        """Return rows of ``model.sequence`` bytes. ``quiet`` hides the progress bar of collecting text."""
+        if not model.vocabulary:
+            raise ConfigError(
+                f"model={model.name}: this model takes no text, and data=text has nothing else; use data=custom "
+                "data.target=package.module:function"
+            )
+        if model.vocabulary < BYTES:
+            raise ConfigError(
+                f"model.vocabulary={model.vocabulary}: text needs {BYTES}, one for each value of a byte"
+            )
+        return TextSource(self, model.sequence, seed, quiet=quiet)
+
+    def shapes(self, model: ModelConfig) -> Shapes:
+        def text(rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
+            tokens = torch.empty(rows, model.sequence, dtype=torch.int64, device="meta")
+            return (tokens,), tokens
+
+        return text
+
+    def tokens_per_row(self, model: ModelConfig) -> int:
+        return model.sequence
+
+    def check_size(self, source: Source, model: ModelConfig, rows: int) -> None:
+        assert isinstance(source, TextSource)
+        if len(source) < rows:
+            raise DataError(
+                f"trainer.global_batch={rows}: the text of data.* has {len(source)} training rows of "
+                f"{model.sequence} + 1 bytes; use trainer.global_batch={len(source)} or less, or name more text "
+                "(data.path, data.pattern, data.max_bytes)"
+            )
+
     def held_out(self, size: int) -> int:
         """Return how many of ``size`` bytes are held out."""
         if isinstance(self.validation, str):
             return min(round(size * _AUTO_SHARE), _AUTO_BYTES)
         return round(size * self.validation)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CustomDataConfig:
-    """Rows of a user's source.
-
-    ``target``: the factory as ``package.module:function``, which returns a :class:`Source`. ``kwargs``: its arguments,
-    on the command line as ``data.kwargs.path=/rows``.
-    """
-
-    name: str = "custom"
-    target: str = ""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-
-class Source(Protocol):
-    """The data source of a training loop."""
-
-    def batch(self, rows: int) -> Rows:
-        """Return the next global batch. A source without more rows raises StopIteration; the run then ends with a
-        checkpoint."""
-
-    def validation(self, index: int, rows: int) -> Rows:
-        """Return held-out batch ``index``: rows [index · rows, (index + 1) · rows), the same rows each time. The last
-        batch may have fewer rows; after it come no rows, StopIteration or IndexError. A source whose held-out rows
-        repeat has their number in ``validation_rows``."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next batch: numbers, text, tensors and arrays in lists and dictionaries, at most
-        64 MiB as text. Called for each checkpoint."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``."""
-
-
-def build_source(
-    config: TextDataConfig | CustomDataConfig, sequence: int, seed: int, *, quiet: bool = True
-) -> Source:
-    """Return the source of ``config``. ``quiet`` hides the progress bar of collecting text. A user's source is made
-    after the global generators are seeded with ``seed``."""
-    if isinstance(config, TextDataConfig):
-        return TextSource(config, sequence, seed, quiet=quiet)
-    seed_generators(seed)
-    source: Source = call_target("data", config.target, config.kwargs)
-    if missing := [name for name in _OFFERED if not callable(getattr(source, name, None))]:
-        raise DataError(
-            f"data.target={config.target} returned a {type(source).__name__} without {', '.join(missing)}: "
-            "see parallax.train.data.Source for what a source offers"
-        )
-    for name, arguments in _OFFERED.items():
-        what = f"data.target={config.target} returned a {type(source).__name__} with {name}"
-        check_call(what, getattr(source, name), *arguments)
-    return source
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the global generators of Python, numpy and torch's CPU, from which a user's source may draw, alike on all
-    ranks."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
-    torch.default_generator.manual_seed(seed)
 
 
 class WindowRows:

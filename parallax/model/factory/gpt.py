@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallax.errors import ConfigError, check_positive, check_switch
+from parallax.model.source import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTConfig:
+class GPTConfig(ModelConfig):
     """Sizes of a GPT-style decoder.
 
     ``layers``: transformer blocks. ``hidden``: model width. ``heads``: attention heads; must divide ``hidden``.

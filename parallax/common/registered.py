@@ -1,0 +1,59 @@
+"""The kinds of a configuration group, found by their modules: one dataclass for each option.
+
+A new kind is one module in the group's package, with a dataclass derived from the group's base, and one option file
+``configs/<group>/<name>.yaml``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import pkgutil
+from typing import Any, ClassVar
+
+from parallax.common.typed import defaults, members
+
+
+class Registered:
+    """The base of the kinds of one configuration group. ``package``: the package of their modules."""
+
+    package: ClassVar[str]
+
+    @classmethod
+    def kinds(cls) -> tuple[type[Any], ...]:
+        """Return the dataclasses of all modules of the package, by their ``name``; the user's own kind, ``custom``,
+        comes last."""
+        base: Any = cls
+        return _kinds(base, cls.package)
+
+
+@functools.cache
+def _kinds(base: Any, package: str) -> tuple[type[Any], ...]:
+    found: list[type[Any]] = []
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        name = f"{package}.{module.name}"
+        members = vars(importlib.import_module(name)).values()
+        found += [
+            each
+            for each in members
+            if isinstance(each, type)
+            and issubclass(each, base)
+            and each is not base
+            and each.__module__ == name
+            and "__dataclass_fields__" in vars(each)
+        ]
+
+    def order(kind: type[Any]) -> tuple[bool, str]:
+        name = defaults(kind)["name"]
+        return name == "custom", name
+
+    return tuple(sorted(found, key=order))
+
+
+def dataclasses_of(hint: Any) -> list[type[Any]]:
+    """Return the dataclasses that an annotation accepts: those of a union, or all kinds of a registered base."""
+    if isinstance(hint, type) and issubclass(hint, Registered):
+        return list(hint.kinds())
+    return [
+        kind for kind in members(hint) if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    ]

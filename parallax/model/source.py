@@ -1,0 +1,85 @@
+"""What a run needs to know of its model, whichever option of ``model=`` names it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from parallax.common.registered import Registered
+from parallax.plan.work import ModelWork
+
+DEFAULT_SEQUENCE = 256  # tokens in a row of text for a model that names no length
+BYTES = 256  # values that a byte can have
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Registered):
+    """The settings of a model, and how it is built: the base of the dataclasses of ``model=``.
+
+    Each is in a module of its own in :mod:`parallax.model.factory` and defines what differs from the methods here."""
+
+    package: ClassVar[str] = "parallax.model.factory"
+
+    @property
+    def name(self) -> str:
+        """The option's name, and the model's in plans and profiles."""
+        raise NotImplementedError
+
+    @property
+    def verify(self) -> bool | str:
+        """When the chain is compared with the model's own forward: true, false or auto."""
+        return False
+
+    @property
+    def sequence(self) -> int:
+        """The tokens in a row of text."""
+        return DEFAULT_SEQUENCE
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens that the model knows; 0 for a model that takes no text."""
+        return BYTES
+
+    @property
+    def block_paths(self) -> Sequence[str]:
+        """The module paths of the chain; empty: it is found automatically."""
+        return ()
+
+    def build(self) -> nn.Module:
+        """Return the model, on torch's default device, with its adapters."""
+        raise NotImplementedError
+
+    def check_code(self) -> None:
+        """Raise :class:`~parallax.errors.ConfigError` for a model that has sizes but no code."""
+
+    def work(self, precision: str = "bf16") -> ModelWork | None:  # noqa: ARG002
+        """Return the operations and bytes of a model that is known by formulas; None for one that is counted."""
+        return None
+
+    @property
+    def stage_weights(self) -> str:
+        """The files of initial weights that each stage reads itself; empty where there are none, or where
+        :meth:`build` reads them."""
+        return ""
+
+    @property
+    def partial_weights(self) -> bool:
+        """Whether :attr:`stage_weights` may lack some, such as those of a new head."""
+        return False
+
+    def base(self, seed: int) -> str:  # noqa: ARG002
+        """Return a text that identifies the base of a model with adapters; empty without adapters."""
+        return ""
+
+    @property
+    def libraries(self) -> Sequence[str]:
+        """The modules that building the model imports and that take long."""
+        return ()
+
+    @property
+    def exported_from(self) -> str:
+        """The folder of transformers that the model began with; empty where there is none."""
+        return ""

@@ -1,0 +1,1 @@
+"""Rows to train on, one module for each option of ``data=``."""

@@ -1,0 +1,87 @@
+"""What a training loop needs of its rows, and a run needs to know of them, whichever option of ``data=`` names them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parallax.common.registered import Registered
+from parallax.model.source import ModelConfig
+from parallax.runtime.batch import Rows
+
+Shapes = Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
+"""Return inputs and targets of so many rows, on the meta device."""
+
+
+class Source(Protocol):
+    """The data source of a training loop."""
+
+    def batch(self, rows: int) -> Rows:
+        """Return the next global batch. A source without more rows raises StopIteration; the run then ends with a
+        checkpoint."""
+
+    def validation(self, index: int, rows: int) -> Rows:
+        """Return held-out batch ``index``: rows [index · rows, (index + 1) · rows), the same rows each time. The last
+        batch may have fewer rows; after it come no rows, StopIteration or IndexError. A source whose held-out rows
+        repeat has their number in ``validation_rows``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the next batch: numbers, text, tensors and arrays in lists and dictionaries, at most
+        64 MiB as text. Called for each checkpoint."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Registered):
+    """The settings of the rows, and how they are read: the base of the dataclasses of ``data=``.
+
+    Each is in a module of its own in :mod:`parallax.train.data` and defines what differs from the methods here."""
+
+    package: ClassVar[str] = "parallax.train.data"
+
+    @property
+    def name(self) -> str:
+        """The option's name."""
+        raise NotImplementedError
+
+    @property
+    def label(self) -> str:
+        """What an error calls the rows."""
+        return f"data={self.name}"
+
+    @property
+    def identifies_rows(self) -> bool:
+        """Whether a source's ``fingerprint`` is that of its rows: then a run may continue with the same rows in another
+        place."""
+        return False
+
+    def open(self, model: ModelConfig, seed: int, *, quiet: bool = True) -> Source:
+        """Return the source of rows for ``model``. ``quiet`` hides progress."""
+        raise NotImplementedError
+
+    def shapes(self, model: ModelConfig) -> Shapes | None:  # noqa: ARG002
+        """Return rows for ``model`` without values, where their shapes are known before any row is read."""
+        return None
+
+    def tokens_per_row(self, model: ModelConfig) -> int:  # noqa: ARG002
+        """Return the tokens in a row, of which the run reports the rate; 1 where rows are counted."""
+        return 1
+
+    def check_size(self, source: Source, model: ModelConfig, rows: int) -> None:
+        """Raise :class:`~parallax.errors.DataError` where ``source`` has no global batch of ``rows`` rows."""
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of Python, numpy and torch's CPU, from which a user's source may draw, alike on all
+    ranks."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)
