@@ -227,6 +227,7 @@ def build_cluster(
         concurrent=concurrent,
         speeds=together.speeds,
         sum_seconds=together.sum_seconds,
+        reduce_seconds=together.reduce_seconds,
     )
     return with_buckets(Cluster(nodes=(node,), local=local, remote=local))
 

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,8 @@ _EDITION = 2  # version of cached bandwidths; others are measured again
 TOGETHER = 8  # most processes measured at once; more are assumed to be as slow as the last
 TURNS = 5
 TURN_SECONDS = 0.25
-SUMS = 4  # all-reduces in a turn
+SUMS = 4  # all-reduces of few numbers in a turn
+REDUCED_BYTES = 16 * 2**20  # of gradients, in the all-reduce that ends a turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,10 +296,12 @@ class Together:
     """How fast each of k processes of one host is while all k compute, for k = 1, 2, …; empty where not measured.
 
     ``speeds``: relative to one process alone. ``sum_seconds``: of an all-reduce of a few numbers after computing, as at
-    the end of a step. Most of it is the time in which the processes' threads wake up."""
+    the end of a step; most of it is the time in which the processes' threads wake up. ``reduce_seconds``: of a byte in
+    an all-reduce of gradients."""
 
     speeds: tuple[float, ...] = ()
     sum_seconds: tuple[float, ...] = ()
+    reduce_seconds: tuple[float, ...] = ()
 
 
 ALONE = Together()
@@ -323,8 +327,9 @@ def measure_together(count: int, threads: int, *, fresh: bool = False) -> Togeth
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             found = read_json(cache, SMALL_BYTES)
             return Together(**{name: tuple(map(float, each)) for name, each in found.items()})
-    seconds, sums = compute_together(count, threads)
-    together = Together(shared_speeds(seconds, usable_cores() / threads), tuple(sums))
+    seconds, sums, reductions = compute_together(count, threads)
+    speeds = shared_speeds(seconds, usable_cores() / threads)
+    together = Together(speeds, tuple(sums), tuple(reductions))
     with contextlib.suppress(OSError), replacing(cache) as file:
         file.write(json.dumps(asdict(together)).encode())
     return together
@@ -340,9 +345,9 @@ def shared_speeds(seconds: list[float], able: float) -> tuple[float, ...]:
     return tuple(speeds)
 
 
-def compute_together(count: int, threads: int) -> tuple[list[float], list[float]]:
-    """Return the processor seconds of one repetition of :func:`compute_on_request` in each of k processes at once, and
-    the seconds of an all-reduce between them, for k = 1 to ``count``.
+def compute_together(count: int, threads: int) -> tuple[list[float], list[float], list[float]]:
+    """Return the processor seconds of one repetition of :func:`compute_on_request` in each of k processes at once, the
+    seconds of an all-reduce of few numbers between them, and of a byte of one of gradients, for k = 1 to ``count``.
 
     Processor time stands still while another program has the core, so other users hardly affect it; memory and
     caches shared with the other ranks make it longer. It is the median of several turns; for one process the
@@ -358,8 +363,9 @@ def compute_together(count: int, threads: int) -> tuple[list[float], list[float]
             _answer(worker)
         turns: list[list[float]] = [[] for _ in workers]
         sums: list[list[float]] = [[] for _ in workers]
+        reductions: list[list[float]] = [[] for _ in workers]
         for _ in range(TURNS):
-            for computing, (taken, summed) in enumerate(zip(turns, sums), 1):
+            for computing, (taken, summed, reduced) in enumerate(zip(turns, sums, reductions), 1):
                 for worker in workers[:computing]:
                     _request(worker, computing)
                 answers = [
@@ -367,9 +373,13 @@ def compute_together(count: int, threads: int) -> tuple[list[float], list[float]
                     for worker in workers[:computing]
                 ]
                 taken.append(statistics.fmean(answer[0] for answer in answers))
-                summed.extend(map(min, zip(*(answer[1:] for answer in answers))))
+                summed.extend(map(min, zip(*(answer[1:-1] for answer in answers))))
+                reduced.append(min(answer[-1] for answer in answers) / REDUCED_BYTES)
     seconds = [min(turns[0]), *(statistics.median(taken) for taken in turns[1:])]
-    return seconds, [statistics.median(summed) for summed in sums]
+    summing, reducing = (
+        [statistics.median(each) for each in found] for found in (sums, reductions)
+    )
+    return seconds, summing, reducing
 
 
 @contextlib.contextmanager
@@ -418,8 +428,8 @@ def compute_on_request(rank: int, count: int, threads: int, store: str) -> None:
     """Entry point of the processes of :func:`compute_together`: ``count`` in number, which meet at the file ``store``.
 
     For each line read, which holds the number of processes that compute, it trains three transformer layers for a
-    while (two micro-batches forward, then backward), interrupted by all-reduces, and prints the processor seconds of
-    one repetition and the seconds of each all-reduce."""
+    while (two micro-batches forward, then backward), interrupted by all-reduces of few numbers and followed by one of
+    gradients, and prints the processor seconds of one repetition and the seconds of each all-reduce."""
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
     groups = [dist.new_group(list(range(computing))) for computing in range(1, count + 1)]
@@ -427,7 +437,7 @@ def compute_on_request(rank: int, count: int, threads: int, store: str) -> None:
         torch.nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True) for _ in range(3)
     ]
     model, rows = torch.nn.Sequential(*layers), torch.randn(2, 256, 256)
-    numbers = torch.zeros(4, dtype=torch.float64)
+    numbers, gradients = torch.zeros(4, dtype=torch.float64), torch.zeros(REDUCED_BYTES // 4)
 
     def train_once() -> None:
         sums = [model(rows).sum() for _ in range(2)]
@@ -446,7 +456,6 @@ def compute_on_request(rank: int, count: int, threads: int, store: str) -> None:
                 train_once()
                 repetitions += 1
             spent += time.process_time() - begun
-            before = time.perf_counter()
-            dist.all_reduce(numbers, group=group)
-            summing.append(time.perf_counter() - before)
+            summing.append(1 / _rate(1, partial(dist.all_reduce, numbers, group=group)))
+        summing.append(1 / _rate(1, partial(dist.all_reduce, gradients, group=group)))
         print(spent / repetitions, *summing, flush=True)

@@ -83,13 +83,15 @@ class Node:
     """One host. ``concurrent`` devices can compute at full speed together: fewer than all where CPU ranks share cores.
     Where measured, ``speeds[k − 1]`` is the speed of each of k devices that compute at once; it falls before the
     cores are used up, because the devices share memory bandwidth too. ``sum_seconds[k − 1]`` is the time of an
-    all-reduce of a few numbers between k devices that have just computed, as at the end of each step."""
+    all-reduce of a few numbers between k devices that have just computed, as at the end of each step;
+    ``reduce_seconds[k − 1]`` that of one byte of gradients in an all-reduce between k devices."""
 
     name: str
     devices: tuple[Device, ...]
     concurrent: float
     speeds: tuple[float, ...] = ()
     sum_seconds: tuple[float, ...] = ()
+    reduce_seconds: tuple[float, ...] = ()
 
     def speed(self, computing: int) -> float:
         """Return the speed of each of ``computing`` devices that compute at once; it does not increase with their
@@ -143,10 +145,11 @@ class Cluster:
                 raise PlanError(
                     f"node {node.name}: speeds {node.speeds} must be above 0 and at most 1"
                 )
-            if not all(0 <= seconds < float("inf") for seconds in node.sum_seconds):
-                raise PlanError(
-                    f"node {node.name}: sum_seconds {node.sum_seconds} must be finite and not below zero"
-                )
+            for key in ("sum_seconds", "reduce_seconds"):
+                if not all(0 <= seconds < float("inf") for seconds in getattr(node, key)):
+                    raise PlanError(
+                        f"node {node.name}: {key} {getattr(node, key)} must be finite and not below zero"
+                    )
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
@@ -180,6 +183,7 @@ class Cluster:
                         devices=devices,
                         speeds=node.speeds[: len(devices)],
                         sum_seconds=node.sum_seconds[: len(devices)],
+                        reduce_seconds=node.reduce_seconds[: len(devices)],
                     )
                 )
         return replace(self, nodes=tuple(nodes))

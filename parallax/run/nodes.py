@@ -187,6 +187,7 @@ def _weakest(index: int, offers: Sequence[_Offer]) -> Node:
         concurrent=min(each.concurrent for each in same),
         speeds=tuple(map(min, zip(*(each.speeds for each in same)))),
         sum_seconds=tuple(map(max, zip(*(each.sum_seconds for each in same)))),
+        reduce_seconds=tuple(map(max, zip(*(each.reduce_seconds for each in same)))),
     )
 
 

@@ -33,9 +33,17 @@ def all_reduce_parts(count: float, ranks: Sequence[int], cluster: Cluster) -> tu
     members = Counter(cluster.node_of[rank] for rank in ranks)
     if cluster.remote_ways and len(members) > 1:
         return 0.0, 2 * _half_ring(count, len(ranks), cluster.remote)
-    inside = 2 * _half_ring(count, max(members.values()), cluster.local)
+    inside = max(_inside(count, number, cluster, node) for node, number in members.items())
     across = 2 * _half_ring(count / min(members.values()), len(members), cluster.remote)
     return inside, across
+
+
+def _inside(count: float, members: int, cluster: Cluster, node: int) -> float:
+    """Return the seconds of an all-reduce between ``members`` devices of a node, as they were measured there."""
+    if measured := cluster.nodes[node].reduce_seconds:
+        byte = measured[min(members, len(measured)) - 1]
+        return 2 * (members - 1) * cluster.local.latency_seconds + count * byte
+    return 2 * _half_ring(count, members, cluster.local)
 
 
 def broadcast_seconds(count: float, members: int, link: Link) -> float:

@@ -58,13 +58,15 @@ def timed(
 def nodes(
     *sizes: int, local: Link = FREE, remote: Link = FREE, over_host: bool = False, **changes: Any
 ) -> Cluster:
-    """Nodes of so many devices; ``changes`` are those of a device, or ``speeds`` and ``sum_seconds`` of a
-    node."""
-    speeds, sums = changes.pop("speeds", ()), changes.pop("sum_seconds", ())
+    """Nodes of so many devices; ``changes`` are those of a device, or what was measured of a node's."""
+    measured = {
+        key: changes.pop(key)
+        for key in ("speeds", "sum_seconds", "reduce_seconds")
+        if key in changes
+    }
     device = replace(cluster(1).devices[0], **changes)
     hosts = tuple(
-        Node(name="n", devices=(device,) * size, concurrent=1000.0, speeds=speeds, sum_seconds=sums)
-        for size in sizes
+        Node(name="n", devices=(device,) * size, concurrent=1000.0, **measured) for size in sizes
     )
     return Cluster(nodes=hosts, local=local, remote=remote, local_over_host=over_host)
 

@@ -104,6 +104,9 @@ def test_an_all_reduce_is_a_ring_inside_a_node_and_shares_between_nodes() -> Non
     )
     two = nodes(4, 4, local=local, remote=remote)
     assert all_reduce_seconds(800, [3], two) == 0
+    measured = nodes(4, local=two.local, reduce_seconds=(0.0, 0.5, 2.0))
+    assert all_reduce_seconds(800, [0, 1], measured) == pytest.approx(2 * 1 + 800 * 0.5)
+    assert all_reduce_seconds(800, [0, 1, 2, 3], measured) == pytest.approx(6 * 1 + 800 * 2.0)
     assert all_reduce_seconds(800, [0, 1, 2, 3], two) == pytest.approx(2 * 3 * (1 + 2))
     assert all_reduce_seconds(800, [0, 4], two) == pytest.approx(2 * (2 + 40))
     assert all_reduce_seconds(800, range(8), two) == pytest.approx(2 * 3 * (1 + 2) + 2 * (2 + 10))
