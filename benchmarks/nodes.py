@@ -29,7 +29,7 @@ SETTINGS = (
     "swap=off",
     "trainer.eval_batches=1",
     "trainer.checkpoint_every=0",
-    "trainer.keep_checkpoints=1",
+    "checkpoint.keep=1",
 )
 STEPS = 14
 ENDS_SECONDS = 300.0

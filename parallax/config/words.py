@@ -22,7 +22,7 @@ _SAME = {
     "trainer.eval_every": "eval_steps eval_interval eval_freq evaluation_steps val_check_interval validate_every",
     "trainer.eval_batches": "eval_iters limit_val_batches val_batches validation_batches",
     "trainer.checkpoint_every": "save_steps save_interval save_every save_freq checkpoint_interval ckpt_every",
-    "trainer.keep_checkpoints": "save_total_limit save_top_k keep_latest_k max_checkpoints",
+    "checkpoint.keep": "save_total_limit save_top_k keep_latest_k keep_checkpoints max_checkpoints",
     "trainer.resume": "resume_from_checkpoint resume_from load_checkpoint ckpt_path",
     "trainer.max_restarts": "restarts retries",
     "logger.print_every": "logging_steps log_every log_every_n_steps log_interval log_freq print_freq print_interval",

@@ -134,7 +134,7 @@ def _checkpoints(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
     pipeline_ranks = {run.plan.coordinate(rank).pipeline_rank for rank in ranks}
     whole = checkpoint_bytes(profile) if profile is not None else 0
     one = whole * len(pipeline_ranks) // run.plan.pipeline_ranks
-    kept = run.config.trainer.keep_checkpoints or len(there) + 1
+    kept = run.config.checkpoint.keep or len(there) + 1
     kept += run.config.checkpoint.best
     most = min(kept + 1, len(there) + _saves_to_come(run, there))
     # What an interrupted save left goes before the next one begins.
@@ -147,7 +147,7 @@ def _checkpoints(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
             size=size,
             largest_bytes=min(one // len(pipeline_ranks), PART_BYTES),
             what=f"checkpoints ({most} at once, of {format_bytes(one)} each, less what is there)",
-            remedy="keep fewer (trainer.keep_checkpoints), or set checkpoint.directory to a larger disk",
+            remedy="keep fewer (checkpoint.keep), or set checkpoint.directory to a larger disk",
         )
     ]
 

@@ -48,7 +48,7 @@ class TrainerConfig:
     planner chooses. ``gather_loss``: compute one loss over the outputs of the whole batch, gathered from all
     micro-batches and replicas, for losses over the whole batch, such as contrastive ones. ``eval_every``,
     ``checkpoint_every``: steps between evaluations or checkpoints; 0: only at the end. ``eval_batches``: maximum global
-    batches per evaluation; auto is all held-out rows. ``keep_checkpoints``: number of checkpoints kept; 0 keeps all.
+    batches per evaluation; auto is all held-out rows.
     ``resume``: auto resumes from the run directory's last checkpoint; with never the run restarts from the beginning.
     ``watchdog_seconds``: seconds after which a rank ends the run, and is named, if it stays in one action, does not
     answer or, outside of steps, shows no sign of life (never less than two predicted steps); 0 disables this.
@@ -67,7 +67,6 @@ class TrainerConfig:
     eval_every: int = 100
     eval_batches: int | str | None = AUTO
     checkpoint_every: int = 30
-    keep_checkpoints: int = 2
     resume: str = "auto"
     watchdog_seconds: float = 60.0
     phase_seconds: float = 3600.0
@@ -81,7 +80,6 @@ class TrainerConfig:
             "steps",
             "eval_every",
             "checkpoint_every",
-            "keep_checkpoints",
             "watchdog_seconds",
             "phase_seconds",
             "grace_seconds",
@@ -186,8 +184,7 @@ class _Run:
         self._checkpoints, self._checkpoint = checkpoints, checkpoint
         ranks = range(engine.plan.world_size)
         self._budgets = [engine.plan.allocator_bytes(rank) for rank in ranks]
-        keep = trainer.keep_checkpoints
-        self._saves = Saves(engine, checkpoints, checkpoint, keep, watchdog)
+        self._saves = Saves(engine, checkpoints, checkpoint, watchdog)
         self._refused: list[str] = []
         self._unwritten = Unwritten()
         self._record = RunRecord(engine.mesh, engine.plan, directory, self._unwritten)

@@ -329,7 +329,7 @@ def test_loop_keeps_the_last_checkpoints_and_falls_back(pool: Pool, tmp_path: Pa
     for folder in (run, tmp_path / "whole"):
         folder.mkdir()
     whole = pool.run(looping, 2, case, tmp_path / "whole", {"steps": 6})
-    pool.run(looping, 2, case, run, {"steps": 4, "keep_checkpoints": 3})
+    pool.run(looping, 2, case, run, {"steps": 4}, CheckpointConfig(keep=3))
     checkpoints = run / "checkpoints"
     assert [path.name for path in list_checkpoints(checkpoints)] == [
         checkpoint_name(s) for s in (2, 3, 4)
@@ -337,12 +337,12 @@ def test_loop_keeps_the_last_checkpoints_and_falls_back(pool: Pool, tmp_path: Pa
     flip(checkpoints / checkpoint_name(4) / "stage-01.safetensors", "model/head.norm.bias")
     (checkpoints / checkpoint_name(3) / "checkpoint.json").write_text("{")
     (checkpoints / ".saving-step-00000005").mkdir()
-    assert equal(pool.run(looping, 2, case, run, {"steps": 6, "keep_checkpoints": 3}), whole)
+    assert equal(pool.run(looping, 2, case, run, {"steps": 6}, CheckpointConfig(keep=3)), whole)
     assert [path.name for path in list_checkpoints(checkpoints)] == [
         checkpoint_name(s) for s in (4, 5, 6)
     ]
     summary = (run / "summary.json").read_text()
-    assert equal(pool.run(looping, 2, case, run, {"steps": 6, "keep_checkpoints": 0}), whole)
+    assert equal(pool.run(looping, 2, case, run, {"steps": 6}, CheckpointConfig(keep=0)), whole)
     assert (run / "summary.json").read_text() == summary
     for path in list_checkpoints(checkpoints):
         (path / "stage-00.safetensors").unlink()
@@ -354,12 +354,16 @@ def test_what_was_passed_over_takes_nobodys_place(pool: Pool, tmp_path: Path) ->
     """The last one was damaged; counted among those that are kept, it would have cost the one that the run went on
     from."""
     case = CASE.under((1, 1))
-    pool.run(looping, 2, case, tmp_path, {"steps": 4, "checkpoint_every": 2, "keep_checkpoints": 2})
+    pool.run(
+        looping, 2, case, tmp_path, {"steps": 4, "checkpoint_every": 2}, CheckpointConfig(keep=2)
+    )
     flip(
         tmp_path / "checkpoints" / checkpoint_name(4) / "stage-01.safetensors",
         "model/head.norm.bias",
     )
-    pool.run(looping, 2, case, tmp_path, {"steps": 5, "checkpoint_every": 0, "keep_checkpoints": 2})
+    pool.run(
+        looping, 2, case, tmp_path, {"steps": 5, "checkpoint_every": 0}, CheckpointConfig(keep=2)
+    )
     assert steps_left(tmp_path) == [2, 4, 5]
 
 
@@ -371,9 +375,9 @@ def steps_left(run: Path) -> list[int]:
 def test_every_nth_and_the_best_stay_also_after_a_restart(pool: Pool, tmp_path: Path) -> None:
     """By the validation loss, for which each checkpoint is judged."""
     case = CASE.under((1, 1))
-    config = CheckpointConfig(keep_every=3, best=1)
+    config = CheckpointConfig(keep=1, keep_every=3, best=1)
     for steps in (4, 7):
-        pool.run(looping, 2, case, tmp_path, {"steps": steps, "keep_checkpoints": 1}, config)
+        pool.run(looping, 2, case, tmp_path, {"steps": steps}, config)
         records = read_metrics(tmp_path / "metrics.jsonl")
         losses = {r["step"]: r["validation_loss"] for r in records if "validation_loss" in r}
         assert len(losses) == steps
@@ -384,9 +388,9 @@ def test_every_nth_and_the_best_stay_also_after_a_restart(pool: Pool, tmp_path: 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_the_loop_saves_alike_either_way(pool: Pool, tmp_path: Path, asynchronous: bool) -> None:
     """And says for how long it waited."""
-    config = CheckpointConfig(asynchronous=asynchronous)
-    options = {"steps": 6, "keep_checkpoints": 0, "checkpoint_every": 2}
-    for folder, chosen in (("plain", CheckpointConfig(asynchronous=False)), ("run", config)):
+    config = CheckpointConfig(asynchronous=asynchronous, keep=0)
+    options = {"steps": 6, "checkpoint_every": 2}
+    for folder, chosen in (("plain", replace(config, asynchronous=False)), ("run", config)):
         (tmp_path / folder).mkdir()
         pool.run(looping, 2, CASE.under((1, 1)), tmp_path / folder, options, chosen)
         assert steps_left(tmp_path / folder) == [2, 4, 6]

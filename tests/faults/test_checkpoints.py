@@ -31,7 +31,7 @@ SETTINGS = [
     "data.max_bytes=64KiB",
     "trainer.steps=300",
     "trainer.checkpoint_every=100",
-    "trainer.keep_checkpoints=0",
+    "checkpoint.keep=0",
     "trainer.eval_every=0",
     "logger.tensorboard=false",
 ]

@@ -165,14 +165,14 @@ def test_ranks_on_cpus_train_with_tiny_shared_memory(here: Path, apart: list[str
 def test_no_room_for_checkpoints(
     small: Path, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = prepared(*TINY, f"checkpoint.directory={small}", "trainer.keep_checkpoints=2")
+    run = prepared(*TINY, f"checkpoint.directory={small}", "checkpoint.keep=2")
     assert cli.main(["plan", *DGX]) == 0
     Path("plan.inputs.json").replace(run / "plan.inputs.json")
     with pytest.raises(PreflightError) as found:
         check_start(PreparedRun.read(run))
     assert re.search(
         r"\d\.\d MiB for checkpoints \(\d at once, of 1\.\d MiB each, less what is there\), and 1\.0 MiB are "
-        r"free in .*: free space, or keep fewer \(trainer\.keep_checkpoints\)",
+        r"free in .*: free space, or keep fewer \(checkpoint\.keep\)",
         str(found.value),
     )
 

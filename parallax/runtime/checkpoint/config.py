@@ -19,18 +19,20 @@ class CheckpointConfig:
     ``directory``: a folder that all nodes share; each run uses the subfolder of its name. auto: the run's own
     directory; where nodes do not share it, each node has the files of its ranks. ``asynchronous``: training waits for
     the copy to host memory, as far as memory is free for it, and resumes while the files are written; a run waits for
-    its last checkpoint. ``keep_every``: the checkpoint of every n-th step is kept for ever, whatever
-    ``trainer.keep_checkpoints`` says; 0: none. ``best``: the number of checkpoints that are kept besides, the best by
+    its last checkpoint. ``keep``: how many of the latest are kept; 0 keeps all. ``keep_every``: the checkpoint of every
+    n-th step is kept for ever besides; 0: none. ``best``: the number of checkpoints that are kept besides, the best by
     ``metric``: the lowest validation_loss (then an evaluation precedes each checkpoint) or loss (of the step).
     """
 
     directory: str = "auto"
     asynchronous: bool = True
+    keep: int = 2
     keep_every: int = 0
     best: int = 0
     metric: str = "validation_loss"
 
     def __post_init__(self) -> None:
+        check_positive("checkpoint.keep", self.keep, zero=True)
         check_positive("checkpoint.keep_every", self.keep_every, zero=True)
         check_positive("checkpoint.best", self.best, zero=True)
         check_choice("checkpoint.metric", self.metric, list(METRICS))
@@ -41,10 +43,10 @@ class CheckpointConfig:
             return run_directory / CHECKPOINTS
         return Path(self.directory).expanduser() / name
 
-    def retention(self, keep_last: int) -> Retention:
-        """Return the retention, with the last ``keep_last`` checkpoints kept."""
+    @property
+    def retention(self) -> Retention:
         return Retention(
-            keep_last=keep_last,
+            keep_last=self.keep,
             keep_every=self.keep_every,
             best=self.best,
             metric=self.metric,

@@ -25,19 +25,17 @@ _LONG_SECONDS = 1.0  # of waiting for the previous checkpoint that are reported
 
 
 class Saves:
-    """The checkpoints of one rank's loop, in ``directory``: the last ``keep_last`` are kept, and those that ``config``
-    selects."""
+    """The checkpoints of one rank's loop, in ``directory``; ``config`` says which of them are kept."""
 
     def __init__(
         self,
         engine: Engine,
         directory: Path,
         config: CheckpointConfig,
-        keep_last: int,
         watchdog: Watchdog,
     ) -> None:
         self._engine, self._directory, self._config = engine, directory, config
-        self._retention, self._watchdog = config.retention(keep_last), watchdog
+        self._retention, self._watchdog = config.retention, watchdog
         self.seconds = 0.0
         """Seconds for which training has waited for checkpoints so far."""
         self._reported = 0.0  # part of :attr:`seconds` that :meth:`columns` has returned
