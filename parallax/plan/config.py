@@ -117,14 +117,9 @@ class PlanConfig:
         """Return the numbers of stages per device to try."""
         return schedule.interleaves if self.interleave == AUTO else (int(self.interleave),)
 
-    def check_streaming(self, model: str, *, tied: bool) -> None:
+    def check_streaming(self) -> None:
         """Raise :class:`ConfigError` where ``plan.parameters=host`` is set and the runtime cannot offload all
         parameters."""
-        if self.parameters == "host" and tied:
-            raise ConfigError(
-                f"plan.parameters=host: blocks of {model} share parameters, which must stay on the device: use "
-                "plan.parameters=device, or a model without shared parameters"
-            )
         if self.parameters == "host" and all(
             schedule.has_virtual_stages or schedule.splits for schedule in self.schedules
         ):

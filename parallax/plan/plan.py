@@ -53,8 +53,9 @@ class StagePlan:
     ``swap_limit_bytes`` limits the offloaded activations that are on the device at one time, ``tier_bytes`` those in
     the offload tier. ``optimizer_offload`` is the share of the optimizer's states, and of full-precision copies, that
     is offloaded and stepped on the host, within ``state_bytes`` of the tier. ``parameter_offload`` is the share of
-    parameters and gradients that is offloaded; these and their full-precision copies take up to ``streamed_bytes`` of
-    the tier, and are fetched to the device block by block, for every forward and backward. With ``shard_optimizer``
+    parameters and gradients that is offloaded, of those that no two blocks share; these and their full-precision copies
+    take up to ``streamed_bytes`` of the tier, and are fetched to the device block by block, for every forward and
+    backward. With ``shard_optimizer``
     each replica holds and steps its shard of the states that are on the device. Replicas sum gradients in buckets of
     ``bucket_bytes``. ``inputs_ahead`` copies the model's inputs to the device while the previous micro-batch computes;
     only the first stage may have it.

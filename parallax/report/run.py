@@ -26,7 +26,7 @@ def summary_table(summary: Mapping[str, Any]) -> RenderableType:
     step = (summary.get("predicted_step_seconds"), summary.get("step_seconds_median"))
     run.add_row("step seconds", _cell(step[0], "{:.3f}"), _cell(step[1], "{:.3f}"), _ratio(*step))
     bubble = (summary.get("bubble_predicted"), summary.get("bubble_measured"))
-    run.add_row("bubble", _cell(bubble[0], "{:.1%}"), _cell(bubble[1], "{:.1%}"), _ratio(*bubble))
+    run.add_row("bubble", _cell(bubble[0], "{:.1%}"), _cell(bubble[1], "{:.1%}"), "")
     ranks = Table(
         title="ranks",
         box=box.SIMPLE,

@@ -204,7 +204,6 @@ def check_model(
             swap=swap.offloads,
             fixed=present is not None or _started(cluster),
             model=type(chain.model).__name__,
-            tied=bool(chain.ties),
             gather_loss=gather_loss,
         )
     )

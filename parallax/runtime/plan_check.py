@@ -24,7 +24,6 @@ def accepted(plan: Plan, chain: Chain) -> Plan:
     if plan.interleave > 1 and plan.pipeline_ranks == 1:
         beyond.append("virtual stages on a single pipeline rank")
     if any(stage.parameter_offload for stage in plan.stages):
-        beyond += ["offloaded parameters although some are tied"] if chain.ties else []
         beyond += (
             [f"offloaded parameters under schedule {plan.schedule}"] if plan.schedule.splits else []
         )

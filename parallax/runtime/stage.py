@@ -112,7 +112,7 @@ class Stage(nn.Module):
             if self.offloaded.parameters(place):
                 self.offloaded.attach(place, block)
         if share:
-            self._check_share(share)
+            self._check_share(chain, share)
         self._by_place = tuple(self.blocks)  # indexing an nn.ModuleList is slow
         for place, block in enumerate(self._by_place):
             self._prepare(place, block)
@@ -155,28 +155,33 @@ class Stage(nn.Module):
     def _make(
         self, chain: Chain, share: float, device: torch.device
     ) -> Iterator[list[nn.Parameter]]:
-        """Make the blocks in order; yield the offloaded parameters of each. The last blocks are offloaded."""
+        """Make the blocks in order; yield the offloaded parameters of each: those that no other block uses, of the last
+        blocks."""
         sizes = [
-            sum(p.nbytes for p in chain.blocks[index].module.parameters())
+            sum(p.nbytes for p in untied(chain, index, chain.blocks[index].module))
             for index in self._indices
         ]
         first = first_offloaded(sizes, share)
         for place, block in enumerate(materialise_each(chain, self._indices, device)):
             self.blocks.append(block)
-            yield [] if place < first else list(block.parameters())
+            yield [] if place < first else untied(chain, self._indices[place], block)
 
-    def _check_share(self, share: float) -> None:
+    def _check_share(self, chain: Chain, share: float) -> None:
         """Raise :class:`PlanError` where more parameters stay on the device than the plan counts."""
-        whole = sum(parameter.nbytes for parameter in self.parameters())
-        held = {n: t.nbytes for n, t in self.named_tensors().items() if isinstance(t, nn.Parameter)}
-        for name, tensor in self.named_tensors().items():
-            if self.is_offloaded(tensor):
-                held.pop(name, None)
+        may_go = {
+            p for i, block in zip(self._indices, self.blocks) for p in untied(chain, i, block)
+        }
+        whole = sum(parameter.nbytes for parameter in may_go)
+        held = {
+            name: tensor.nbytes
+            for name, tensor in self.named_tensors().items()
+            if tensor in may_go and not self.is_offloaded(tensor)
+        }
         if sum(held.values()) > (1 - share) * whole:
             raise PlanError(
                 f"the plan keeps {format_bytes(int((1 - share) * whole))} of parameters on the device, and "
-                f"{format_bytes(sum(held.values()))} cannot be offloaded ({', '.join(sorted(held)[:3])}): they are "
-                "shared or not contiguous in memory; plan with plan.parameters=device"
+                f"{format_bytes(sum(held.values()))} cannot be offloaded ({', '.join(sorted(held)[:3])}): they share "
+                "memory or are not contiguous in it; plan with plan.parameters=device"
             )
 
     def named_tensors(self) -> dict[str, Tensor]:
@@ -378,6 +383,17 @@ def _relieve_in_backward(outputs: tuple[Tensor, ...]) -> None:
 def _relieve(gradients: tuple[Tensor, ...]) -> None:
     del gradients
     relieve_memory()
+
+
+def untied(chain: Chain, index: int, block: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of the chain's block ``index``, made as ``block``, that no other block uses."""
+    tied = {
+        block.get_parameter(name)
+        for users in chain.ties.values()
+        for user, name in users
+        if user == index and any(other != index for other, _ in users)
+    }
+    return [parameter for parameter in block.parameters() if parameter not in tied]
 
 
 def first_offloaded(sizes: Sequence[int], share: float) -> int:

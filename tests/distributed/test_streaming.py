@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallax.errors import PlanError
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.swap.parameters.offloaded import ResidentParameters
 from tests.distributed.pool import Pool
@@ -91,10 +90,13 @@ def test_gradients_are_bit_identical(
 @pytest.mark.parametrize(
     ("factory", "replicas"),
     [
-        *((UNTIED, (1,)), (half_frozen, (1, 1)), (with_buffers, (1, 1))),
+        *((UNTIED, (1,)), (gpt(), (1, 1)), (half_frozen, (1, 1)), (with_buffers, (1, 1))),
         *(
             pytest.param(*each, marks=pytest.mark.thorough)
-            for each in ((UNTIED, (1, 1)), (half_frozen, (1,)), (with_buffers, (1,)))
+            for each in (
+                *((UNTIED, (1, 1)), (UNTIED, (2,)), (gpt(), (1,)), (gpt(), (1, 2)), (gpt(), (2,))),
+                *((half_frozen, (1,)), (with_buffers, (1,))),
+            )
         ),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
@@ -106,11 +108,11 @@ def test_training_is_bit_identical(
         Case(factory, dtype=torch.float32), optimizer=OptimizerConfig(lr=3e-3, clip_norm=0.1)
     )
     expected = pool.run(
-        training, len(replicas), case.under(replicas), tmp_path / "device", 0, 4, None
+        training, sum(replicas), case.under(replicas), tmp_path / "device", 0, 4, None
     )
     for share in (0.5, 1.0):
         below = case.under(replicas, optimizer_offload=1.0, parameter_offload=share)
-        found = pool.run(training, len(replicas), below, tmp_path / f"below-{share}", 0, 4, None)
+        found = pool.run(training, sum(replicas), below, tmp_path / f"below-{share}", 0, 4, None)
         for one, other in zip(expected, found):
             assert (other.losses, other.norms) == (one.losses, one.norms)
             assert all(
@@ -134,7 +136,22 @@ def test_a_checkpoint_does_not_know_where_parameters_were(
         assert all(torch.equal(other.weights[name], weight) for name, weight in one.weights.items())
 
 
-def test_shared_parameters_cannot_stream(pool: Pool, tmp_path: Path) -> None:
-    case = Case(gpt(), dtype=torch.float32).under((1,), **BELOW)
-    with pytest.raises(PlanError, match="although some are tied"):
-        case.engine(tmp_path)
+def offloaded_names(case: Case, folder: Path) -> tuple[set[str], set[str]]:
+    """The names of this rank's offloaded and of its resident parameters."""
+    engine = case.engine(folder)
+    stage = engine._stage
+    named = {n: t for n, t in stage.named_tensors().items() if isinstance(t, nn.Parameter)}
+    below = {name for name, parameter in named.items() if stage.is_offloaded(parameter)}
+    engine.close()
+    return below, named.keys() - below
+
+
+@pytest.mark.parametrize("replicas", [(1,), (1, 1)], ids=str)
+def test_a_shared_parameter_stays_and_the_rest_is_offloaded(
+    pool: Pool, tmp_path: Path, replicas: tuple[int, ...]
+) -> None:
+    """The embedding and the head use one matrix: in one stage, or on two ranks, which sum its gradients."""
+    case = Case(gpt(), dtype=torch.float32).under(replicas, **BELOW)
+    for below, resident in pool.run(offloaded_names, len(replicas), case, tmp_path):
+        assert resident == {"embedding.token.weight"}
+        assert len(below) > 5

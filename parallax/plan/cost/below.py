@@ -45,7 +45,7 @@ def _state_bytes(
     per_byte = profile.optimizer_bytes + profile.master_bytes
     whole, largest = math.ceil(sizes.trained * per_byte), sizes.parameter * per_byte
     lower = min(whole, math.floor(whole * share + largest)) if share else 0
-    streamed = math.floor(sizes.parameters * stage.parameter_offload)
+    streamed = sizes.offloaded(stage.parameter_offload)
     mine = lower if streamed else dealt(lower, largest, stage.replicas)
     more = math.ceil(forced * per_byte)
     return min(whole, mine + more) - math.floor(
@@ -58,9 +58,10 @@ def _streamed_bytes(profile: ModelProfile, sizes: Sizes, share: float) -> int:
     trained ones. The new data of one block is written before its old data is freed."""
     if not share:
         return 0
-    whole = min(sizes.parameters, sizes.parameters * share + sizes.block)
-    trained = min(whole, sizes.trained)
-    passing = min(whole, sizes.block) + profile.gradient_bytes * min(trained, sizes.block)
+    block = sizes.offloadable_block
+    whole = min(sizes.offloadable, sizes.offloadable * share + block)
+    trained = min(whole, sizes.offloadable_trained)
+    passing = min(whole, block) + profile.gradient_bytes * min(trained, block)
     return math.ceil(whole + trained * (profile.gradient_bytes + profile.master_bytes) + passing)
 
 

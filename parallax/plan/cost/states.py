@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,30 +64,51 @@ class StateLoad:
 
 class Sizes(NamedTuple):
     """Bytes of a stage's parameters, of its largest block's, of its largest trained parameter, and of all trained
-    ones."""
+    ones; of those that may be offloaded all, the trained ones, and those of the largest block. A parameter that
+    several blocks use stays on the device."""
 
     parameters: int
     block: int
     parameter: int
     trained: int
+    offloadable: int
+    offloadable_trained: int
+    offloadable_block: int
 
     @classmethod
     def of(cls, profile: ModelProfile, start: int, stop: int) -> Sizes:
         """Return the sizes of the blocks ``start`` to ``stop``."""
         costs, blocks = profile.blocks[start:stop], range(start, stop)
+        parameters = profile.unique_parameter_bytes(blocks)
+        trained = profile.unique_trained_bytes(blocks)
         return cls(
-            profile.unique_parameter_bytes(blocks),
+            parameters,
             max(cost.parameter_bytes for cost in costs),
             max(cost.largest_parameter_bytes for cost in costs),
-            profile.unique_trained_bytes(blocks),
+            trained,
+            parameters - tied_bytes(profile.shared, start, stop),
+            trained - tied_bytes(profile.ties, start, stop),
+            max(
+                cost.parameter_bytes - tied_bytes(profile.shared, index, index + 1)
+                for index, cost in zip(blocks, costs)
+            ),
         )
 
+    def offloaded(self, share: float) -> int:
+        """Return the offloaded bytes where a ``share`` of the parameters is."""
+        return math.floor(self.offloadable * share)
+
     def most_trained(self, part: int) -> int:
-        """Return the most trained bytes among any ``part`` of the parameters' bytes."""
-        return min(part, self.trained)
+        """Return the most trained bytes among any ``part`` of the bytes that may be offloaded."""
+        return min(part, self.offloadable_trained)
 
     def least_trained(self, part: int) -> int:
-        return max(0, part - (self.parameters - self.trained))
+        return max(0, part - (self.offloadable - self.offloadable_trained))
+
+
+def tied_bytes(ties: Sequence[tuple[int, tuple[int, ...]]], start: int, stop: int) -> int:
+    """Return the bytes of the parameters that blocks ``start`` to ``stop`` share with each other or with others."""
+    return sum(size for size, users in ties if any(start <= user < stop for user in users))
 
 
 def load_states(
@@ -159,10 +181,10 @@ def _streaming(
 ) -> tuple[int, int, int, int]:
     """Return the bytes of offloaded parameters, the most and the fewest bytes of their gradients, and the bytes of both
     that are on the device at one time."""
-    streamed = math.floor(sizes.parameters * below.parameters)
+    streamed = sizes.offloaded(below.parameters)
     gone = math.floor(sizes.most_trained(streamed) * profile.gradient_bytes)
     surely_gone = math.floor(sizes.least_trained(streamed) * profile.gradient_bytes)
-    largest = sizes.block
+    largest = sizes.offloadable_block
     visiting = math.ceil(min(streamed, 2 * largest) + min(gone, largest * profile.gradient_bytes))
     return streamed, gone, surely_gone, visiting
 
@@ -191,7 +213,7 @@ def _twice_bytes(
 ) -> int:
     """Return the new bytes of a block, and of the buckets that replicas sum, which are written before the old ones are
     freed."""
-    whole = min(sizes.block, streamed and sizes.parameters)
+    whole = min(sizes.offloadable_block, streamed and sizes.offloadable)
     block = math.ceil(whole + sizes.most_trained(whole) * profile.gradient_bytes)
     return max(visiting, block) + (2 * bucket if streamed else 0)
 
@@ -204,9 +226,10 @@ def _rounding_bytes(
     per_byte = profile.optimizer_bytes + profile.master_bytes
     rounding = min(upper, math.ceil(sizes.block * per_byte))
     if streamed:
-        whole = math.ceil(sizes.parameters + sizes.trained * profile.gradient_bytes)
-        block = sizes.block + sizes.most_trained(sizes.block) * profile.gradient_bytes
-        rounding += min(whole - streamed - gone, math.ceil(block))
+        whole = math.ceil(sizes.offloadable + sizes.offloadable_trained * profile.gradient_bytes)
+        block = sizes.offloadable_block
+        gradients = sizes.most_trained(block) * profile.gradient_bytes
+        rounding += min(whole - streamed - gone, math.ceil(block + gradients))
     return rounding
 
 

@@ -361,7 +361,8 @@ class StepBound:
         profile = self.request.profile
         every = range(len(profile.blocks))
         whole, trained = profile.unique_parameter_bytes(every), profile.unique_trained_bytes(every)
-        sizes = Sizes(whole // pipeline_ranks, 0, 0, trained // pipeline_ranks)
+        parameters, stepped = whole // pipeline_ranks, trained // pipeline_ranks
+        sizes = Sizes(parameters, 0, 0, stepped, parameters, stepped, 0)
         found = []
         for below in self.request.host_states:
             states = load_states(profile, sizes, self._device, below, replicas)

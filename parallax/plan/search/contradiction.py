@@ -20,9 +20,8 @@ from parallax.plan.rows import micro_batch_count
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """The planner's question in numbers. ``fixed``: the ranks have started, so a plan must use every device; ``tied``:
-    blocks of the ``model`` share parameters; ``runnable``: the plan will be executed, not only planned;
-    ``gather_loss``: one loss is computed over all rows."""
+    """The planner's question in numbers. ``fixed``: the ranks have started, so a plan must use every device;
+    ``runnable``: the plan will be executed, not only planned; ``gather_loss``: one loss is computed over all rows."""
 
     config: PlanConfig
     blocks: int
@@ -32,7 +31,6 @@ class Question:
     swap: bool = True
     fixed: bool = False
     model: str = "the model"
-    tied: bool = False
     runnable: bool = True
     gather_loss: bool = False
 
@@ -105,7 +103,7 @@ def _check_settings(question: Question) -> None:
             f"plan.{key}=device"
         )
     if question.runnable:
-        config.check_streaming(question.model, tied=question.tied)
+        config.check_streaming()
     _check_gathering(question)
     if config.activations == Directive.OFFLOAD and question.interleaves:
         raise ConfigError(

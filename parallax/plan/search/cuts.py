@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from parallax.plan.cost.states import tied_bytes
 from parallax.plan.profile import BlockCost, ModelProfile
 
 
@@ -66,12 +67,13 @@ def block_kinds(profile: ModelProfile) -> tuple[tuple[int, ...], list[BlockCost]
 @dataclass(frozen=True)
 class BlockChain:
     """The data of a chain that depends on neither rows nor devices: the number of each block's kind and the cost of
-    each number, as in :func:`block_kinds`, bytes of parameters and of the largest parameter, and prefix sums of
-    parameters, trained parameters and buffers."""
+    each number, as in :func:`block_kinds`, bytes of parameters, of those that no other block uses, and of the largest
+    parameter, and prefix sums of parameters, trained parameters and buffers."""
 
     kinds: NDArray[np.int32]
     costs: Sequence[BlockCost]
     block_bytes: NDArray[np.int64]
+    untied_bytes: NDArray[np.int64]
     largest_bytes: NDArray[np.int64]
     parameter_sums: NDArray[np.int64]
     trained_sums: NDArray[np.int64]
@@ -86,6 +88,10 @@ class BlockChain:
             kinds=np.array(numbers, dtype=np.int32),
             costs=costs,
             block_bytes=parameters,
+            untied_bytes=parameters
+            - np.array(
+                [tied_bytes(profile.shared, i, i + 1) for i in range(len(blocks))], dtype=np.int64
+            ),
             largest_bytes=np.array(
                 [block.largest_parameter_bytes for block in blocks], dtype=np.int64
             ),

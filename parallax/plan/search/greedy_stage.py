@@ -18,7 +18,13 @@ from parallax.plan.cluster import Device, Link
 from parallax.plan.cost.collective import broadcast_seconds
 from parallax.plan.cost.communicators import Beside, way_bytes
 from parallax.plan.cost.stage import BlockLoad, gap_bytes, load_block
-from parallax.plan.cost.states import OffloadFractions, Sizes, StateLoad, load_states
+from parallax.plan.cost.states import (
+    OffloadFractions,
+    Sizes,
+    StateLoad,
+    load_states,
+    tied_bytes,
+)
 from parallax.plan.cost.traffic import (
     TIER_FLOOR,
     TIER_SLACK,
@@ -286,14 +292,21 @@ class GreedyStages:
         return self._buffer_bytes(parts) + self._device.fixed_bytes + ways + gaps
 
     def _sizes(self, parts: tuple[Part, ...]) -> Sizes:
-        largest = (self._chain.block_bytes, self._chain.largest_bytes)
-        block, parameter = (max(int(of[a:b].max()) for a, b, _ in parts) for of in largest)
-        shared, tied = self._profile.shared, self._profile.ties
+        chain, shared, tied = self._chain, self._profile.shared, self._profile.ties
+        block, parameter, untied = (
+            max(int(of[a:b].max()) for a, b, _ in parts)
+            for of in (chain.block_bytes, chain.largest_bytes, chain.untied_bytes)
+        )
+        parameters = _unique(chain.parameter_sums, shared, parts)
+        trained = _unique(chain.trained_sums, tied, parts)
         return Sizes(
-            _unique(self._chain.parameter_sums, shared, parts),
+            parameters,
             block,
             parameter,
-            _unique(self._chain.trained_sums, tied, parts),
+            trained,
+            parameters - sum(tied_bytes(shared, start, stop) for start, stop, _ in parts),
+            trained - sum(tied_bytes(tied, start, stop) for start, stop, _ in parts),
+            untied,
         )
 
     def _buffer_bytes(self, parts: tuple[Part, ...]) -> int:

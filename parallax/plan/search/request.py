@@ -127,7 +127,7 @@ class Request:
         self._check_schedule()
         check_counted_loss(profile, global_batch, gather_loss=gather_loss)
         if runnable:
-            config.check_streaming(profile.model, tied=bool(profile.shared))
+            config.check_streaming()
 
     def _check_schedule(self) -> None:
         """Raise :class:`ConfigError` if the settings contradict each other."""
@@ -197,10 +197,7 @@ class Request:
             return self._on_device
         if parameters == "host":
             return (OffloadFractions(1.0, 1.0),)
-        tied = self.runnable and self.profile.shared
-        streamed = (
-            PARAMETER_FRACTIONS if parameters == AUTO and optimizer != "device" and not tied else ()
-        )
+        streamed = PARAMETER_FRACTIONS if parameters == AUTO and optimizer != "device" else ()
         if optimizer == "host":
             return (OffloadFractions(1.0), *streamed)
         return (*self._on_device, *(OPTIMIZER_FRACTIONS if optimizer == AUTO else ()), *streamed)

@@ -14,7 +14,7 @@ from parallax.machine.device import CopyEngine
 from parallax.model.describe import Chain
 from parallax.plan.plan import STATE_BUCKET_BYTES, StagePlan
 from parallax.plan.tier import tier_named
-from parallax.runtime.stage import first_offloaded
+from parallax.runtime.stage import first_offloaded, untied
 from parallax.swap.config import SwapConfig
 from parallax.swap.parameters.offloaded import OffloadedParameters
 from parallax.swap.stores.store import Store
@@ -62,7 +62,7 @@ class Tiers:
     ) -> OffloadedParameters:
         """Open a store for ``share`` of the parameters of ``indices``, which ``blocks`` yields, and for their
         gradients. It also holds the new values of one block while the old ones are still there."""
-        described = [list(chain.blocks[index].module.parameters()) for index in indices]
+        described = [untied(chain, index, chain.blocks[index].module) for index in indices]
         sizes = [_bytes(block, chain.dtype) for block in described]
         trained = [_bytes([p for p in b if p.requires_grad], chain.dtype) for b in described]
         first = first_offloaded(sizes, share)

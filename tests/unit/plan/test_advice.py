@@ -28,7 +28,7 @@ def advised(message: str) -> list[list[str]]:
     return [words for words in found if words]
 
 
-def refusal(words: list[str], blocks: int, *, tied: bool = False, fixed: bool = False) -> str:
+def refusal(words: list[str], blocks: int, *, fixed: bool = False) -> str:
     """Why settings are refused before anything is measured; empty where they are not. Read here and not composed,
     which takes a hundred times as long."""
     typed = {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in words)}
@@ -44,7 +44,6 @@ def refusal(words: list[str], blocks: int, *, tied: bool = False, fixed: bool = 
                 microbatch=typed.get("trainer.microbatch", "auto"),
                 swap=typed.get("swap.tier") != "none",
                 gather_loss=typed.get("trainer.gather_loss", False),
-                tied=tied,
                 fixed=fixed,
             )
         )
@@ -75,20 +74,20 @@ SETTINGS = st.tuples(
 
 
 @settings(max_examples=200, deadline=None)
-@given(words=SETTINGS, blocks=st.integers(1, 9), tied=st.booleans(), fixed=st.booleans())
+@given(words=SETTINGS, blocks=st.integers(1, 9), fixed=st.booleans())
 def test_advice_on_settings_that_exclude_each_other(
-    words: list[str], blocks: int, tied: bool, fixed: bool
+    words: list[str], blocks: int, fixed: bool
 ) -> None:
     """Another refusal may be behind the first; following the first advice of each ends in settings that go together,
     after no more refusals than settings were typed."""
     said, typed = list[str](), len(words)
-    while message := refusal(words, blocks, tied=tied, fixed=fixed):
+    while message := refusal(words, blocks, fixed=fixed):
         assert message not in said, (words, message)
         said.append(message)
         ways = advised(message)
         assert ways, message
         for way in ways:
-            assert refusal([*words, *way], blocks, tied=tied, fixed=fixed) != message, (words, way)
+            assert refusal([*words, *way], blocks, fixed=fixed) != message, (words, way)
         words = [*words, *ways[0]]
     assert len(said) <= typed
 

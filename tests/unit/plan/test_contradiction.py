@@ -149,7 +149,7 @@ def test_settings_that_exclude_each_other() -> None:
             "plan.parameters=host needs a host tier",
         ),
         (
-            ["plan.parameters=host", "plan.schedule=zb-h1", "model.tied=false"],
+            ["plan.parameters=host", "plan.schedule=zb-h1"],
             "unlike plan.schedule=zb-h1",
         ),
         (
@@ -160,7 +160,6 @@ def test_settings_that_exclude_each_other() -> None:
             ["model=mlp", "plan.parameters=host", "plan.schedule=auto", "plan.interleave=2"],
             "unlike plan.schedule=interleaved",
         ),
-        (["plan.parameters=host"], "blocks of GPT share parameters, which must stay on the device"),
         (
             ["replicas.compress=powersgd", "plan.replicas=2", "plan.schedule=zb-h2"],
             "where the backwards of zb-h2 are",
@@ -195,9 +194,7 @@ def test_what_cannot_live_below_the_device_is_known_before_anything_is_measured(
 def test_what_is_only_planned_may_live_where_it_cannot_run() -> None:
     for settings in ({"schedule": "zb-h1"}, {}):
         config = PlanConfig(parameters="host", **settings)
-        check_question(
-            Question(config=config, blocks=4, devices=2, rows=8, tied=True, runnable=False)
-        )
+        check_question(Question(config=config, blocks=4, devices=2, rows=8, runnable=False))
 
 
 def test_the_search_has_a_shape_for_exactly_what_is_not_refused() -> None:
