@@ -51,7 +51,7 @@ def engine(
     precision: PrecisionConfig, replicas: tuple[int, ...], options: dict[str, Any], folder: Path
 ) -> Engine:
     chain = described(
-        gpt(tied="parameter_offload" not in options), seed=3, dtype=precision.parameter_dtype
+        gpt(), seed=3, dtype=precision.parameter_dtype
     )
     return Engine.build(
         chain,
