@@ -120,11 +120,8 @@ class PlanConfig:
     def check_streaming(self) -> None:
         """Raise :class:`ConfigError` where ``plan.parameters=host`` is set and the runtime cannot offload all
         parameters."""
-        if self.parameters == "host" and all(
-            schedule.has_virtual_stages or schedule.splits for schedule in self.schedules
-        ):
+        if self.parameters == "host" and all(schedule.splits for schedule in self.schedules):
             raise ConfigError(
-                f"plan.parameters=host: offloaded parameters need one stage per device and backwards that are not "
-                f"split, unlike plan.schedule={self.schedules[0]}; use plan.schedule=1f1b or gpipe, or "
-                "plan.parameters=device"
+                "plan.parameters=host: offloaded parameters need backwards that are not split, unlike "
+                f"plan.schedule={self.schedules[0]}; use plan.schedule=1f1b or gpipe, or plan.parameters=device"
             )

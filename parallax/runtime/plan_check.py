@@ -23,11 +23,8 @@ def accepted(plan: Plan, chain: Chain) -> Plan:
     beyond = []
     if plan.interleave > 1 and plan.pipeline_ranks == 1:
         beyond.append("virtual stages on a single pipeline rank")
-    if any(stage.parameter_offload for stage in plan.stages):
-        beyond += (
-            [f"offloaded parameters under schedule {plan.schedule}"] if plan.schedule.splits else []
-        )
-        beyond += ["offloaded parameters with virtual stages"] if plan.interleave > 1 else []
+    if plan.schedule.splits and any(stage.parameter_offload for stage in plan.stages):
+        beyond.append(f"offloaded parameters under schedule {plan.schedule}")
     if beyond:
         raise PlanError(
             f"the plan of {plan.model} has {' and '.join(beyond)}, which can be planned but not run: plan with "

@@ -50,9 +50,7 @@ class Outcome:
 def engine(
     precision: PrecisionConfig, replicas: tuple[int, ...], options: dict[str, Any], folder: Path
 ) -> Engine:
-    chain = described(
-        gpt(), seed=3, dtype=precision.parameter_dtype
-    )
+    chain = described(gpt(), seed=3, dtype=precision.parameter_dtype)
     return Engine.build(
         chain,
         make_plan(chain, replicas=replicas, global_batch=8, microbatch=2, **options),

@@ -120,6 +120,18 @@ def test_training_is_bit_identical(
             )
 
 
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_stages_of_one_rank_share_a_window(pool: Pool, tmp_path: Path, tied: bool) -> None:
+    case = Case(gpt(tied=tied), dtype=torch.float32)
+    shape: dict[str, Any] = {"schedule": "interleaved", "interleave": 2}
+    expected = pool.run(gradients_of, 2, case.under((1, 1), **shape), tmp_path, 8)
+    found = pool.run(gradients_of, 2, case.under((1, 1), **shape, **BELOW), tmp_path, 8)
+    for (loss, gradients, _, _), (loss_below, gradients_below, held, limit) in zip(expected, found):
+        assert loss_below == loss
+        assert all(torch.equal(gradients_below[name], each) for name, each in gradients.items())
+        assert 0 < held <= limit
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("before", "after"), [({}, BELOW), (BELOW, {}), (BELOW, BELOW)], ids=["down", "up", "below"]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from parallax.plan.cluster import Device
 from parallax.plan.cost.passes import Bytes, Passes
-from parallax.plan.cost.stage import ONCE, StageLoad
+from parallax.plan.cost.stage import StageLoad, rank_memory
 from parallax.plan.schedule.action import COMPUTE, Action
 
 # malloc keeps several times the workspace of one block, because the next block allocates other sizes.
@@ -27,7 +27,7 @@ def peak_memory(
     """Return the device bytes by term at the fullest moment of a rank's list; their sum is the peak.
 
     ``passes(action)`` is the cost of a micro-batch; ``stages`` are the rank's stages at their largest micro-batch with
-    their swap limits. The device's reserve counts once.
+    their swap limits.
     """
     kept = loss = 0
     most = Bytes()
@@ -37,12 +37,7 @@ def peak_memory(
             if kept + rise.most.total > most.total:
                 most = Bytes(kept + rise.most.kept, loss + rise.most.loss, rise.most.work)
             kept, loss = kept + rise.left.kept, loss + rise.left.loss
-    terms: dict[str, int] = {}
-    for largest, limit in stages:
-        for term, size in largest.memory(0, limit).items():
-            terms[term] = (
-                max(terms.get(term, 0), size) if term in ONCE else terms.get(term, 0) + size
-            )
+    terms = rank_memory([(largest, 0, limit) for largest, limit in stages])
     terms |= {"activations": most.kept - most.loss, "loss": most.loss, "workspace": most.work}
     terms["allocator"] = math.ceil(stages[0][0].gap_share * _passing(terms))
     return terms

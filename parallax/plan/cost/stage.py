@@ -150,6 +150,20 @@ class StageLoad:
         return self.static_bytes + passing + math.ceil(self.gap_share * passing)
 
 
+def rank_memory(stages: Sequence[tuple[StageLoad, int, int]]) -> dict[str, int]:
+    """Return the device bytes of a rank by term, given each of its stages with its micro-batches in flight and its swap
+    limit. The bytes of the process count once, and the stages share one window of offloaded parameters."""
+    terms: dict[str, int] = {}
+    for load, in_flight, limit in stages:
+        for term, size in load.memory(in_flight, limit).items():
+            found = terms.get(term, 0)
+            terms[term] = max(found, size) if term in ONCE else found + size
+    visiting = sum(load.states.visiting_bytes for load, _, _ in stages)
+    window = max(load.states.window_bytes for load, _, _ in stages)
+    terms["staging"] -= max(0, visiting - window)
+    return terms
+
+
 def load_block(
     cost: BlockCost, directive: Directive, rows: float, *, speed: float = 1.0, split: bool = False
 ) -> BlockLoad:

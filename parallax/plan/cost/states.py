@@ -32,16 +32,19 @@ SHARDED = OffloadFractions(sharded=True)
 @dataclass(frozen=True, slots=True)
 class StateLoad:
     """Parameters and their training state on the device. ``host_bytes`` are in the offload tier, ``staging_bytes`` hold
-    fetched blocks, ``summing_bytes`` copies of gradients while replicas sum them; ``communicator_bytes`` are those
-    of the process groups that sum them: offloaded gradients have their own group. For each micro-batch
-    ``read_bytes`` are fetched and ``written_bytes`` written, which takes ``streaming_seconds`` of the link to the
-    tier."""
+    fetched blocks: ``visiting_bytes`` those of parameters and gradients, of which all stages of a rank together hold no
+    more than their largest ``window_bytes``. ``summing_bytes`` are copies of gradients while replicas sum them;
+    ``communicator_bytes`` are those of the process groups that sum them: offloaded gradients have their own group. For
+    each micro-batch ``read_bytes`` are fetched and ``written_bytes`` written, which takes ``streaming_seconds`` of the
+    link to the tier."""
 
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     master_bytes: int
     staging_bytes: int
+    visiting_bytes: int
+    window_bytes: int
     summing_bytes: int
     communicator_bytes: int
     host_bytes: int
@@ -137,7 +140,7 @@ def load_states(
     optimizer = math.ceil(upper * _share(profile.optimizer_bytes, profile.master_bytes))
     streamed, gone, surely_gone, visiting = _streaming(profile, sizes, below)
     steps = device.swaps_to.steps
-    window = visiting + (not steps) * min(lower, math.ceil(3 * STATE_BUCKET_BYTES * per_byte))
+    staging = visiting + (not steps) * min(lower, math.ceil(3 * STATE_BUCKET_BYTES * per_byte))
     rounding = _rounding_bytes(profile, sizes, states - lower if lower else 0, streamed, gone)
     stepped = below.optimizer * sizes.trained
     moving = max(
@@ -154,7 +157,9 @@ def load_states(
         gradient_bytes=math.ceil(sizes.trained * profile.gradient_bytes) - surely_gone,
         optimizer_bytes=optimizer,
         master_bytes=upper - optimizer,
-        staging_bytes=window,
+        staging_bytes=staging,
+        visiting_bytes=visiting,
+        window_bytes=math.ceil(sizes.offloadable_block * (2 + profile.gradient_bytes)),
         summing_bytes=_summing_bytes(profile, sizes, gone, bucket, split=split),
         communicator_bytes=(1 + (gone > 0)) * device.collective_bytes if replicas > 1 else 0,
         host_bytes=mine + rounding + streamed + gone + pages + passing,

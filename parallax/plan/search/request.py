@@ -211,7 +211,7 @@ class Request:
 
     def offload_fractions(self, shape: Shape) -> tuple[OffloadFractions, ...]:
         """Return the elements of :attr:`host_states` that a shape supports."""
-        streams = not self.runnable or (shape.interleave == 1 and not shape.split)
+        streams = not (self.runnable and shape.split)
         return tuple(below for below in self.host_states if streams or not below.parameters)
 
     def allowed_in(self, shape: Shape) -> list[Directive]:

@@ -21,7 +21,7 @@ from parallax.plan.cost.collective import all_reduce_seconds, broadcast_seconds,
 from parallax.plan.cost.communicators import beside
 from parallax.plan.cost.passes import Passes
 from parallax.plan.cost.peak import with_kept
-from parallax.plan.cost.stage import ONCE, StageLoad, load_planned
+from parallax.plan.cost.stage import StageLoad, load_planned, rank_memory
 from parallax.plan.cost.traffic import buffer_bytes, copying_seconds, leaving_bytes
 from parallax.plan.edge import Edge
 from parallax.plan.plan import Pipeline, RankPrediction, StagePrediction
@@ -373,15 +373,18 @@ def _tie_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) ->
 
 
 def _memory(pipeline: Pipeline, loads: Mapping[int, StageLoad]) -> dict[str, int]:
-    """Return the bytes by term of all stages of a pipeline rank; the device's reserve counts once."""
-    total: dict[str, int] = {}
-    for stage, load in loads.items():
-        limit = pipeline.stages[stage].swap_limit_bytes if pipeline.stages[stage].offloads else 0
-        for term, size in load.memory(_in_flight(pipeline, stage), limit).items():
-            total[term] = (
-                max(total.get(term, 0), size) if term in ONCE else total.get(term, 0) + size
+    """Return the bytes by term of all stages of a pipeline rank."""
+    plans = pipeline.stages
+    return rank_memory(
+        [
+            (
+                load,
+                _in_flight(pipeline, stage),
+                plans[stage].swap_limit_bytes if plans[stage].offloads else 0,
             )
-    return total
+            for stage, load in loads.items()
+        ]
+    )
 
 
 def _compute_terms(loads: Sequence[StageLoad], micro_batches: int) -> dict[str, float]:

@@ -153,14 +153,6 @@ def test_settings_that_exclude_each_other() -> None:
             "unlike plan.schedule=zb-h1",
         ),
         (
-            ["model=mlp", "plan.parameters=host", "plan.schedule=interleaved"],
-            "unlike plan.schedule=interleaved",
-        ),
-        (
-            ["model=mlp", "plan.parameters=host", "plan.schedule=auto", "plan.interleave=2"],
-            "unlike plan.schedule=interleaved",
-        ),
-        (
             ["replicas.compress=powersgd", "plan.replicas=2", "plan.schedule=zb-h2"],
             "where the backwards of zb-h2 are",
         ),

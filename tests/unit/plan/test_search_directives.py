@@ -140,10 +140,16 @@ def test_parameters_stream_only_where_a_stage_runs_whole_backwards() -> None:
     request = Request(model, machines, PlanConfig(), global_batch=16)
     for shape in request.shapes():
         streams = any(below.parameters for below in request.offload_fractions(shape))
-        assert streams == (shape.interleave == 1 and not shape.split)
-    plan, _ = search(model, machines, PlanConfig(parameters="host"), global_batch=16)
-    assert plan.interleave == 1
-    assert plan.schedule.name in ("gpipe", "1f1b")
+        assert streams == (not shape.split)
+    for interleave in (1, 2):
+        config = PlanConfig(parameters="host", stages=2, interleave=interleave)
+        plan, _ = search(model, machines, config, global_batch=16)
+        assert plan.interleave == interleave
+        assert not plan.schedule.splits
+        # The window of a rank: the block that runs, the next, and the gradients of one, whatever its stages.
+        for stage in plan.prediction.stages:
+            assert stage.memory["staging"] == 3 * 10**6
+        check(plan, machines)
 
 
 def test_replicas_share_states_where_that_saves_recomputation() -> None:
