@@ -32,7 +32,6 @@ from tests.distributed.test_engine import Case, gpt, make_batch, of_many_buckets
 
 MIXED = PrecisionConfig(parameters="bf16", compute="bf16")
 SINGLE = Case(gpt(), sizes=(8, 8, 8, 8), dtype=torch.float32)
-UNTIED = replace(SINGLE, factory=gpt(tied=False))
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ KINDS: dict[str, Any] = {
         (2,), optimizer_offload=0.5
     ),
     "optimizer on the host": SINGLE.under((2,), optimizer_offload=1.0, tier="host"),
-    "streamed": UNTIED.under((1, 1), optimizer_offload=1.0, parameter_offload=1.0),
+    "streamed": SINGLE.under((1, 1), optimizer_offload=1.0, parameter_offload=1.0),
     "sharded": SINGLE.under((2,), shard=True),
     "mixed": Mixed((1, 1), {}),
     "mixed, below": Mixed((1,), {"optimizer_offload": 1.0}),

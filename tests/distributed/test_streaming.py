@@ -54,7 +54,7 @@ def gradients_of(case: Case, folder: Path, batch: int) -> tuple[float, dict[str,
 def test_gradients_are_bit_identical(
     pool: Pool, tmp_path: Path, replicas: tuple[int, ...], schedule: str
 ) -> None:
-    case, world = Case(UNTIED, dtype=torch.float32), sum(replicas)
+    case, world = Case(gpt(), dtype=torch.float32), sum(replicas)
     for directive in ("keep", "offload", "recompute"):
         here = case.under(replicas, directive, schedule=schedule)
         expected = pool.run(gradients_of, world, here, tmp_path, 7)
@@ -139,10 +139,9 @@ def test_stages_of_one_rank_share_a_window(pool: Pool, tmp_path: Path, tied: boo
 def test_a_checkpoint_does_not_know_where_parameters_were(
     pool: Pool, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    case = replace(CASE, factory=UNTIED)
-    whole = pool.run(training, 2, case.under((1, 1)), tmp_path / "whole", 0, 4, None)
-    pool.run(training, 2, case.under((1, 1), **before), tmp_path, 0, 2, None)
-    rest = pool.run(training, 2, case.under((1, 1), **after), tmp_path, 2, 4, 2)
+    whole = pool.run(training, 2, CASE.under((1, 1)), tmp_path / "whole", 0, 4, None)
+    pool.run(training, 2, CASE.under((1, 1), **before), tmp_path, 0, 2, None)
+    rest = pool.run(training, 2, CASE.under((1, 1), **after), tmp_path, 2, 4, 2)
     for one, other in zip(whole, rest):
         assert other.losses == one.losses[2:]
         assert all(torch.equal(other.weights[name], weight) for name, weight in one.weights.items())
