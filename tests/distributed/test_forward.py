@@ -34,6 +34,7 @@ from tests.plans import make_plan
 UNTIED = gpt(tied=False)
 SIZES = 8, 3, 1  # whole, uneven, fewer than replicas
 PADDING = 2**10  # bytes
+SMALL = 4096  # numbers of seeds and libraries; the smallest stage has seven times as many
 Parts = list[list[tuple[int, Tensor]]]  # by batch
 
 
@@ -211,6 +212,6 @@ def test_there_is_no_memory_for_gradients_and_optimizers(
     case = Case(UNTIED, options=options)
     offloads = "parameter_offload" in options
     for more, high, limit in pool.run(memory, case.world, case, tmp_path):
-        assert offloads or more <= 64  # numbers of seeds
+        assert offloads or more < SMALL
         assert high <= limit
         assert (high > 0) is offloads

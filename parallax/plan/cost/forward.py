@@ -55,34 +55,18 @@ def forward_plan(profile: ModelProfile, cluster: Cluster, plan: Plan) -> Plan:
         found = []
         for rank in plan.ranks(pipeline_rank):
             device = cluster.devices[rank]
-            loads = {
-                stage: load_planned(
-                    frozen,
-                    plan.stages[stage],
-                    _rows(plan, stage),
-                    device=device,
-                    split=False,
-                    beside=beside(plan, stage),
-                )
-                for stage in plan.stages_of(pipeline_rank)
-            }
+            loads = _loads(frozen, plan, pipeline_rank, device)
             terms, returns_freed = with_kept(_memory(profile, plan, loads, device), device)
-            needed = sum(terms.values())
-            if needed > device.memory_bytes:
-                raise InfeasiblePlan(
-                    f"rank {rank}: a forward of {plan.microbatch} row(s) at a time needs {format_bytes(needed)} of "
-                    f"{format_bytes(device.memory_bytes)}: use fewer rows (trainer.microbatch), more devices "
-                    "(cluster.devices), or plan.parameters=host"
-                )
             found.append(terms)
             ranks[rank] = RankPrediction(
-                peak_bytes=needed,
+                peak_bytes=sum(terms.values()),
                 budget_bytes=device.memory_bytes,
                 tier_peak_bytes=sum(load.host_state_bytes for load in loads.values()),
                 offloaded_bytes=0,
                 stall_seconds=0.0,
                 returns_freed=returns_freed,
             )
+            _check(rank, ranks[rank], plan, device)
         most = max(found, key=lambda terms: sum(terms.values()))
         fullest.append(StagePrediction(memory=most, seconds={}))
     prediction = Prediction(
@@ -92,6 +76,36 @@ def forward_plan(profile: ModelProfile, cluster: Cluster, plan: Plan) -> Plan:
         stages=tuple(fullest),
     )
     return replace(plan, prediction=prediction)
+
+
+def _check(rank: int, found: RankPrediction, plan: Plan, device: Device) -> None:
+    """Raise :class:`InfeasiblePlan` where a rank does not fit its device, or its parameters the offload tier."""
+    for needed, given, where, remedy in (
+        (found.peak_bytes, device.memory_bytes, "device memory", "plan.parameters=host"),
+        (found.tier_peak_bytes, device.tier_bytes, f"tier {device.tier}", "plan.parameters=device"),
+    ):
+        if needed > given:
+            raise InfeasiblePlan(
+                f"rank {rank}: a forward of {plan.microbatch} row(s) at a time needs {format_bytes(needed)} of "
+                f"{format_bytes(given)} of {where}: use fewer rows (trainer.microbatch), more devices "
+                f"(cluster.devices), or {remedy}"
+            )
+
+
+def _loads(
+    frozen: ModelProfile, plan: Plan, pipeline_rank: int, device: Device
+) -> dict[int, StageLoad]:
+    return {
+        stage: load_planned(
+            frozen,
+            plan.stages[stage],
+            _rows(plan, stage),
+            device=device,
+            split=False,
+            beside=beside(plan, stage),
+        )
+        for stage in plan.stages_of(pipeline_rank)
+    }
 
 
 def _memory(

@@ -117,6 +117,9 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
     with pytest.raises(InfeasiblePlan, match=r"^rank 1: a forward of 2 row") as error:
         forward_plan(profile(BLOCKS), cluster(2, memory=most - 1), planned(stages([0, 1, 2])))
     assert "\n" not in str(error.value)
+    offloaded = [replace(part, parameter_offload=1.0) for part in stages([0, 1, 2])]
+    with pytest.raises(InfeasiblePlan, match=r"of tier disk: .*, or plan\.parameters=device$"):
+        forward_plan(profile(BLOCKS), cluster(2, tier=99), planned(offloaded))
 
 
 KINDS = [(name, each) for name in SCHEDULES for each in (1, 2) if SCHEDULES[name].allows(each)]
