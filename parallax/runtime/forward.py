@@ -34,7 +34,7 @@ from parallax.runtime.batch import Rows, row_count
 from parallax.runtime.channels.transport import Channels
 from parallax.runtime.executor import Executor, Keep, RankProgram, StepContext, TrainingParts
 from parallax.runtime.inputs import open_inputs
-from parallax.runtime.meters.memory import bound_memory, device_memory
+from parallax.runtime.meters.memory import bound_memory, device_memory, return_freed
 from parallax.runtime.meters.spans import spans_of
 from parallax.runtime.optim.copies import mark_copy
 from parallax.runtime.optim.tiers import Tiers
@@ -94,6 +94,7 @@ def build_stage(
         mesh.device, precision, plans.values() if trains else (), reduces=reduces
     )
     before_bytes = data_bytes()
+    return_freed(mesh.device, plan.prediction.ranks[mesh.rank])
     copies = copies_for(mesh.device, configs.swap.delay())
     tiers = Tiers(
         plan.tier, [*plans.values()], configs.swap, configs.scratch, copies, trains=trains

@@ -15,7 +15,7 @@ from parallax.common.seeds import block_seed
 from parallax.common.units import format_bytes
 from parallax.errors import PlanError
 from parallax.machine.accelerators import accelerator_of
-from parallax.machine.host import memory_is_bounded, relieve_memory
+from parallax.machine.host import memory_is_bounded, relieve_memory, trim_freed_memory
 from parallax.model.describe import Chain, as_tuple, parameter_names
 from parallax.model.layers.buffers import BufferSnapshot, ChangingBuffers
 from parallax.model.layers.dropout import Draws, RowDropout, has_dropout
@@ -166,7 +166,11 @@ class Stage(nn.Module):
         first = first_offloaded(sizes, share)
         for place, block in enumerate(materialise_each(chain, self._indices, device)):
             self.blocks.append(block if self._trains else block.requires_grad_(False))
-            yield [] if place < first else list(block.parameters())
+            if place < first:
+                yield []
+                continue
+            yield list(block.parameters())
+            trim_freed_memory()  # of the block, before the next one is made
 
     def _check_share(self, share: float) -> None:
         """Raise :class:`PlanError` where more parameters stay on the device than the plan counts."""

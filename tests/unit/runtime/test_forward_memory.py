@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from parallax.machine.local import CPU_RESERVE, GAPS, KEPT, THREAD_RESERVE
 from parallax.model.describe import Chain
 from parallax.model.gpt import GPT, GPTConfig
 from parallax.model.precision import PrecisionConfig
@@ -19,6 +21,7 @@ from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.forward import ForwardEngine
+from tests.alone import alone
 from tests.distributed.pool import Pool
 from tests.plans import described, make_plan
 from tests.unit.plan_fakes import cluster
@@ -96,3 +99,50 @@ def test_no_forward_peaks_above_what_is_proved(
         assert found.held <= memory["parameters"] + memory["buffers"]
         proven = sum(memory[term] for term in TRANSIENT)
         assert 0.4 * proven < found.passing <= proven
+
+
+# ---- the whole process
+
+LARGE = GPTConfig(layers=6, hidden=384, heads=6, sequence=64, vocabulary=256, tied=False)
+
+
+def process_peak(plan: Plan, folder: Path) -> int:
+    """The most memory of a process beyond that before its engine was built."""
+    engine = ForwardEngine.build(described(LARGE.build), plan, scratch=folder)
+    for _ in range(3):
+        engine.predict(batch())
+    peak = engine.peak_bytes()
+    engine.close()
+    return peak
+
+
+def proved(plan: Plan, memory: int) -> Plan:
+    """On a CPU as it is planned for, with a budget of so many bytes."""
+    machine = {"reserve": CPU_RESERVE + THREAD_RESERVE, "gap_share": GAPS, "kept_share": KEPT}
+    return forward_plan(
+        measured(described(LARGE.build)), cluster(1, memory=memory, **machine), plan
+    )
+
+
+@pytest.mark.parametrize(
+    ("share", "tight"),
+    [
+        (1.0, True),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1.0, False), (0.0, True))),
+        pytest.param(0.0, False, marks=pytest.mark.thorough),
+    ],
+)
+def test_no_process_peaks_above_what_is_proved(tmp_path: Path, share: float, tight: bool) -> None:
+    """Malloc kept the blocks that were freed while the stage was built, and served forwards from them."""
+    plan = make_plan(
+        described(LARGE.build), global_batch=ROWS, microbatch=4, parameter_offload=share
+    )
+    found = proved(plan, 2**40)
+    if tight:  # no memory for what malloc keeps
+        terms = found.prediction.stages[0].memory
+        passing = sum(terms[term] for term in ("activations", "boundary", "workspace"))
+        kept = terms["allocator"] - math.ceil(GAPS * passing)
+        found = proved(plan, found.prediction.ranks[0].peak_bytes - kept)
+    (rank,) = found.prediction.ranks
+    assert rank.returns_freed is tight
+    assert alone(process_peak, found, tmp_path) <= rank.peak_bytes
