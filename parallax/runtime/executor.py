@@ -150,7 +150,7 @@ class Executor:
         given, batch = step.batch, self.row_check.of(step.batch, f"{name} step {index}")
         step = replace(step, batch=batch)
         if step.program.updates:
-            self._trains.update.begin(given)
+            self._training_parts.update.begin(given)
         if self._training is not None:
             self._training.loss.begin()
         self._io.begin(len(step.batch), step.micro_batches)
@@ -179,10 +179,10 @@ class Executor:
     @property
     def loss_share(self) -> Tensor:
         """This rank's part of the last run's loss, on its device; the sum over all ranks is the loss."""
-        return self._trains.loss.share
+        return self._training_parts.loss.share
 
     @property
-    def _trains(self) -> TrainingParts:
+    def _training_parts(self) -> TrainingParts:
         assert self._training is not None, "an engine for forwards alone cannot train"
         return self._training
 
@@ -243,7 +243,7 @@ class Executor:
         else:
             self._stage.skip()
         if action.stage == self._last_stage and action in step.program.last and step.keep is None:
-            waited = self._trains.loss.complete(step)
+            waited = self._training_parts.loss.complete(step)
         return self._stall_seconds() - before + waited
 
     def _run_forward(self, action: Action, step: StepContext, first: int, rows: int) -> None:
@@ -272,7 +272,9 @@ class Executor:
         elif step.keep is not None:
             step.keep(first, self._chain.results(outputs))
         else:
-            in_flight.roots = self._trains.loss.add(step, micro, first, first + rows, outputs)
+            in_flight.roots = self._training_parts.loss.add(
+                step, micro, first, first + rows, outputs
+            )
         if step.training:
             self._in_flight[_key(action)] = in_flight
 
@@ -281,17 +283,17 @@ class Executor:
         in_flight = self._in_flight.get(key)
         if in_flight is None:  # this rank has no rows of the micro-batch
             if not step.program.splits and self._completes(action, step):
-                self._trains.sync.arm(action.stage)
-                self._trains.sync.ended(action.stage)
+                self._training_parts.sync.arm(action.stage)
+                self._training_parts.sync.ended(action.stage)
             return 0.0
         before = self._stall_seconds()
         is_last = in_flight.weight_gradients is None and self._completes(action, step)
         if in_flight.weight_gradients is None:
             del self._in_flight[key]
         if is_last:
-            self._trains.sync.arm(action.stage)
+            self._training_parts.sync.arm(action.stage)
         gradients = (
-            self._trains.loss.gradients(action.micro)
+            self._training_parts.loss.gradients(action.micro)
             if action.stage == self._last_stage
             else self._gradients.pop(key, ())
         )
@@ -310,7 +312,7 @@ class Executor:
                     self._stage.parameters_of(action.stage)
                 )
         if is_last:
-            self._trains.sync.ended(action.stage)
+            self._training_parts.sync.ended(action.stage)
         if in_flight.entry is not None:
             detached, entering = in_flight.entry.take_gradients(), self._plan.entering(action.stage)
             if entering is not None and self._plan.is_local(entering):
@@ -324,10 +326,10 @@ class Executor:
         completes = self._completes(action, step)
         if in_flight is None:
             if completes:
-                self._trains.sync.split(action.stage, ())
+                self._training_parts.sync.split(action.stage, ())
         elif in_flight.weight_gradients is not None:
             in_flight.weight_gradients.finish(
-                self._trains.sync.split(
+                self._training_parts.sync.split(
                     action.stage, in_flight.weight_gradients.pending_parameters()
                 )
                 if completes
@@ -337,10 +339,10 @@ class Executor:
 
     def _reduce(self, action: Action, step: StepContext) -> float:
         del action, step
-        return self._trains.sync.finish()
+        return self._training_parts.sync.finish()
 
     def _update(self, action: Action, step: StepContext) -> float:
-        self._trains.update.run(step.index + action.step, self.loss_share)
+        self._training_parts.update.run(step.index + action.step, self.loss_share)
         return 0.0
 
     # ---- parts of actions

@@ -186,8 +186,9 @@ class ForwardEngine:
 
     def predict(self, batch: Rows, step: int = 0) -> list[tuple[int, Any]]:
         """Return the model's outputs for a batch, whose targets are not read: on each rank of the last stage the parts
-        that it computed, each with the index of its first row; an empty list on other ranks. ``step``: the training
-        step that comes next, for messages and for random numbers."""
+        that it computed, each with the index of its first row; an empty list on other ranks. They stay on the device,
+        where a plan counts those of ``plan.global_batch`` rows. ``step``: the training step that comes next, for
+        messages and for random numbers."""
         found: list[tuple[int, Any]] = []
         with self._built.stage.evaluating():
             self.run(batch, step, keep=lambda *part: found.append(part))

@@ -120,6 +120,10 @@ def test_outputs_are_those_of_the_models_own_forward(
 # ---- weights of a run
 
 
+def with_statistics() -> nn.Module:
+    return nn.Sequential(nn.Embedding(64, 16), nn.BatchNorm1d(16), nn.Linear(16, 64))
+
+
 def trained(case: Case, folder: Path) -> tuple[Path, Weights]:
     engine = case.engine(folder)
     engine.step(make_batch(8, 5))
@@ -134,6 +138,7 @@ def trained(case: Case, folder: Path) -> tuple[Path, Weights]:
     [
         (gpt(), {"replicas": (1, 1)}),
         (UNTIED, {"replicas": (2, 1), "parameter_offload": 1.0}),
+        (with_statistics, {"replicas": (1, 1, 1)}),
     ],
     ids=str,
 )
