@@ -238,6 +238,14 @@ class Pipeline:
         """Return whether both ends of ``edge`` are on one pipeline rank, so that nothing is sent."""
         return self.pipeline_rank(edge.sender) == self.pipeline_rank(edge.receiver)
 
+    def messages_ahead(self, sender: int) -> int:
+        """Return how many messages may be under way from stage ``sender``, so that a send does not wait: one more than
+        the micro-batches in flight there; the number of stages where all micro-batches are in flight."""
+        if self.schedule.holds_all:
+            return len(self.stages)
+        most = self.micro_batches(self.global_batch)
+        return 1 + self.schedule.in_flight(len(self.stages), sender, most, self.interleave)
+
     @cached_property
     def _ranks(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each pipeline rank, replica by replica."""

@@ -8,10 +8,9 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,42 +19,26 @@ import torch
 from torch import Tensor
 
 from parallax.common.events import Span
-from parallax.machine.device import CopyEngine, copies_for
-from parallax.machine.host import data_bytes
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain
 from parallax.model.layers.norms import BatchNorms
 from parallax.model.losses import check_loss
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
-from parallax.plan.lists import actions, evaluation_actions
-from parallax.plan.plan import Plan, StagePlan
-from parallax.plan.schedule import Kind
+from parallax.plan.plan import Plan
 from parallax.runtime.batch import Rows, as_tensors, row_count
-from parallax.runtime.channels.transport import Channels
 from parallax.runtime.checkpoint import ALL_STAY, Retention
-from parallax.runtime.executor import (
-    CurrentAction,
-    Executor,
-    Keep,
-    RankProgram,
-    StepContext,
-)
+from parallax.runtime.executor import CurrentAction, TrainingParts
+from parallax.runtime.forward import ForwardEngine, StageConfigs, build_stage
 from parallax.runtime.health.buffers import KeptBuffers
-from parallax.runtime.inputs import open_inputs
 from parallax.runtime.loss import Evaluation, GatheredLoss, Loss, LossOfParts
-from parallax.runtime.meters.memory import bound_memory, device_memory
-from parallax.runtime.meters.spans import spans_of
 from parallax.runtime.meters.step import StepResult
-from parallax.runtime.optim.copies import mark_copy
 from parallax.runtime.optim.optimizer import OptimizerConfig
 from parallax.runtime.optim.scaling import LossScale
-from parallax.runtime.optim.tiers import Tiers
-from parallax.runtime.plan_check import accepted, check_gathering, shared_between_ranks
+from parallax.runtime.plan_check import accepted, shared_between_ranks
 from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.runtime.replicas.replicate import sync_for
 from parallax.runtime.saving import Saving
-from parallax.runtime.stage import Stage
 from parallax.runtime.update import Update, agreed_sum, open_optimizer
 from parallax.swap.activations.manager import SwapManager
 from parallax.swap.config import SwapConfig
@@ -63,107 +46,71 @@ from parallax.swap.statistics import SwapStatistics
 
 
 class Engine:
-    """One rank's stage with its optimizer, channels and swap manager. Build it with :meth:`build`."""
+    """One rank's stage with its optimizer, channels and swap manager: the forward half, and what training adds. Build
+    it with :meth:`build`."""
 
     def __init__(
         self, chain: Chain, plan: Plan, mesh: Mesh, loss: Loss, configs: EngineConfigs
     ) -> None:
         self.plan, self.mesh = plan, mesh
-        self._chain, self._precision = chain, configs.precision
-        self._shared = shared_between_ranks(chain, plan)
-        plans = {stage: plan.stages[stage] for stage in mesh.stages}
-        self._memory = self._meter(configs.precision, plans.values())
-        before = data_bytes()
-        copies = copies_for(mesh.device, configs.swap.delay())
-        self._tiers = Tiers(plan.tier, [*plans.values()], configs.swap, configs.scratch, copies)
-        self._stage = Stage(
-            chain,
-            plans,
-            mesh.device,
-            configs.precision,
-            self._tiers.open_stream,
-            norms=BatchNorms(configs.replicas.batchnorm, mesh),
-            compile=configs.compile,
-        )
-        swap = self._open_swap([each for each in plans.values() if each.offloads], configs.swap)
+        self._chain = chain
+        shared = shared_between_ranks(chain, plan)
+        norms = BatchNorms(configs.replicas.batchnorm, mesh)
+        built = build_stage(chain, mesh, configs.stage, norms, trains=True)
+        self._stage, self._tiers, copies = built.stage, built.tiers, built.copies
+        swap = self._open_swap(configs.stage.swap)
         self._manager = None if swap is None else swap[0]
         self._optimizer = open_optimizer(
-            self._stage, mesh, self._shared, configs.optimizer, self._tiers, copies
+            self._stage, mesh, shared, configs.optimizer, self._tiers, copies
         )
         self._stage.wait_for_weights(self._optimizer.ready)
-        self._programs: dict[tuple[bool, bool, int], RankProgram] = {}
         self._sync = sync_for(
             self._stage, mesh, self._optimizer.reduced, configs.replicas, split=plan.schedule.splits
         )
-        self._channels = Channels(mesh, copies)
-        self._later = {
-            n
-            for n, pipeline_ranks in self._shared.items()
-            if mesh.pipeline_rank in pipeline_ranks[1:]
+        later = {
+            n for n, pipeline_ranks in shared.items() if mesh.pipeline_rank in pipeline_ranks[1:]
         }
-        self._scale = LossScale(configs.precision, configs.nonfinite_skips)
+        self._scale = LossScale(configs.stage.precision, configs.nonfinite_skips)
         kept = self._stage, self._optimizer, self._scale
-        self.saving = Saving(chain, plan, mesh, *kept, self._later, copies)
-        self._evaluation = Evaluation(loss, chain, configs.precision, mesh.device)
-        self._update = self._open_update(configs)
+        self.saving = Saving(chain, plan, mesh, *kept, later, copies)
+        self._evaluation = Evaluation(loss, chain, configs.stage.precision, mesh.device)
+        self._update = self._open_update(configs, later)
         self._buffers = KeptBuffers(self._stage.modules())
-        self._executor = self._open_executor(configs, swap, copies)
-        # A rank that finishes early may close its sockets before a slow peer has connected, so all ranks wait here.
-        mesh.barrier()
+        gathered = GatheredLoss(self._evaluation, chain, mesh) if plan.gather_loss else None
+        training = TrainingParts(
+            gathered or LossOfParts(self._evaluation),
+            self._sync,
+            self._update,
+            swap,
+            self._stalls(),
+        )
+        self._forward = ForwardEngine(chain, plan, mesh, built, training)
         self._loss, self._counts = loss, hasattr(loss, "count")
         self._step = 0
-        self._unbound = bound_memory(mesh.device, plan.prediction.ranks[mesh.rank], before)
 
-    def _open_update(self, configs: EngineConfigs) -> Update:
+    def _open_update(self, configs: EngineConfigs, later: Collection[str]) -> Update:
         return Update(
             self.mesh,
             self._stage,
             self._optimizer,
             self._scale,
             configs.optimizer,
-            later=self._later,
+            later=later,
             losses=self._evaluation.parts,
             dtype=self._chain.dtype,
             steps=configs.steps,
         )
-
-    def _open_executor(
-        self,
-        configs: EngineConfigs,
-        swap: tuple[SwapManager, Selector] | None,
-        copies: CopyEngine,
-    ) -> Executor:
-        chain, mesh, gathers = self._chain, self.mesh, self.plan.gather_loss
-        losses = GatheredLoss(self._evaluation, chain, mesh) if gathers else None
-        return Executor(
-            chain,
-            self._stage,
-            mesh,
-            losses or LossOfParts(self._evaluation),
-            configs.precision,
-            self._sync,
-            self._channels,
-            swap,
-            open_inputs((self.plan.stages[each] for each in mesh.stages), mesh.device, copies),
-            stall_seconds=self._stalls(),
-            spans=spans_of(mesh.device, copies),
-            update=self._update,
-        )
-
-    def _meter(self, precision: PrecisionConfig, plans: Iterable[StagePlan]) -> Callable[[], int]:
-        reduces = self.mesh.replicas is not None and not self.plan.schedule.splits
-        return device_memory(self.mesh.device, precision, plans, reduces=reduces)
 
     def _stalls(self) -> Callable[[], float]:
         """Return a function that gives the seconds for which the host has waited for weights and activations."""
         waiting = [each for each in (*self._optimizer.waiting, self._manager) if each is not None]
         return (lambda: sum(each.stall_seconds for each in waiting)) if waiting else float
 
-    def _open_swap(
-        self, offloading: Sequence[StagePlan], config: SwapConfig
-    ) -> tuple[SwapManager, Selector] | None:
+    def _open_swap(self, config: SwapConfig) -> tuple[SwapManager, Selector] | None:
         """Return the swap manager and the selector of the tensors that it offloads; None where the plan offloads no
         activations."""
+        plans = (self.plan.stages[stage] for stage in self.mesh.stages)
+        offloading = [each for each in plans if each.offloads]
         if not offloading:
             return None
         manager = SwapManager(
@@ -201,13 +148,10 @@ class Engine:
             replicas.check(plan, drops=nonfinite_skips > 0)
         mesh = Mesh.create(plan, device or torch.device("cpu"), shared_between_ranks(chain, plan))
         configs = EngineConfigs(
+            StageConfigs.given(precision, swap, scratch, compile=compile),
             optimizer or OptimizerConfig(),
-            precision or PrecisionConfig(),
-            swap or SwapConfig(),
-            scratch or Path(tempfile.gettempdir()) / "parallax-swap",
             steps,
             replicas or ReplicasConfig(),
-            compile,
             nonfinite_skips,
         )
         return cls(chain, plan, mesh, loss, configs)
@@ -217,10 +161,7 @@ class Engine:
         """Model-wide name → parameter or buffer of this rank's stage. An offloaded parameter is given as a copy, which
         optimizers refuse."""
         self._optimizer.finish()
-        return {
-            name: mark_copy(value, name) if self._stage.is_offloaded(tensor) else tensor
-            for name, tensor, value in self._stage.values()
-        }
+        return self._forward.parameters
 
     @property
     def gradients_by_name(self) -> dict[str, Tensor]:
@@ -248,7 +189,7 @@ class Engine:
     def current(self) -> CurrentAction | None:
         """The action that this rank is running, its step, and its start by time.perf_counter; None between steps. For
         watchdog threads."""
-        return self._executor.current
+        return self._forward.executor.current
 
     @property
     def beside(self) -> dict[str, threading.Thread]:
@@ -277,7 +218,7 @@ class Engine:
             loss=loss,
             gradient_norm=norm,
             seconds=seconds,
-            peak_bytes=self._memory(),
+            peak_bytes=self._forward.peak_bytes(),
             swap=swapped,
             spans=spans,
             loss_scale=scale,
@@ -303,7 +244,7 @@ class Engine:
         self._optimizer.zero_grad()
         rows = self._update.rows.numbers(batch)
         self._run(batch, training=True)
-        loss, *sums = agreed_sum(self.mesh, self._executor.loss_share.item(), *rows)
+        loss, *sums = agreed_sum(self.mesh, self._forward.executor.loss_share.item(), *rows)
         self._update.rows.check(sums, f"the batch of step {self._step}")
         return loss
 
@@ -317,7 +258,7 @@ class Engine:
         rows, weight = self._update.rows.numbers(batch), self._weight(batch)
         with self._stage.evaluating():
             self._run(batch, training=False, weight=weight)
-        mine = self._executor.loss_share.item(), self._evaluation.mass
+        mine = self._forward.executor.loss_share.item(), self._evaluation.mass
         loss, mass, *sums = agreed_sum(self.mesh, *mine, *rows)
         self._update.rows.check(sums, f"a batch that is evaluated at step {self._step}")
         return loss, weight if self._counts else mass
@@ -325,14 +266,7 @@ class Engine:
     def predict(self, batch: Rows) -> list[tuple[int, Any]]:
         """Return the model's outputs for a batch, whose targets are not read: on each rank of the last stage the parts
         that it computed, each with the index of its first row; an empty list on other ranks."""
-        found: list[tuple[int, Any]] = []
-        with self._stage.evaluating():
-            self._run(
-                batch,
-                training=False,
-                keep=lambda *part: found.append(part),
-            )
-        return found
+        return self._forward.predict(batch, self._step)
 
     def checkpoints(self, directory: Path) -> tuple[list[Path], list[str]]:
         """Return the checkpoints in ``directory`` that :meth:`load` can read, the best last, and messages about the
@@ -363,19 +297,15 @@ class Engine:
     @property
     def transports(self) -> dict[str, str]:
         """The transport of each edge that this rank sends on: "0 -> 1": "shared memory"."""
-        return self._channels.transports()
+        return self._forward.transports
 
     def close(self) -> None:
         """Release the stores, the channels and the process groups; the engine cannot be used any more."""
         self.saving.close()
         self._optimizer.close()
-        self._stage.offloaded.close()
         if self._manager is not None:
             self._manager.close()
-        self._channels.close()
-        self._tiers.close()
-        self.mesh.close()
-        self._unbound()
+        self._forward.close()
 
     def _run(
         self,
@@ -384,48 +314,19 @@ class Engine:
         training: bool,
         updates: bool = False,
         scale: float = 1.0,
-        keep: Keep | None = None,
         weight: float | None = None,
     ) -> list[Span]:
-        micro_batches = self.plan.micro_batches(row_count(batch, self._step))
+        row_count(batch, self._step)
         if weight is None:
-            weight = 1.0 if keep is not None else self._weight(batch)
-        step = StepContext(
-            index=self._step,
-            batch=batch,
-            micro_batches=micro_batches,
-            denominator=weight or 1.0,
-            program=self._program(len(batch), training=training, updates=updates),
+            weight = self._weight(batch)
+        return self._forward.run(
+            batch,
+            self._step,
             training=training,
+            updates=updates,
+            denominator=weight or 1.0,
             scale=scale,
-            keep=keep,
         )
-        try:
-            with self._precision.products():
-                return self._executor.run(step)
-        except Exception as error:
-            error.add_note(
-                f"stage {self.mesh.pipeline_rank} of {len(self.plan.stages)}, step {self._step}"
-            )
-            explained = self._executor.row_check.explained(error)
-            if explained is error:
-                raise
-            raise explained from error
-        finally:
-            self._executor.abandon()
-
-    def _program(self, rows: int, *, training: bool, updates: bool) -> RankProgram:
-        plan, pipeline_rank = self.plan, self.mesh.pipeline_rank
-        micro_batches = plan.micro_batches(rows)
-        key = training, updates, micro_batches
-        if key not in self._programs:
-            if training:
-                check_gathering(plan, rows)
-            listing = actions if training else evaluation_actions
-            listed = listing(plan, pipeline_rank, micro_batches)
-            kept = [each for each in listed if updates or each.kind is not Kind.UPDATE]
-            self._programs[key] = RankProgram(kept)
-        return self._programs[key]
 
     def _weight(self, batch: Rows) -> float:
         """Return the rows of the batch, or its counted targets, which the last stage counts for all ranks."""
@@ -443,11 +344,8 @@ class Engine:
 class EngineConfigs:
     """The settings of :class:`Engine`, besides model and plan."""
 
+    stage: StageConfigs
     optimizer: OptimizerConfig
-    precision: PrecisionConfig
-    swap: SwapConfig
-    scratch: Path
     steps: int
     replicas: ReplicasConfig
-    compile: bool
     nonfinite_skips: int = 0

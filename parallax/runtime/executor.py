@@ -96,30 +96,38 @@ class StepContext:
     keep: Keep | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingParts:
+    """The parts of a rank that forwards alone do without. ``stall_seconds`` gives the seconds for which the host has
+    waited for weights and activations."""
+
+    loss: StepLoss
+    sync: GradientSync
+    update: Update
+    swap: tuple[SwapManager, Selector] | None
+    stall_seconds: Callable[[], float]
+
+
 class Executor:
-    """One rank's interpreter of action lists. ``current``: the action that is running, or that failed, for watchdog
-    threads."""
+    """One rank's interpreter of action lists. Without ``training`` it runs forwards whose outputs are kept.
+    ``current``: the action that is running, or that failed, for watchdog threads."""
 
     def __init__(
         self,
         chain: Chain,
         stage: Stage,
         mesh: Mesh,
-        loss: StepLoss,
         precision: PrecisionConfig,
-        sync: GradientSync,
         channels: Channels,
-        swap: tuple[SwapManager, Selector] | None,
         inputs: ModelInputs,
-        stall_seconds: Callable[[], float],
         spans: SpanClock,
-        update: Update,
+        training: TrainingParts | None = None,
     ) -> None:
         self.current: CurrentAction | None = None
-        self._chain, self._stage, self._mesh, self._loss = chain, stage, mesh, loss
+        self._chain, self._stage, self._mesh, self._training = chain, stage, mesh, training
         self._device, self._boundary = mesh.device, precision.boundary_dtype
-        self._stall_seconds, self._sync, self._swap = stall_seconds, sync, swap
-        self._spans, self._inputs, self._updater = spans, inputs, update
+        self._spans, self._inputs = spans, inputs
+        self._swap = None if training is None else training.swap
         self._io = StageIO(chain, mesh, channels)
         self._last_stage = len(mesh.plan.stages) - 1
         self._slots = {stage: slot for slot, stage in enumerate(mesh.stages)}
@@ -142,8 +150,9 @@ class Executor:
         given, batch = step.batch, self.row_check.of(step.batch, f"{name} step {index}")
         step = replace(step, batch=batch)
         if step.program.updates:
-            self._updater.begin(given)
-        self._loss.begin()
+            self._training_parts.update.begin(given)
+        if self._training is not None:
+            self._training.loss.begin()
         self._io.begin(len(step.batch), step.micro_batches)
         with private_random_state(self._device), torch.set_grad_enabled(step.training):
             self._inputs.begin(step.batch, self._input_parts(step.program))
@@ -170,7 +179,17 @@ class Executor:
     @property
     def loss_share(self) -> Tensor:
         """This rank's part of the last run's loss, on its device; the sum over all ranks is the loss."""
-        return self._loss.share
+        return self._training_parts.loss.share
+
+    @property
+    def _training_parts(self) -> TrainingParts:
+        assert self._training is not None, "an engine for forwards alone cannot train"
+        return self._training
+
+    def _stall_seconds(self) -> float:
+        if self._training is None:
+            return self._stage.offloaded.stall_seconds
+        return self._training.stall_seconds()
 
     def abandon(self) -> None:
         """Drop in-flight micro-batches, so that their graphs and swapped data are freed."""
@@ -182,9 +201,10 @@ class Executor:
             self._in_flight,
         ):
             held.clear()
-        self._loss.abandon()
+        if self._training is not None:
+            self._training.loss.abandon()
+            self._training.sync.disarm()
         self._inputs.abandon()
-        self._sync.disarm()
 
     # ---- actions; each returns the seconds that it spent waiting
 
@@ -223,7 +243,7 @@ class Executor:
         else:
             self._stage.skip()
         if action.stage == self._last_stage and action in step.program.last and step.keep is None:
-            waited = self._loss.complete(step)
+            waited = self._training_parts.loss.complete(step)
         return self._stall_seconds() - before + waited
 
     def _run_forward(self, action: Action, step: StepContext, first: int, rows: int) -> None:
@@ -252,7 +272,9 @@ class Executor:
         elif step.keep is not None:
             step.keep(first, self._chain.results(outputs))
         else:
-            in_flight.roots = self._loss.add(step, micro, first, first + rows, outputs)
+            in_flight.roots = self._training_parts.loss.add(
+                step, micro, first, first + rows, outputs
+            )
         if step.training:
             self._in_flight[_key(action)] = in_flight
 
@@ -261,17 +283,17 @@ class Executor:
         in_flight = self._in_flight.get(key)
         if in_flight is None:  # this rank has no rows of the micro-batch
             if not step.program.splits and self._completes(action, step):
-                self._sync.arm(action.stage)
-                self._sync.ended(action.stage)
+                self._training_parts.sync.arm(action.stage)
+                self._training_parts.sync.ended(action.stage)
             return 0.0
         before = self._stall_seconds()
         is_last = in_flight.weight_gradients is None and self._completes(action, step)
         if in_flight.weight_gradients is None:
             del self._in_flight[key]
         if is_last:
-            self._sync.arm(action.stage)
+            self._training_parts.sync.arm(action.stage)
         gradients = (
-            self._loss.gradients(action.micro)
+            self._training_parts.loss.gradients(action.micro)
             if action.stage == self._last_stage
             else self._gradients.pop(key, ())
         )
@@ -290,7 +312,7 @@ class Executor:
                     self._stage.parameters_of(action.stage)
                 )
         if is_last:
-            self._sync.ended(action.stage)
+            self._training_parts.sync.ended(action.stage)
         if in_flight.entry is not None:
             detached, entering = in_flight.entry.take_gradients(), self._plan.entering(action.stage)
             if entering is not None and self._plan.is_local(entering):
@@ -304,10 +326,12 @@ class Executor:
         completes = self._completes(action, step)
         if in_flight is None:
             if completes:
-                self._sync.split(action.stage, ())
+                self._training_parts.sync.split(action.stage, ())
         elif in_flight.weight_gradients is not None:
             in_flight.weight_gradients.finish(
-                self._sync.split(action.stage, in_flight.weight_gradients.pending_parameters())
+                self._training_parts.sync.split(
+                    action.stage, in_flight.weight_gradients.pending_parameters()
+                )
                 if completes
                 else None
             )
@@ -315,10 +339,10 @@ class Executor:
 
     def _reduce(self, action: Action, step: StepContext) -> float:
         del action, step
-        return self._sync.finish()
+        return self._training_parts.sync.finish()
 
     def _update(self, action: Action, step: StepContext) -> float:
-        self._updater.run(step.index + action.step, self.loss_share)
+        self._training_parts.update.run(step.index + action.step, self.loss_share)
         return 0.0
 
     # ---- parts of actions

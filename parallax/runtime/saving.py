@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -19,9 +19,9 @@ from parallax.machine.host import available_memory, data_bytes
 from parallax.machine.pinned import ApartArena
 from parallax.machine.preflight.needs import PROCESS_BYTES
 from parallax.mesh import Mesh
-from parallax.model.describe import Chain, parameter_names
-from parallax.nodes.places import Sites, find_sites
-from parallax.nodes.together import all_gather_result, broadcast_result
+from parallax.model.describe import Chain
+from parallax.nodes.places import Sites
+from parallax.nodes.together import all_gather_result
 from parallax.plan.plan import Plan
 from parallax.plan.tier import tier_named
 from parallax.runtime import checkpoint
@@ -31,11 +31,16 @@ from parallax.runtime.checkpoint.writing import WRITER
 from parallax.runtime.health.nonfinite import unfit
 from parallax.runtime.optim.optimizer import StageOptimizer
 from parallax.runtime.optim.scaling import LossScale
-from parallax.runtime.parts.collecting import collect
 from parallax.runtime.parts.fence import Fence
 from parallax.runtime.parts.held import whole_checkpoints
 from parallax.runtime.pending import PendingSaves, SaveInProgress
 from parallax.runtime.stage import Stage
+from parallax.runtime.weights import (
+    assign_weights,
+    open_checkpoint,
+    saved_tensors,
+    sites_of,
+)
 
 logger = logging.getLogger("parallax")
 _PADDING_BYTES = 256  # for each parameter in a buffer
@@ -197,13 +202,7 @@ class Saving:
     def _sites_of(self, directory: Path) -> Sites:
         """Return the sites that share ``directory``, found on the first call."""
         if directory not in self._sites:
-            # A relative directory stays relative: nodes may start in different working directories.
-            nearest = broadcast_result(
-                lambda: next(
-                    folder for folder in (directory, *directory.parents) if folder.is_dir()
-                )
-            )
-            self._sites[directory] = find_sites(nearest, self._mesh.nodes)
+            self._sites[directory] = sites_of(directory, self._mesh.nodes)
             self._above[directory] = next(each for each in directory.parents if each.is_dir())
         return self._sites[directory]
 
@@ -229,54 +228,21 @@ class Saving:
     def load(self, directory: Path) -> checkpoint.CheckpointReader:
         """Load stage and optimizer from ``directory`` and return its reader. Nothing is changed before every rank has
         checked its part."""
-        left_out = self._chain.left_out
-        names = {n: t for n, t in self._stage.named_tensors().items() if n not in left_out}
-        collect(directory, names, self._sites_of(directory.parent))
-
-        def check() -> checkpoint.CheckpointReader:
-            reader = checkpoint.CheckpointReader(directory)
-            reader.check_names(
-                set(parameter_names(self._chain, range(len(self._chain.blocks)))) - left_out,
-                self._chain.fingerprint(),
-                self._chain.structure(),
-                str(self._chain.dtype),
-            )
-            reader.check_optimizer(self._optimizer.name)
-            reader.check_base(self._chain.base, self._marks(), str(self._chain.dtype))
-            HeldMasters(reader).check(names)
-            return reader
-
-        found: list[checkpoint.CheckpointReader] = []
-        all_gather_result(lambda: found.append(check()))
-        (reader,) = found
+        reader = open_checkpoint(
+            self._chain,
+            self._stage,
+            directory,
+            self._sites_of(directory.parent),
+            lambda found: found.check_optimizer(self._optimizer.name),
+        )
         held = HeldMasters(reader)
         self._optimizer.reset()
+        assign_weights(self._chain, self._stage, reader)
         with torch.no_grad():
-            self._stage.assign(self._loaded(held))
-            for name, tensor in names.items():
+            for name, tensor in saved_tensors(self._chain, self._stage).items():
                 self._optimizer.restore(tensor, held.states(name, tensor))
         self.pending.origin = reader.step
         return reader
-
-    def _loaded(self, held: HeldMasters) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield the new values of the stage. Tensors that the checkpoint leaves out stay unchanged; an offloaded block
-        is written whole."""
-        if not self._chain.left_out:
-            for name, tensor in self._stage.named_tensors().items():
-                yield name, tensor, held.weight(name, tensor).to(tensor.dtype)
-            return
-        for name, tensor, value in self._stage.values():
-            if name not in self._chain.left_out:
-                yield name, tensor, held.weight(name, tensor).to(tensor.dtype)
-            elif self._stage.is_offloaded(tensor):
-                yield name, tensor, value
-
-    def _marks(self) -> dict[str, int]:
-        """Return the marks of this stage's parameters that checkpoints leave out."""
-        if not self._chain.left_out:
-            return {}
-        left_out = self._chain.left_out
-        return {n: checkpoint.mark(value) for n, _, value in self._stage.values() if n in left_out}
 
     def _writer(self, folder: Path, step: int, thread: ThreadPoolExecutor) -> PartWriter:
         """Return the writer of this rank's part: the first replica writes the stage, the others write the states that

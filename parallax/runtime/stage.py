@@ -15,7 +15,7 @@ from parallax.common.seeds import block_seed
 from parallax.common.units import format_bytes
 from parallax.errors import PlanError
 from parallax.machine.accelerators import accelerator_of
-from parallax.machine.host import memory_is_bounded, relieve_memory
+from parallax.machine.host import memory_is_bounded, relieve_memory, trim_freed_memory
 from parallax.model.describe import Chain, as_tuple, parameter_names
 from parallax.model.layers.buffers import BufferSnapshot, ChangingBuffers
 from parallax.model.layers.dropout import Draws, RowDropout, has_dropout
@@ -71,7 +71,8 @@ class Stage(nn.Module):
 
     With ``compile`` each block's forward is compiled for any number of rows. Dispatch modes do not see the operators of
     a compiled block: its backward is not split, and its dropout draws from the compiler's generator, seeded alike. All
-    offloaded activations of such a block are fetched at once, so the plan's swap limit must hold them.
+    offloaded activations of such a block are fetched at once, so the plan's swap limit must hold them. Unless it
+    ``trains``, no parameter requires a gradient.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Stage(nn.Module):
         *,
         norms: BatchNorms | None = None,
         compile: bool = False,
+        trains: bool = True,
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList()
@@ -105,6 +107,7 @@ class Stage(nn.Module):
         self._changes: dict[int, bool] = {}  # place → whether the block changes its inputs in place
         self._changing: dict[int, ChangingBuffers] = {}  # place of a recomputed block → its buffers
         self._dense = False
+        self._trains = trains
         share = max(plan.parameter_offload for plan in plans.values())
         opened = open_stream if share > 0 else keep_resident
         self.offloaded = opened(chain, self._indices, share, self._make(chain, share, device))
@@ -163,8 +166,12 @@ class Stage(nn.Module):
         ]
         first = first_offloaded(sizes, share)
         for place, block in enumerate(materialise_each(chain, self._indices, device)):
-            self.blocks.append(block)
-            yield [] if place < first else untied(chain, self._indices[place], block)
+            self.blocks.append(block if self._trains else block.requires_grad_(False))
+            if place < first:
+                yield []
+                continue
+            yield untied(chain, self._indices[place], block)
+            trim_freed_memory()  # of the block, before the next one is made
 
     def _check_share(self, chain: Chain, share: float) -> None:
         """Raise :class:`PlanError` where more parameters stay on the device than the plan counts."""

@@ -291,3 +291,11 @@ def selected() -> list[int]:
     finally:
         torch.accelerator.set_device_index(SIM.index)
     return found
+
+
+def forwards(*args: Any, **options: Any) -> Any:
+    """A rank of forwards alone."""
+    from tests.sim.forwards import predict
+
+    found = predict(*args, **options)
+    return found._replace(verdict=tuple(found.verdict))._asdict()

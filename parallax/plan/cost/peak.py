@@ -39,7 +39,7 @@ def peak_memory(
             kept, loss = kept + rise.left.kept, loss + rise.left.loss
     terms = rank_memory([(largest, 0, limit) for largest, limit in stages])
     terms |= {"activations": most.kept - most.loss, "loss": most.loss, "workspace": most.work}
-    terms["allocator"] = math.ceil(stages[0][0].gap_share * _passing(terms))
+    terms["allocator"] = math.ceil(stages[0][0].gap_share * passing_bytes(terms))
     return terms
 
 
@@ -59,9 +59,9 @@ def bytes_above_budget(terms: dict[str, int], device: Device) -> int:
 
 def _kept_bytes(terms: dict[str, int], device: Device) -> int:
     """Return the freed memory that malloc keeps, and the holes between allocations; fitted to measurements."""
-    return math.ceil(device.kept_share * (_passing(terms) + _BLOCKS_KEPT * terms["workspace"]))
+    return math.ceil(device.kept_share * (passing_bytes(terms) + _BLOCKS_KEPT * terms["workspace"]))
 
 
-def _passing(terms: dict[str, int]) -> int:
+def passing_bytes(terms: dict[str, int]) -> int:
     """Return the transient bytes."""
     return sum(terms[term] for term in ("activations", "loss", "swap", "boundary", "workspace"))

@@ -71,19 +71,11 @@ class StageIO:
         ]
         self._senders[sends, stage] = [
             self._channels.sender(
-                Route(mine, other, edge, backward=backward), self._ahead(edge.sender)
+                Route(mine, other, edge, backward=backward),
+                self._mesh.plan.messages_ahead(edge.sender),
             )
             for other in others
         ]
-
-    def _ahead(self, sender: int) -> int:
-        """Return how many messages may be under way on an edge, so that a send does not wait: one more than the
-        micro-batches in flight on the stage that sends; the number of stages where all micro-batches are in flight."""
-        plan = self._mesh.plan
-        count, most = len(plan.stages), plan.micro_batches(plan.global_batch)
-        if plan.schedule.holds_all:
-            return count
-        return 1 + plan.schedule.in_flight(count, sender, most, plan.interleave)
 
     def begin(self, rows: int, micro_batches: int) -> None:
         """Start a step over ``rows`` rows."""

@@ -50,18 +50,22 @@ def device_memory(
     return ResidentMeter().peak_bytes
 
 
+def return_freed(device: torch.device, prediction: RankPrediction) -> None:
+    """Return freed memory of a CPU rank to the system at once from now on, where the plan says so. Call it before the
+    stage is built: malloc serves large blocks from memory that it holds already, and never returns the middle of it."""
+    if device.type == "cpu" and prediction.peak_bytes > 0 and prediction.returns_freed:
+        return_freed_memory()
+
+
 def bound_memory(
     device: torch.device, prediction: RankPrediction, before_bytes: int
 ) -> Callable[[], None]:
-    """Keep a CPU rank below its predicted peak beyond ``before_bytes``. Where the plan says so, freed memory is
-    returned to the system at once from now on; otherwise only where the process would exceed the bound
-    (:class:`~parallax.machine.host.MemoryBound`). The returned function ends the latter. A plan without predictions
-    bounds nothing, and an accelerator's allocator has a limit of its own."""
+    """Keep a CPU rank below its predicted peak beyond ``before_bytes``: freed memory is returned to the system where
+    the process would exceed the bound (:class:`~parallax.machine.host.MemoryBound`). The returned function ends that.
+    A plan without predictions bounds nothing, a rank that returns freed memory at once (:func:`return_freed`) needs no
+    bound, and an accelerator's allocator has a limit of its own."""
     most_bytes = prediction.peak_bytes
-    if device.type != "cpu" or most_bytes <= 0:
-        return lambda: None
-    if prediction.returns_freed:
-        return_freed_memory()
+    if device.type != "cpu" or most_bytes <= 0 or prediction.returns_freed:
         return lambda: None
     keep_freed_memory()  # after the weights, which are never freed
     bound_bytes = most_bytes - SMALLEST_TRIM - int(_UNSEEN * most_bytes)

@@ -24,7 +24,7 @@ PAGE_BYTES = 4096
 
 
 class Tiers:
-    """Opens stores in ``tier`` for the ``stages`` of one rank.
+    """Opens stores in ``tier`` for the ``stages`` of one rank, which ``trains`` or not.
 
     The exact bytes of each store's content are known here. Where they exceed those of the plan, the plan is of another
     model, optimizer or precision, or was edited, and :class:`PlanError` is raised.
@@ -37,8 +37,10 @@ class Tiers:
         config: SwapConfig,
         scratch: Path,
         copies: CopyEngine,
+        *,
+        trains: bool = True,
     ) -> None:
-        self._tier, self._stages = tier, stages
+        self._tier, self._stages, self._trains = tier, stages, trains
         self._config, self._scratch, self._copies = config, scratch, copies
         self._opened: list[Store] = []
 
@@ -60,11 +62,14 @@ class Tiers:
         share: float,
         blocks: Iterable[Iterable[nn.Parameter]],
     ) -> OffloadedParameters:
-        """Open a store for ``share`` of the parameters of ``indices``, which ``blocks`` yields, and for their
-        gradients. It also holds the new values of one block while the old ones are still there."""
+        """Open a store for ``share`` of the parameters of ``indices``, which ``blocks`` yields, and, in training, for
+        their gradients. It also holds the new values of one block while the old ones are still there."""
         described = [untied(chain, index, chain.blocks[index].module) for index in indices]
         sizes = [_bytes(block, chain.dtype) for block in described]
-        trained = [_bytes([p for p in b if p.requires_grad], chain.dtype) for b in described]
+        trained = [
+            _bytes([p for p in b if p.requires_grad and self._trains], chain.dtype)
+            for b in described
+        ]
         first = first_offloaded(sizes, share)
         chunks = sum(
             size // STATE_BUCKET_BYTES + 1 + len(b)

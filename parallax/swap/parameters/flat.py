@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from parallax.errors import SwapError
+from parallax.machine.host import relieve_memory
 from parallax.swap.parameters.chunks import Chunk, ChunkStore, Gradient, has_ended, span
 from parallax.swap.stores.slots import StoreSlot
 from parallax.swap.stores.store import Pending
@@ -111,6 +112,7 @@ class FlatParameter:
 
     def start_read(self) -> None:
         """Allocate the bytes on the device and begin to read them."""
+        relieve_memory(coming=self.size)
         self.storage.resize_(self.size)
         self._reads = [pending for pending in self._reads if not has_ended(pending)]
         self._free_unused()

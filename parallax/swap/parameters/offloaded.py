@@ -163,10 +163,11 @@ class OffloadedParameters:
     def enter(self, block: int, *, backward: bool = False) -> None:
         """Return when the device's current stream may use the weights of ``block``, and begin to read the next block.
         In a ``backward``, memory for the block's gradients is reserved."""
+        returns = backward or torch.is_grad_enabled()
         with self.lock, torch.no_grad():
             self._check_open()
             flat = self._current = self._flats[block]
-            moved = self._visits.visit(block)
+            moved = self._visits.visit(block, returns=returns)
             if backward or moved:
                 self._reserved = flat.gradient_bytes if backward else 0
             self._watch(flat)
@@ -476,15 +477,18 @@ class PrefetchOrder:
     """The order of block visits, to predict the next ones.
 
     A step visits the blocks in the order of the previous step. Without a previous step, or after a deviation from
-    it, blocks are assumed to run to the end of the chain and back."""
+    it, blocks are assumed to run to the end of the chain and back, or, in forwards without a graph, from its end to
+    its start."""
 
     def __init__(self) -> None:
         self._last: list[int] = []
         self._now: list[int] = []
-        self._same = True
+        self._same = self._returns = True
 
-    def visit(self, block: int) -> bool:
-        """Note that ``block`` runs now; return whether another block ran before."""
+    def visit(self, block: int, *, returns: bool = True) -> bool:
+        """Note that ``block`` runs now, and whether the chain ``returns`` in a backward; return whether another block
+        ran before."""
+        self._returns = returns
         if self._now and self._now[-1] == block:
             return False
         if len(self._now) == _REMEMBERED:
@@ -502,6 +506,8 @@ class PrefetchOrder:
         if self._same:
             return self._last[len(self._now) : len(self._now) + count]
         at = self._now[-1]
+        if not self._returns:
+            return [(at + ahead) % blocks for ahead in range(1, min(count, blocks - 1) + 1)]
         forward = len(self._now) < 2 or at > self._now[-2]
         found = []
         for _ in range(min(count, blocks - 1)):

@@ -450,6 +450,20 @@ def test_a_step_is_expected_to_go_as_the_last_one() -> None:
     assert visits.next_blocks(2, 3) == [1, 0]
 
 
+def test_forwards_alone_are_expected_to_begin_again_at_the_first_block(stream: Stream) -> None:
+    visits = PrefetchOrder()
+    guessed = []
+    for block in [0, 1, 2, 0, 1, 2]:
+        visits.visit(block, returns=False)
+        guessed += visits.next_blocks(1, 3)
+    assert guessed == [1, 2, 0, 1, 2, 0]
+    blocks = model(3)
+    offloaded = stream(blocks)
+    with torch.no_grad():
+        forward(blocks, batch(0))
+    assert [flat.is_offloaded for flat in offloaded._flats] == [False, True, False]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_late_transfers_and_offloaded_activations(scratch: Path, seed: int) -> None:
     plain = model()

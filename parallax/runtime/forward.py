@@ -1,0 +1,263 @@
+"""The forward half of a rank: its stage, its channels and the forwards of a schedule, without anything that trains.
+
+::
+
+    forward = ForwardEngine.build(chain, plan)
+    forward.load(checkpoint)
+    parts = forward.predict(rows)                         # the same rows on every rank
+
+:class:`~parallax.runtime.engine.Engine` adds gradients, loss, optimizer and checkpoints to the same half.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallax.common.events import Span
+from parallax.machine.device import CopyEngine, copies_for
+from parallax.machine.host import data_bytes
+from parallax.mesh import Mesh
+from parallax.model.describe import Chain
+from parallax.model.layers.norms import BatchNorms
+from parallax.model.precision import PrecisionConfig
+from parallax.plan.lists import actions, evaluation_actions
+from parallax.plan.plan import Plan
+from parallax.plan.schedule import Kind
+from parallax.runtime.batch import Rows, row_count
+from parallax.runtime.channels.transport import Channels
+from parallax.runtime.executor import Executor, Keep, RankProgram, StepContext, TrainingParts
+from parallax.runtime.inputs import open_inputs
+from parallax.runtime.meters.memory import bound_memory, device_memory, return_freed
+from parallax.runtime.meters.spans import spans_of
+from parallax.runtime.optim.copies import mark_copy
+from parallax.runtime.optim.tiers import Tiers
+from parallax.runtime.plan_check import accepted, check_gathering
+from parallax.runtime.stage import Stage
+from parallax.runtime.weights import assign_weights, open_checkpoint, sites_of
+from parallax.swap.config import SwapConfig
+
+
+@dataclass(frozen=True)
+class StageConfigs:
+    """The settings of a stage. ``compile``: compile each block. ``scratch``: the folder of swap files."""
+
+    precision: PrecisionConfig
+    swap: SwapConfig
+    scratch: Path
+    compile: bool
+
+    @classmethod
+    def given(
+        cls,
+        precision: PrecisionConfig | None,
+        swap: SwapConfig | None,
+        scratch: Path | None,
+        *,
+        compile: bool,
+    ) -> StageConfigs:
+        """Return the settings, with defaults for None."""
+        return cls(
+            precision or PrecisionConfig(),
+            swap or SwapConfig(),
+            scratch or Path(tempfile.gettempdir()) / "parallax-swap",
+            compile,
+        )
+
+
+class BuiltStage(NamedTuple):
+    """A rank's stage with real parameters, and the stores of its offload tier. ``peak_bytes`` gives the peak of the
+    device's memory since the building began, when the process held ``before_bytes``."""
+
+    stage: Stage
+    tiers: Tiers
+    copies: CopyEngine
+    precision: PrecisionConfig
+    peak_bytes: Callable[[], int]
+    before_bytes: int
+
+
+def build_stage(
+    chain: Chain, mesh: Mesh, configs: StageConfigs, norms: BatchNorms, *, trains: bool
+) -> BuiltStage:
+    """Build this rank's stage of the mesh's plan. Unless it ``trains``, no parameter can have a gradient."""
+    plan, precision = mesh.plan, configs.precision
+    plans = {stage: plan.stages[stage] for stage in mesh.stages}
+    reduces = trains and mesh.replicas is not None and not plan.schedule.splits
+    peak_bytes = device_memory(
+        mesh.device, precision, plans.values() if trains else (), reduces=reduces
+    )
+    before_bytes = data_bytes()
+    return_freed(mesh.device, plan.prediction.ranks[mesh.rank])
+    copies = copies_for(mesh.device, configs.swap.delay())
+    tiers = Tiers(
+        plan.tier, [*plans.values()], configs.swap, configs.scratch, copies, trains=trains
+    )
+    stage = Stage(
+        chain,
+        plans,
+        mesh.device,
+        precision,
+        tiers.open_stream,
+        norms=norms,
+        compile=configs.compile,
+        trains=trains,
+    )
+    return BuiltStage(stage, tiers, copies, precision, peak_bytes, before_bytes)
+
+
+class ForwardEngine:
+    """One rank's stage and its channels. Build it with :meth:`build`; an engine that trains gives its ``training``."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        plan: Plan,
+        mesh: Mesh,
+        built: BuiltStage,
+        training: TrainingParts | None = None,
+    ) -> None:
+        self.plan, self.mesh = plan, mesh
+        self._chain, self._built = chain, built
+        self._programs: dict[tuple[bool, bool, int], RankProgram] = {}
+        self._channels = Channels(mesh, built.copies)
+        self.executor = Executor(
+            chain,
+            built.stage,
+            mesh,
+            built.precision,
+            self._channels,
+            open_inputs((plan.stages[each] for each in mesh.stages), mesh.device, built.copies),
+            spans_of(mesh.device, built.copies),
+            training,
+        )
+        # A rank that finishes early may close its sockets before a slow peer has connected, so all ranks wait here.
+        mesh.barrier()
+        self._unbound = bound_memory(
+            mesh.device, plan.prediction.ranks[mesh.rank], built.before_bytes
+        )
+
+    @classmethod
+    def build(
+        cls,
+        chain: Chain,
+        plan: Plan,
+        *,
+        device: torch.device | None = None,
+        precision: PrecisionConfig | None = None,
+        swap: SwapConfig | None = None,
+        compile: bool = False,
+        scratch: Path | None = None,
+    ) -> ForwardEngine:
+        """Build this rank's stage of ``plan`` for forwards alone, with real parameters: those of the model's files, or
+        of its constructor. Every rank calls it, with torch.distributed initialised where the plan has more than one
+        rank. Any plan of the model will do; one of :func:`parallax.plan.cost.forward.forward_plan` is proved for less
+        memory."""
+        plan = accepted(plan, chain)
+        mesh = Mesh.create(plan, device or torch.device("cpu"), {})
+        configs = StageConfigs.given(precision, swap, scratch, compile=compile)
+        built = build_stage(chain, mesh, configs, BatchNorms(), trains=False)
+        return cls(chain, plan, mesh, built)
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Model-wide name → parameter or buffer of this rank's stage. An offloaded parameter is given as a copy, which
+        optimizers refuse."""
+        stage = self._built.stage
+        return {
+            name: mark_copy(value, name) if stage.is_offloaded(tensor) else tensor
+            for name, tensor, value in stage.values()
+        }
+
+    def load(self, directory: Path) -> None:
+        """Load the weights of a checkpoint of this model, saved under any plan.
+
+        All ranks fail together, before anything is changed, where one cannot read its part.
+        """
+        stage, sites = self._built.stage, sites_of(directory.parent, self.mesh.nodes)
+        reader = open_checkpoint(self._chain, stage, directory, sites)
+        assign_weights(self._chain, stage, reader)
+
+    def predict(self, batch: Rows, step: int = 0) -> list[tuple[int, Any]]:
+        """Return the model's outputs for a batch, whose targets are not read: on each rank of the last stage the parts
+        that it computed, each with the index of its first row; an empty list on other ranks. They stay on the device,
+        where a plan counts those of ``plan.global_batch`` rows. ``step``: the training step that comes next, for
+        messages and for random numbers."""
+        found: list[tuple[int, Any]] = []
+        with self._built.stage.evaluating():
+            self.run(batch, step, keep=lambda *part: found.append(part))
+        return found
+
+    def run(
+        self,
+        batch: Rows,
+        step: int,
+        *,
+        training: bool = False,
+        updates: bool = False,
+        denominator: float = 1.0,
+        scale: float = 1.0,
+        keep: Keep | None = None,
+    ) -> list[Span]:
+        """Run the schedule's actions over a batch: forwards, and those of ``training``, its update only if it
+        ``updates``. See :class:`~parallax.runtime.executor.StepContext` for the rest."""
+        micro_batches = self.plan.micro_batches(row_count(batch, step))
+        context = StepContext(
+            index=step,
+            batch=batch,
+            micro_batches=micro_batches,
+            denominator=denominator,
+            program=self._program(len(batch), training=training, updates=updates),
+            training=training,
+            scale=scale,
+            keep=keep,
+        )
+        try:
+            with self._built.precision.products():
+                return self.executor.run(context)
+        except Exception as error:
+            error.add_note(
+                f"stage {self.mesh.pipeline_rank} of {len(self.plan.stages)}, step {step}"
+            )
+            explained = self.executor.row_check.explained(error)
+            if explained is error:
+                raise
+            raise explained from error
+        finally:
+            self.executor.abandon()
+
+    def _program(self, rows: int, *, training: bool, updates: bool) -> RankProgram:
+        plan, pipeline_rank = self.plan, self.mesh.pipeline_rank
+        micro_batches = plan.micro_batches(rows)
+        key = training, updates, micro_batches
+        if key not in self._programs:
+            if training:
+                check_gathering(plan, rows)
+            listing = actions if training else evaluation_actions
+            listed = listing(plan, pipeline_rank, micro_batches)
+            kept = [each for each in listed if updates or each.kind is not Kind.UPDATE]
+            self._programs[key] = RankProgram(kept)
+        return self._programs[key]
+
+    def peak_bytes(self) -> int:
+        """Return the peak of the device's memory since the engine was built, beyond that of the process before."""
+        return self._built.peak_bytes()
+
+    @property
+    def transports(self) -> dict[str, str]:
+        """The transport of each edge that this rank sends on: "0 -> 1": "shared memory"."""
+        return self._channels.transports()
+
+    def close(self) -> None:
+        """Release the stores, the channels and the process groups; the engine cannot be used any more."""
+        self._built.stage.offloaded.close()
+        self._channels.close()
+        self._built.tiers.close()
+        self.mesh.close()
+        self._unbound()

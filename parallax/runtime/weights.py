@@ -1,0 +1,88 @@
+"""The weights of a stage from a checkpoint that was saved under any plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from parallax.model.describe import Chain, parameter_names
+from parallax.nodes.places import Nodes, Sites, find_sites
+from parallax.nodes.together import all_gather_result, broadcast_result
+from parallax.runtime.checkpoint import CheckpointReader, mark
+from parallax.runtime.checkpoint.masters import HeldMasters
+from parallax.runtime.parts.collecting import collect
+from parallax.runtime.stage import Stage
+
+
+def sites_of(directory: Path, nodes: Nodes) -> Sites:
+    """Return the sites that share ``directory``; all ranks call it."""
+    # A relative directory stays relative: nodes may start in different working directories.
+    nearest = broadcast_result(
+        lambda: next(folder for folder in (directory, *directory.parents) if folder.is_dir())
+    )
+    return find_sites(nearest, nodes)
+
+
+def open_checkpoint(
+    chain: Chain,
+    stage: Stage,
+    directory: Path,
+    sites: Sites,
+    check_more: Callable[[CheckpointReader], None] = lambda _: None,
+) -> CheckpointReader:
+    """Return the reader of a checkpoint when every rank has checked the tensors that its ``stage`` needs. All ranks
+    call it."""
+    left_out, names = chain.left_out, saved_tensors(chain, stage)
+    collect(directory, names, sites)
+
+    def check() -> CheckpointReader:
+        reader = CheckpointReader(directory)
+        reader.check_names(
+            set(parameter_names(chain, range(len(chain.blocks)))) - left_out,
+            chain.fingerprint(),
+            chain.structure(),
+            str(chain.dtype),
+        )
+        check_more(reader)
+        reader.check_base(chain.base, _marks(chain, stage), str(chain.dtype))
+        HeldMasters(reader).check(names)
+        return reader
+
+    found: list[CheckpointReader] = []
+    all_gather_result(lambda: found.append(check()))
+    return found[0]
+
+
+def assign_weights(chain: Chain, stage: Stage, reader: CheckpointReader) -> None:
+    """Set the weights and buffers of ``stage`` to those of a checkpoint that :func:`open_checkpoint` has checked."""
+    with torch.no_grad():
+        stage.assign(_loaded(chain, stage, HeldMasters(reader)))
+
+
+def saved_tensors(chain: Chain, stage: Stage) -> dict[str, Tensor]:
+    """Return the tensors of ``stage`` that checkpoints hold."""
+    return {n: t for n, t in stage.named_tensors().items() if n not in chain.left_out}
+
+
+def _loaded(chain: Chain, stage: Stage, held: HeldMasters) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the new values of the stage. Tensors that the checkpoint leaves out stay unchanged; an offloaded block is
+    written whole."""
+    if not chain.left_out:
+        for name, tensor in stage.named_tensors().items():
+            yield name, tensor, held.weight(name, tensor).to(tensor.dtype)
+        return
+    for name, tensor, value in stage.values():
+        if name not in chain.left_out:
+            yield name, tensor, held.weight(name, tensor).to(tensor.dtype)
+        elif stage.is_offloaded(tensor):
+            yield name, tensor, value
+
+
+def _marks(chain: Chain, stage: Stage) -> dict[str, int]:
+    """Return the marks of the stage's parameters that checkpoints leave out."""
+    if not chain.left_out:
+        return {}
+    return {n: mark(value) for n, _, value in stage.values() if n in chain.left_out}
