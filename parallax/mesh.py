@@ -199,13 +199,14 @@ def _replica_groups(
     made: list[tuple[dist.ProcessGroup | None, ...]] = []
     for index, planned in enumerate(plan.stages[: plan.pipeline_ranks]):
         ranks = list(plan.ranks(index))
-        several, below = len(ranks) > 1, planned.optimizer_offload > 0
+        several, offloads_states = len(ranks) > 1, planned.optimizer_offload > 0
         backend = devices.reducing(ranks) if several else ""
         own = _group(ranks, backend) if several else None
-        updates = _group(ranks, "gloo") if several and below else None
+        updates = _group(ranks, "gloo") if several and offloads_states else None
         statistics = _group(ranks, backend) if several else None
-        streams = several and planned.parameter_offload > 0
-        made.append((own, updates, statistics, _group(ranks, backend) if streams else None))
+        offloads_parameters = several and planned.parameter_offload > 0
+        sums = _group(ranks, backend) if offloads_parameters else None
+        made.append((own, updates, statistics, sums))
     return made[pipeline_rank]
 
 

@@ -182,7 +182,7 @@ class Case:
                 stage.directives,
                 self.rows(index),
                 device=device,
-                below=OffloadFractions(stage.optimizer_offload),
+                offload=OffloadFractions(stage.optimizer_offload),
             )
             flight = SCHEDULE.in_flight(len(self.partition), index, self.micro_batches)
             widened = self.widened(profile, stage.start, stage.stop, replicas)

@@ -173,7 +173,7 @@ def _means(chain: Chain) -> str:
     """How the model was cut."""
     kinds = {type(block.module).__module__ for block in chain.blocks}
     if any("recording" in kind for kind in kinds):
-        return "recorded"
+        return "traced"
     if any("families" in kind for kind in kinds):
         return "family"
     return "modules"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from parallax.errors import ConfigError, InfeasiblePlan
 from parallax.plan.config import AUTO, PlanConfig
-from parallax.plan.microbatches import dealt, sizes
+from parallax.plan.microbatches import balanced_sizes, sizes
 from parallax.plan.plan import Directive
 from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import micro_batch_count
@@ -229,7 +229,7 @@ def _of_interleaving(question: Question) -> str:
         micro_batch_count(question.rows, size) for size in sizes(question.rows, question.microbatch)
     ]
     free = question.microbatch == AUTO and any(
-        dealt(question.rows, devices // count, count) for count in even
+        balanced_sizes(question.rows, devices // count, count) for count in even
     )
     if (
         min(asked) > 1

@@ -43,8 +43,10 @@ def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasibleP
             "use plan.schedule=auto"
         )
     uneven = {shape.pipeline_ranks for shape in shapes if devices % shape.pipeline_ranks}
-    dealt = all(shape.interleave > 1 and shape.pipeline_ranks in uneven for shape in shapes)
-    if dealt and not _lists(config.replicas):
+    interleaved_unevenly = all(
+        shape.interleave > 1 and shape.pipeline_ranks in uneven for shape in shapes
+    )
+    if interleaved_unevenly and not _lists(config.replicas):
         counts = " or ".join(map(str, sorted(uneven)))
         return InfeasiblePlan(
             f"plan.schedule={shapes[0].schedule} needs as many devices on every pipeline rank, and {devices} "

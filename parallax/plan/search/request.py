@@ -22,7 +22,7 @@ from parallax.plan.config import AUTO, PlanConfig
 from parallax.plan.cost.collective import link_among
 from parallax.plan.cost.communicators import Beside
 from parallax.plan.cost.states import ALL_ON_DEVICE, SHARDED, OffloadFractions, Sizes, load_states
-from parallax.plan.microbatches import dealt, sizes
+from parallax.plan.microbatches import balanced_sizes, sizes
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import fewest_rows, micro_batch_count
@@ -214,8 +214,12 @@ class Request:
 
     def offload_fractions(self, shape: Shape) -> tuple[OffloadFractions, ...]:
         """Return the elements of :attr:`host_states` that a shape supports."""
-        streams = not self.runnable or (shape.interleave == 1 and not shape.split)
-        return tuple(below for below in self.host_states if streams or not below.parameters)
+        may_offload_parameters = not self.runnable or (shape.interleave == 1 and not shape.split)
+        return tuple(
+            offload
+            for offload in self.host_states
+            if may_offload_parameters or not offload.parameters
+        )
 
     def allowed_in(self, shape: Shape) -> list[Directive]:
         """Return the directives that a shape supports: several stages of a pipeline rank would need one shared swap
@@ -263,7 +267,9 @@ class Request:
             pipeline_ranks if schedule is not None and schedule.grouped else 1,
             set(self._even_replicas(pipeline_ranks)),
         )
-        found = {size for count in replicas for size in dealt(self.global_batch, count, step)}
+        found = {
+            size for count in replicas for size in balanced_sizes(self.global_batch, count, step)
+        }
         return sorted(found.union(self.microbatches), reverse=True)
 
     def _even_replicas(self, pipeline_ranks: int) -> tuple[int, int]:
@@ -452,7 +458,7 @@ class Request:
         largest = max(self.devices, key=lambda device: device.memory_bytes - device.fixed_bytes)
         sizes, most = Sizes.of(self.profile, 0, len(self.profile.blocks)), len(self.devices)
         lasting = min(
-            load_states(self.profile, sizes, largest, below, most).lasting_bytes
-            for below in self.host_states
+            load_states(self.profile, sizes, largest, offload, most).lasting_bytes
+            for offload in self.host_states
         )
         return math.ceil(lasting / max(1, largest.memory_bytes - largest.fixed_bytes))

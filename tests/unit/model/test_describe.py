@@ -111,9 +111,9 @@ def test_members_of_a_list_stay_in_their_order() -> None:
         (
             Named,
             (),
-            r"Named is no chain of blocks \(it has no forward\): give the model a method blocks\(\)",
+            r"Named cannot be partitioned into blocks \(it has no forward\): give the model a method blocks\(\)",
         ),
-        (nn.Sequential, (), r"Sequential is no chain of blocks"),
+        (nn.Sequential, (), r"Sequential cannot be partitioned into blocks"),
         (
             Named,
             ["embed", "layer.*"],

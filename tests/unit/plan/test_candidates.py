@@ -11,7 +11,7 @@ import pytest
 from benchmarks.regret import Cell, Question
 from parallax.config import compose
 from parallax.plan.config import PlanConfig
-from parallax.plan.microbatches import dealt
+from parallax.plan.microbatches import balanced_sizes
 from parallax.plan.plan import Directive
 from parallax.plan.profile import Affine
 from parallax.plan.rows import micro_batch_count
@@ -44,22 +44,23 @@ def test_no_micro_batch_is_better_than_those_tried(batch: int, replicas: int) ->
     """Fewer micro-batches, or fewer rows on the fullest rank, cost less: for every number of rows there is one that is
     tried with no more of either."""
     tried = [
-        (micro_batch_count(batch, size), -(-size // replicas)) for size in dealt(batch, replicas)
+        (micro_batch_count(batch, size), -(-size // replicas))
+        for size in balanced_sizes(batch, replicas)
     ]
-    assert all(size >= replicas for size in dealt(batch, replicas))
+    assert all(size >= replicas for size in balanced_sizes(batch, replicas))
     for size in range(replicas, batch + 1):
         count, rows = micro_batch_count(batch, size), -(-size // replicas)
         assert any(c <= count and r <= rows for c, r in tried), size
 
 
 def test_micro_batches_of_interleaved_schedules_are_dealt_out() -> None:
-    for size in dealt(1536, 16, 16):
+    for size in balanced_sizes(1536, 16, 16):
         assert micro_batch_count(1536, size) % 16 == 0
-    assert dealt(1536, 16, 16)
+    assert balanced_sizes(1536, 16, 16)
 
 
 def test_of_very_many_sizes_some_of_all_magnitudes_are_tried() -> None:
-    found = dealt(10**6, 4)
+    found = balanced_sizes(10**6, 4)
     assert len(found) < 200
     assert max(found) == 10**6
     assert min(found) <= 8

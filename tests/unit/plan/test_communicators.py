@@ -42,8 +42,8 @@ def test_a_rank_has_its_own_groups() -> None:
         2 * (1 + 3) * EDGE,
         2 * 2 * EDGE,
     ]
-    below = forecast([1, 2, 3], machines(6), parameter_offload=1.0).stages
-    assert [stage.memory["communicators"] for stage in below] == [0, 2 * GROUP, 2 * GROUP]
+    offloaded = forecast([1, 2, 3], machines(6), parameter_offload=1.0).stages
+    assert [stage.memory["communicators"] for stage in offloaded] == [0, 2 * GROUP, 2 * GROUP]
 
 
 def test_replicas_that_gather_their_outputs_have_a_group_for_it() -> None:

@@ -110,7 +110,7 @@ def test_replicas_that_are_asked_for_may_be_idle_and_are_named() -> None:
 @pytest.mark.parametrize("device_seconds", [1e-9, 1e-3, 1.0])
 def test_what_fits_stays_on_the_device(devices: int, device_seconds: float) -> None:
     """Models of few parameters, whose step is all overhead, were streamed from disk with 16 GiB free: what a byte
-    takes below is known from memory traffic alone, and looked faster."""
+    takes on the host is known from memory traffic alone, and looked faster."""
     model = profile(
         [block(parameters=100, parameter_bytes=400)] * 3, optimizer_seconds=device_seconds
     )

@@ -175,7 +175,7 @@ def planned(chain: Chain, tier: str, **wishes: str) -> Plan:
 
 
 def trained(chain: Chain, plan: Plan, scratch: Path) -> tuple[list[float], dict[str, Tensor], int]:
-    """Losses, weights, and the bytes of activations that went below."""
+    """Losses, weights, and the bytes of offloaded activations."""
     swap = SwapConfig(tier=plan.tier, minimum_bytes=1)
     engine = Engine.build(chain, plan, loss=MLP.loss, scratch=scratch, swap=swap)
     draw = torch.Generator().manual_seed(1)
@@ -202,10 +202,10 @@ def test_a_tier_of_ones_own_is_planned_for_and_trains_the_same(
     assert plan.tier == tier.name
     plan.save(tmp_path / "plan.yaml")
     kept = trained(chain, make_plan(chain, global_batch=ROWS), tmp_path / "unused")
-    below = trained(chain, Plan.load(tmp_path / "plan.yaml"), tmp_path / "unused")
-    assert below[0] == kept[0]
-    assert all(torch.equal(below[1][name], tensor) for name, tensor in kept[1].items())
-    assert below[2] > kept[2] == 0
+    offloaded = trained(chain, Plan.load(tmp_path / "plan.yaml"), tmp_path / "unused")
+    assert offloaded[0] == kept[0]
+    assert all(torch.equal(offloaded[1][name], tensor) for name, tensor in kept[1].items())
+    assert offloaded[2] > kept[2] == 0
     assert {store.tier for store in opened} == {tier.name}
     stage = plan.stages[0]
     states, streamed = stage.optimizer_offload > 0, stage.parameter_offload > 0
