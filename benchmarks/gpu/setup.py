@@ -91,14 +91,16 @@ class Room:
         """Weights of all ways, gradients and activations of one; gradients are within half of plain's activations."""
         weights, contexts = (len(BARS) - 1) * 2 * task.parameters, len(BARS) * CONTEXT_BYTES
         held = weights + contexts + 2 * task.parameters + 1.5 * self.activations
-        below = 3 * self.activations + 6 * task.parameters
+        offloaded = 3 * self.activations + 6 * task.parameters
         few = 2 * task.parameters <= 0.4 * self.activations
-        return few and held <= self.usable and below <= 0.8 * self.host_bytes
+        return few and held <= self.usable and offloaded <= 0.8 * self.host_bytes
 
     def stepped(self, task: GPTTask) -> bool:
         """Plain's states on the device beside the others' weights, and the states of two ways on the host."""
-        below = 2.5 * STATE_BYTES * task.parameters
-        return self.beside_states(task) >= 2 * row_bytes(task) and below <= 0.8 * self.host_bytes
+        offloaded = 2.5 * STATE_BYTES * task.parameters
+        return (
+            self.beside_states(task) >= 2 * row_bytes(task) and offloaded <= 0.8 * self.host_bytes
+        )
 
     def beside_states(self, task: GPTTask) -> float:
         """What is left beside plain's states and the others' weights."""
@@ -112,8 +114,8 @@ class Room:
     def capped(self, task: GPTTask) -> bool:
         """States of plain twice, once with two bytes each, and the weights of those that keep the cap, all at once."""
         held = 34 * task.parameters + 7 * CONTEXT_BYTES + 3 * row_bytes(task)
-        below = 3.5 * STATE_BYTES * task.parameters + 6 * row_bytes(task)
-        return held <= self.usable and below <= 0.8 * self.host_bytes
+        offloaded = 3.5 * STATE_BYTES * task.parameters + 6 * row_bytes(task)
+        return held <= self.usable and offloaded <= 0.8 * self.host_bytes
 
 
 def setup_for(device_bytes: int, host_bytes: int) -> Setup:

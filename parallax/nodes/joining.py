@@ -75,10 +75,10 @@ def _choose_card(own: str, addresses: Sequence[str]) -> None:
 
 def join_seconds() -> float:
     """Return the seconds within which all ranks must come: ``PARALLAX_JOIN_SECONDS``, or :data:`JOIN_SECONDS`."""
-    said = os.environ.get(_JOIN, "")
-    if said and not said.isdecimal():
-        raise ConfigError(f"{_JOIN}={printable(said)}: accepted is a whole number of seconds")
-    return float(said or JOIN_SECONDS)
+    given = os.environ.get(_JOIN, "")
+    if given and not given.isdecimal():
+        raise ConfigError(f"{_JOIN}={printable(given)}: accepted is a whole number of seconds")
+    return float(given or JOIN_SECONDS)
 
 
 def _network_store() -> tuple[Any, Callable[[], object], int, int]:

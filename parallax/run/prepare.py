@@ -180,7 +180,7 @@ def _place(directory: Path, fill: Callable[[Path], None]) -> None:
     except OSError as error:
         where = printable(str(error.filename or directory))
         raise ConfigError(
-            f"cannot write the run directory {directory}: {where}: {error.strerror} (on {node_name()}); make room or "
+            f"cannot write the run directory {directory}: {where}: {error.strerror} (on {node_name()}); free space or "
             "make it writable, or choose another name"
         ) from error
 

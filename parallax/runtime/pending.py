@@ -25,7 +25,7 @@ from typing import Any
 
 from parallax.errors import ParallaxError
 from parallax.mesh import Mesh
-from parallax.nodes.places import Sites
+from parallax.nodes.places import DirectoryGroups
 from parallax.nodes.together import all_gather_result, broadcast_result
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint import Retention, WrittenParts
@@ -52,7 +52,7 @@ class SaveInProgress:
 
     directory: Path
     step: int
-    sites: Sites
+    groups: DirectoryGroups
     fence: Fence
     entries: dict[str, Any]
     retention: Retention
@@ -173,7 +173,7 @@ class PendingSaves:
         assert self._save is not None
         save, parts = self._save, self._parts(self._save)
         index = broadcast_result(lambda: {**save.entries, **self._contents(save, parts)})
-        if save.sites.leads:
+        if save.groups.leads:
             save.naming = save.thread.submit(save.give_name, index)
         else:
             save.naming = Future()
@@ -188,7 +188,7 @@ class PendingSaves:
         }
         return {
             **contents_of(parts),
-            **({} if save.sites.shared else {"nodes": by_node}),
+            **({} if save.groups.shared else {"nodes": by_node}),
         }
 
     def _end(self) -> Path:
@@ -201,7 +201,7 @@ class PendingSaves:
         held[save.step] = _metric(save.retention, save.entries.get("metrics", {}))
         gone = self._superseded(save.directory, save.retention, save.step)
         self._save = None
-        if save.sites.leads and gone:
+        if save.groups.leads and gone:
             self._removing = save.thread.submit(checkpoint.remove, save.directory, gone)
         save.thread.shutdown(wait=False)
         return save.final
@@ -247,7 +247,7 @@ class PendingSaves:
             assert self._save is not None
             save, self._save = self._save, None
             save.thread.shutdown()
-            if save.sites.leads:
+            if save.groups.leads:
                 checkpoint.remove_partial(save.directory)
             raise
 

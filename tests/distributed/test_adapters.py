@@ -41,7 +41,7 @@ from tests.plans import described
 from tests.unit.plan_fakes import cluster
 
 LINK = Link(bytes_per_second=10**10)
-BELOW = {"optimizer_offload": 1.0, "parameter_offload": 1.0}
+OFFLOADED = {"optimizer_offload": 1.0, "parameter_offload": 1.0}
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["qkv", "up", "linear"]}
 
 
@@ -86,9 +86,9 @@ def tensors_in(folder: Path) -> set[str]:
     ("before", "after"),
     [
         (((1, 2), {}), ((2, 1), {})),
-        (((1,), BELOW), ((1, 1), {})),
-        (((1, 1), {}), ((1, 1), {**BELOW, "parameter_offload": 0.5})),
-        (((2,), {"shard": True}), ((1,), BELOW)),
+        (((1,), OFFLOADED), ((1, 1), {})),
+        (((1, 1), {}), ((1, 1), {**OFFLOADED, "parameter_offload": 0.5})),
+        (((2,), {"shard": True}), ((1,), OFFLOADED)),
     ],
     ids=str,
 )
@@ -191,13 +191,13 @@ def plain_peft(case: Case) -> Outcome:
         ((2, 1), {}),
         ((1, 2), {"schedule": "zb-h1"}),
         ((2,), {"directive": "recompute", "shard": True}),
-        ((1, 2), {**BELOW, "directive": "offload"}),
+        ((1, 2), {**OFFLOADED, "directive": "offload"}),
         ((1, 1), {"optimizer_offload": 0.5}),
         # Each of these is a part of one above.
         pytest.param((1, 1), {}, marks=pytest.mark.thorough),
         pytest.param((1, 1), {"schedule": "zb-h1"}, marks=pytest.mark.thorough),
         pytest.param((1, 1), {"directive": "offload"}, marks=pytest.mark.thorough),
-        pytest.param((1, 1), BELOW, marks=pytest.mark.thorough),
+        pytest.param((1, 1), OFFLOADED, marks=pytest.mark.thorough),
     ],
     ids=str,
 )
@@ -239,7 +239,7 @@ def planned(case: Case, memory: int) -> Plan:
         minimum_bytes=1,
     )
     machine = cluster(
-        1, memory, below="host", tier=10**9, write=LINK, read=LINK, host_update_seconds=1e-9
+        1, memory, tier_name="host", tier=10**9, write=LINK, read=LINK, host_update_seconds=1e-9
     )
     profile = price(work, device_kind("cpu-core"))
     plan, _ = search(profile, machine, PlanConfig(), global_batch=8, microbatch=1)

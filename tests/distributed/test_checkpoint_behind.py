@@ -56,15 +56,15 @@ class Mixed:
 KINDS: dict[str, Any] = {
     "stages and replicas": CASE.under((1, 2)),
     "tied": SINGLE.under((1, 1)),
-    "optimizer below": SINGLE.under((1,), optimizer_offload=1.0),
-    "half of it below, shared": replace(SINGLE, factory=of_many_buckets).under(
+    "optimizer offloaded": SINGLE.under((1,), optimizer_offload=1.0),
+    "half of it offloaded, sharded": replace(SINGLE, factory=of_many_buckets).under(
         (2,), optimizer_offload=0.5
     ),
     "optimizer on the host": SINGLE.under((2,), optimizer_offload=1.0, tier="host"),
     "streamed": UNTIED.under((1, 1), optimizer_offload=1.0, parameter_offload=1.0),
     "sharded": SINGLE.under((2,), shard=True),
     "mixed": Mixed((1, 1), {}),
-    "mixed, below": Mixed((1,), {"optimizer_offload": 1.0}),
+    "mixed, offloaded": Mixed((1,), {"optimizer_offload": 1.0}),
     "mixed, sharded": Mixed((2,), {"shard": True}),
     "accumulating": SINGLE.under((1, 1), microbatch=1),
     "batch norm": pictures("sync", sizes=(8, 8, 8, 8)).under((2,)),
@@ -73,7 +73,7 @@ KINDS: dict[str, Any] = {
 }
 SAMPLED = (
     "stages and replicas",
-    "half of it below, shared",
+    "half of it offloaded, sharded",
     "streamed",
     "mixed, sharded",
     "accumulating",

@@ -44,9 +44,9 @@ def trained(case: Case) -> tuple[Outcome, int]:
     return training(case), dynamo.counters["stats"]["unique_graphs"]
 
 
-BELOW = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
+OFFLOADED = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
 PLANS: list[Any] = [
-    # As with all below the device.
+    # As with everything offloaded.
     pytest.param({"replicas": (1,), "directive": "keep"}, marks=pytest.mark.thorough),
     # As with zb-h1 below, but whole.
     pytest.param(
@@ -69,7 +69,7 @@ PLANS: list[Any] = [
     pytest.param(
         {"replicas": (1, 2), "directive": "recompute", "microbatch": 3}, marks=pytest.mark.thorough
     ),
-    {"replicas": (1,), **BELOW},
+    {"replicas": (1,), **OFFLOADED},
 ]
 
 

@@ -24,7 +24,7 @@ from tests.held import held
 PLANS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "one rank": ((1,), {}),
     "sharded": ((1, 2), {"shard": True}),
-    "states below": ((1, 1), {"optimizer_offload": 1.0, "tier": "disk"}),
+    "states offloaded": ((1, 1), {"optimizer_offload": 1.0, "tier": "disk"}),
     "streamed": ((1,), STREAMED),
 }
 PAIRS = list(itertools.permutations(FORMATS, 2))

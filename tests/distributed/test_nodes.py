@@ -21,7 +21,7 @@ from parallax.config import compose
 from parallax.errors import CheckpointError, ConfigError
 from parallax.machine.local import ClusterConfig
 from parallax.nodes import links
-from parallax.nodes.places import Nodes, find_sites
+from parallax.nodes.places import Nodes, find_directory_groups
 from parallax.nodes.together import all_gather_result, broadcast_result
 from parallax.run.nodes import _between
 from parallax.run.processes import together
@@ -64,19 +64,19 @@ def gathered() -> tuple[Any, ...]:
     return nodes.names, nodes.of, nodes.mine, nodes.local_count, nodes.leads
 
 
-def sites(directory: Path) -> tuple[bool, bool, bool]:
-    found = find_sites(directory, Nodes.gather())
+def groups(directory: Path) -> tuple[bool, bool, bool]:
+    found = find_directory_groups(directory, Nodes.gather())
     assert directory.is_dir()
     dist.barrier()  # each takes its mark away
     assert not list(directory.iterdir())
-    return found.shared, found.leads, found.at_first
+    return found.shared, found.leads, found.sees_rank_0
 
 
 def unwritable(directory: Path) -> str:
     if dist.get_rank() == 1:
         directory.parent.write_text("no folder")
     try:
-        find_sites(directory, Nodes.gather())
+        find_directory_groups(directory, Nodes.gather())
     except ConfigError as error:
         return str(error)
     return ""
@@ -102,14 +102,19 @@ def probed() -> tuple[float, float, float, bool]:
     with mock.patch.object(links, "_LONG_SECONDS", 0.002):
         first = links.probe_links(nodes, cpu)
         again = links.probe_links(nodes, cpu)
-    return first.link.bytes_per_second, first.link.latency_seconds, first.ways, again == first
+    return (
+        first.link.bytes_per_second,
+        first.link.latency_seconds,
+        first.full_speed_ranks,
+        again == first,
+    )
 
 
 def timed_before_anything_came() -> bool:
     """Whether the first message between two ranks is one that is timed."""
     early = []
 
-    class Way(links._Way):
+    class Connection(links._Connection):
         carried = False
 
         def rate(self, latency: float, *, down: bool = False) -> float:
@@ -120,7 +125,10 @@ def timed_before_anything_came() -> bool:
             super()._carry(tensor, sends=sends)
             self.carried = True
 
-    with mock.patch.object(links, "_Way", Way), mock.patch.object(links, "_LONG_SECONDS", 0.002):
+    with (
+        mock.patch.object(links, "_Connection", Connection),
+        mock.patch.object(links, "_LONG_SECONDS", 0.002),
+    ):
         links.probe_links(Nodes.gather(), torch.device("cpu"), fresh=True)
     assert early
     return any(early)
@@ -176,7 +184,7 @@ def joined(kinds: list[str]) -> Any:
 
 def between(link: str) -> tuple[float, float, float]:
     found = _between(ClusterConfig(link=link), Nodes.gather())
-    return found.link.bytes_per_second, found.link.latency_seconds, found.ways
+    return found.link.bytes_per_second, found.link.latency_seconds, found.full_speed_ranks
 
 
 # ---- tests
@@ -193,11 +201,11 @@ def test_ranks_that_follow_each_other_on_a_host_are_a_node(pool: Pool, tmp_path:
 
 
 def test_a_directory_is_shared_where_all_see_the_same_file(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(there, 2, ["x", "y"], tmp_path, sites, tmp_path / "shared") == [
+    assert pool.run(there, 2, ["x", "y"], tmp_path, groups, tmp_path / "shared") == [
         (True, True, True),
         (True, False, True),
     ]
-    assert pool.run(there, 3, ["x", "y", "y"], tmp_path, sites, Path("own")) == [
+    assert pool.run(there, 3, ["x", "y", "y"], tmp_path, groups, Path("own")) == [
         (False, True, True),
         (False, True, False),
         (False, False, False),

@@ -46,10 +46,10 @@ class SameRows:
 
 
 class Full:
-    """What somebody may add: one rank finds after its ``after``-th step, or the first judges at the second checkpoint,
-    that there is no more room."""
+    """A reason of the user's own: one rank finds after its ``after``-th step, or the first at the second checkpoint,
+    that the disk is full."""
 
-    name, judges, ends, then = "full", True, True, "make room"
+    name, at_checkpoints, ends, then = "full", True, True, "free space"
 
     def __init__(self, rank: int, after: int) -> None:
         self.rank, self.after, self.steps, self.saved = rank, after, 0, 0
@@ -60,12 +60,12 @@ class Full:
             28 + self.rank if self.after and self.steps == self.after + 1 else 0
         )  # once before the first step
 
-    def judged(self) -> str:
+    def verdict(self) -> str:
         self.saved += 1
         return "the disk is nearly full" if self.saved == 2 and self.rank == 0 else ""
 
-    def facts(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:
-        return {"full": [agreed.number, agreed.words, ended]}
+    def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:
+        return {"full": [agreed.number, agreed.message, ended]}
 
 
 def an_engine(folder: Path) -> Engine:

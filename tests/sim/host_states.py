@@ -18,7 +18,7 @@ from parallax.swap.verify import Delays
 from tests.sim.device import SIM
 from tests.sim.midway import full_disk, losses_of, twins
 from tests.sim.strict import StrictStore
-from tests.sim.swapping import MIB, adamw, open_below
+from tests.sim.swapping import MIB, adamw, open_tier
 
 
 class _Stepped(NamedTuple):
@@ -74,7 +74,7 @@ def _states_in_files(bucket_bytes: int) -> Iterator[_Stepped]:
     mine, plain = twins(3)
     copies = StreamCopies(SIM)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        store = open_below("disk", folder, copies, Delays(most_seconds=0.01))
+        store = open_tier("disk", folder, copies, Delays(most_seconds=0.01))
         stack.callback(store.close)
         optimizer, own = adamw(mine.parameters()), list(mine.parameters())
         host = HostOptimizer(optimizer, own, copies=copies, store=store, bucket_bytes=bucket_bytes)

@@ -180,7 +180,7 @@ class MutatingFinder(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
         raise OSError  # never the file that was compiled without the change
 
 
-BELOW: dict[str, Any] = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
+OFFLOADED: dict[str, Any] = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
 HALF = {"optimizer_offload": 0.5, "directive": "offload"}
 
 
@@ -195,13 +195,16 @@ class _Engine(NamedTuple):
 
 ENGINES = [
     _Engine({"optimizer_offload": 0.5, "tier": "strict disk"}, fails="disk"),
-    _Engine({**BELOW, "directive": "offload", "tier": "strict host"}, fails="rows"),
+    _Engine({**OFFLOADED, "directive": "offload", "tier": "strict host"}, fails="rows"),
     _Engine({**HALF, "tier": "strict host"}),
     _Engine({"inputs_ahead": True, "tier": "strict host"}, "rows"),
     _Engine({"optimizer_offload": 0.5, "tier": "strict disk"}, fails="disk, gradients"),
-    _Engine({**BELOW, "tier": "strict disk"}, fails="disk"),
+    _Engine({**OFFLOADED, "tier": "strict disk"}, fails="disk"),
     _Engine(
-        {**BELOW, "directive": "offload", "tier": "strict disk"}, "rows", verify=True, number="bf16"
+        {**OFFLOADED, "directive": "offload", "tier": "strict disk"},
+        "rows",
+        verify=True,
+        number="bf16",
     ),
 ]
 

@@ -196,7 +196,7 @@ PAIRS: dict[str, Callable[[int], None]] = {
     "trains direct": trains((1, 1), {"directive": "offload"}, direct=True),
     "trains staged": trains((1, 1), {"directive": "offload"}, direct=False),
     "replicas": trains((2,), {"optimizer_offload": 1.0, "microbatch": 1}, direct=False, slow=True),
-    "replicas below": trains(
+    "replicas offloaded": trains(
         (2,), {"optimizer_offload": 1.0, "parameter_offload": 1.0}, direct=True
     ),
     "replicas stumble": stumbles,

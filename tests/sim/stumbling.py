@@ -107,8 +107,8 @@ def stumbles(
     one has begun more sums. Losses are those ``expected``."""
     register_accelerator(Apart() if direct else Shared("sim", "", group.NAME))
     chain = describe(_model)
-    below = {"tier": "strict host", "tier_bytes": 2**20, **options}
-    plan = make_plan(chain, replicas=replicas, microbatch=8 // MICRO_BATCHES, **below)
+    offloaded = {"tier": "strict host", "tier_bytes": 2**20, **options}
+    plan = make_plan(chain, replicas=replicas, microbatch=8 // MICRO_BATCHES, **offloaded)
     with tempfile.TemporaryDirectory() as folder, _noting_states() as states:
         engine = Engine.build(chain, plan, loss=_loss, device=SIM, scratch=Path(folder))
         sums = [s for s in getattr(engine._sync, "_following", ()) if isinstance(s, StreamedSum)]

@@ -101,16 +101,16 @@ def _rows_that_fit(plain: Runner, rows: int, deadline: Deadline) -> int:
 
 
 def _warm_up(runner: Runner, cap: float | None, activations: int, deadline: Deadline) -> None:
-    """One turn that does not count; before it an offload's limit is found. All of ``activations`` may be below where
-    they leave eagerly; a limit may be lower than its cap."""
+    """One turn that does not count; before it an offload's limit is found. With eager offloading all of
+    ``activations`` may be in the tier; a limit may be lower than its cap."""
     if cap is None:
         runner.warm_up(deadline)
         return
     if not activations:
         runner.why = "its cap is a share of plain's activations, and plain did not run"
         return
-    below = int(1.2 * activations * (1.0 if runner.spec.eager else 1 - 0.7 * cap))
-    runner.warm_up(deadline, "limit_device_memory", int(cap * activations), below)
+    offloaded = int(1.2 * activations * (1.0 if runner.spec.eager else 1 - 0.7 * cap))
+    runner.warm_up(deadline, "limit_device_memory", int(cap * activations), offloaded)
 
 
 def _catch_up(plain: Runner, runners: Mapping[str, Runner], deadline: Deadline) -> None:

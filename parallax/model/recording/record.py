@@ -347,8 +347,8 @@ def _keeps(state: KeepsState) -> DescribeError:
 
 def _refused(model: nn.Module, why: str) -> DescribeError:
     return DescribeError(
-        f"{type(model).__name__} cannot be partitioned into blocks ({why}): give the model a method blocks() that returns its "
-        f"parts, modules, in the order that data flows, such as `{SPLIT}`, or name them: "
+        f"{type(model).__name__} cannot be partitioned into blocks ({why}): give the model a method blocks() "
+        f"that returns its parts, modules, in the order that data flows, such as `{SPLIT}`, or name them: "
         "model.blocks='[embed,layers.*,head]'; model.blocks=[''] makes it one block"
     )
 

@@ -234,5 +234,5 @@ def _check_room(directory: Path, found: _Import) -> None:
     if size > free:
         raise CheckpointError(
             f"{printable(str(directory))}: the checkpoint is {format_bytes(size)}, and {format_bytes(free)} are free "
-            "there; make room, or name a folder on another disk (checkpoint.directory)"
+            "there; free space, or name a folder on another disk (checkpoint.directory)"
         )

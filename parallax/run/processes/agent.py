@@ -45,8 +45,8 @@ class Agent:
     checkpoints: Path
     libraries: tuple[str, ...] = ()
 
-    def start(self, told: Mapping[str, str], forwarder: SignalForwarder) -> int:
-        """Start the ranks with ``told`` in their environment, wait for their end, and return the exit code.
+    def start(self, environment: Mapping[str, str], forwarder: SignalForwarder) -> int:
+        """Start the ranks with ``environment``, wait for their end, and return the exit code.
         ``forwarder`` handles requests to end meanwhile.
 
         The rendezvous is a file, so no port is opened that others could reach. A failed rank reports the reason itself.
@@ -55,7 +55,7 @@ class Agent:
         restarts = Restarts(self.max_restarts, self.directory, self.checkpoints)
         with temporary_folder() as folder:
             try:
-                while (code := self._attempts(told, forwarder, restarts, folder)) is None:
+                while (code := self._attempts(environment, forwarder, restarts, folder)) is None:
                     pass
                 return code
             except Stopped as stopped:
@@ -92,11 +92,11 @@ class Agent:
                 except ServerLost as lost:
                     failure = Failure.of_server(lost.code, heartbeats.report)
                 else:
-                    told = heartbeats.report or read_exit_report(report)
+                    reported = heartbeats.report or read_exit_report(report)
                     early = heartbeats.living(rank for rank in codes if not codes[rank])
-                    if (code := self._ended(codes, forwarder, told, early)) is not None:
+                    if (code := self._ended(codes, forwarder, reported, early)) is not None:
                         return code
-                    failure = Failure.of(codes, told, early)
+                    failure = Failure.of(codes, reported, early)
                 if not _starts_again(failure, restarts, asked=bool(forwarder.first)):
                     return failure.report.code
         return None

@@ -152,7 +152,7 @@ def _start(
     afresh = os.environ.pop(_AFRESH, "")
     if own_process and not afresh and kind != "cpu" and accelerator_named(kind).in_use:
         _start_afresh(run, on_drift)
-    told = rank_environment(run) | {ON_DRIFT: on_drift.value}
+    environment = rank_environment(run) | {ON_DRIFT: on_drift.value}
     config, directory = run.config, run.directory
     agent = Agent(
         config.name,
@@ -162,7 +162,7 @@ def _start(
         config.checkpoint.folder(directory, config.name),
         libraries=_libraries(config) if kind == "cpu" else (),
     )
-    return agent.start(told, forwarder)
+    return agent.start(environment, forwarder)
 
 
 def _libraries(config: RunConfig) -> tuple[str, ...]:

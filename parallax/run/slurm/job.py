@@ -143,9 +143,9 @@ def _sbatch(path: Path) -> str:
             f"--slurm: sbatch has not answered for {_SUBMIT_SECONDS:g} s; see whether `sinfo` does, then submit {path}"
         ) from None
     if done.returncode != 0:
-        said = "; ".join(line for line in done.stderr.splitlines() if line) or "no reason given"
+        reason = "; ".join(line for line in done.stderr.splitlines() if line) or "no reason given"
         raise ConfigError(
-            f"--slurm: sbatch refuses {printable(str(path))}: {printable(said)}; options for it are given as "
+            f"--slurm: sbatch refuses {printable(str(path))}: {printable(reason)}; options for it are given as "
             "--sbatch=--partition=NAME"
         )
     return done.stdout.strip().partition(";")[0]

@@ -45,8 +45,8 @@ _STOPPED = {exit_code(number) for number in REQUESTS}
 
 @dataclass
 class SweepProgress:
-    """What is shown of a sweep: which point runs, how the others ended, what is expected to be left. ``total`` is 0
-    where nobody knows; ``quiet`` where another process says it."""
+    """Prints which point of a sweep runs, how the others ended, and the expected remaining time. ``total`` is 0 if it
+    is unknown; ``quiet``: another process prints it."""
 
     total: int = 0
     left: int = 0
@@ -60,12 +60,12 @@ class SweepProgress:
         self.left = max(0, self.left - 1)
         self.seconds.append(outcome.seconds)
         took = f"{outcome.status} after {format_seconds(outcome.seconds)}"
-        told = outcome.reason or _speed(directory)
+        detail = outcome.reason or _speed(directory)
         expected = ""
         if self.left:
             mean = sum(self.seconds) / len(self.seconds)
             expected = f"; {self.left} left, about {format_seconds(mean * self.left)}"
-        self._say(f"{self._which(outcome.point)} {took}{f': {told}' if told else ''}{expected}")
+        self._say(f"{self._which(outcome.point)} {took}{f': {detail}' if detail else ''}{expected}")
 
     def note(self, point: Point, text: str) -> None:
         """Something else about a point."""
@@ -205,11 +205,15 @@ def _bind_to_parent() -> Callable[[], object] | None:
 
 
 def _reason(log: Path, start: int) -> str:
-    """Why a run ended, as it said last; of what others say, the last line."""
+    """Return why a run ended: its own last message, or else the last line of its output."""
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(start, size - _READ))
         lines = file.read().decode("utf-8", "replace").splitlines()
     ours = [line.removeprefix(OURS) for line in lines if line.startswith(OURS)]
-    said = (ours or [line.strip() for line in lines if line.strip()] or ["it said nothing"])[-1]
-    return printable(said if len(said) <= _LONGEST_REASON else f"{said[: _LONGEST_REASON - 3]}...")
+    reason = (ours or [line.strip() for line in lines if line.strip()] or ["it printed nothing"])[
+        -1
+    ]
+    return printable(
+        reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 3]}..."
+    )

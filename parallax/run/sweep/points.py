@@ -63,9 +63,9 @@ class Point:
         text = "_".join(words) or "point"
         if _NO_WONDER.fullmatch(text) and len(text) <= _LONGEST_NAME:
             return text
-        said = "\0".join(f"{key}={value}" for key, value in sorted(self.swept.items()))
+        swept = "\0".join(f"{key}={value}" for key, value in sorted(self.swept.items()))
         plain = re.sub(r"[^A-Za-z0-9._]+", "-", text)[: _LONGEST_NAME - 7].strip("-.") or "point"
-        return f"{plain}-{hashlib.sha256(said.encode()).hexdigest()[:6]}"
+        return f"{plain}-{hashlib.sha256(swept.encode()).hexdigest()[:6]}"
 
     @property
     def words(self) -> str:

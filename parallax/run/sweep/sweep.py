@@ -42,7 +42,7 @@ from parallax.run.sweep.points import (
 )
 from parallax.run.sweep.results import read_results
 
-_LOOK_SECONDS = 1.0  # between two looks at what other processes have written
+_POLL_SECONDS = 1.0  # between two reads of the points' results
 _SHOWN = 6  # points that the last line lists
 
 
@@ -158,9 +158,9 @@ def _watching(
     ended, names = threading.Event(), {point.name for point in left}
     before = outcomes(folder)
 
-    def look() -> None:
+    def poll() -> None:
         while True:
-            last = ended.wait(_LOOK_SECONDS)
+            last = ended.wait(_POLL_SECONDS)
             for name, outcome in outcomes(folder).items():
                 if before.get(name) == outcome or (names and name not in names):
                     continue
@@ -172,7 +172,7 @@ def _watching(
             if last:
                 return
 
-    thread = threading.Thread(target=look, name="parallax-sweep", daemon=True)
+    thread = threading.Thread(target=poll, name="parallax-sweep", daemon=True)
     thread.start()
     try:
         yield

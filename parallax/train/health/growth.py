@@ -63,7 +63,7 @@ def rise(points: Sequence[tuple[int, float]]) -> float:
     return whole if lasts and lines[-1].slope >= STEADY * lines[0].slope else 0.0
 
 
-class GrowthJudge:
+class GrowthDetector:
     """Judges one series. ``suspects``: the series has grown for a while, perhaps as a cache that fills."""
 
     def __init__(self) -> None:

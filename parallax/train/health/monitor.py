@@ -25,7 +25,7 @@ class HealthMonitor:
 
     def __init__(self, engine: Engine) -> None:
         self._mesh = engine.mesh
-        self._judge = StragglerJudge(engine.plan)
+        self._detector = StragglerJudge(engine.plan)
         self._alarm = MemoryAlarm(
             engine.tier_bytes, engine.mesh.device, engine.mesh.nodes.local_count
         )
@@ -52,7 +52,7 @@ class HealthMonitor:
         self._busy = self._own_seconds(busy_seconds(result.spans), on_demand)
         self._input_seconds, self._seconds = self._fetching + on_demand, result.seconds
         self._alarm.mark(STEP)
-        self._growth = self._alarm.look()
+        self._growth = self._alarm.find_growth()
 
     def _own_seconds(self, busy: float, on_demand: float) -> float:
         """Return the seconds that this rank computed; 0 if unknown. An accelerator's spans are measured on the device,
@@ -76,9 +76,9 @@ class HealthMonitor:
         step = self._seconds + self._fetching
         self.input_share = min(1.0, max(waited) / step) if step > 0 else 0.0
         self._waited, self._total = self._waited + max(waited), self._total + step
-        slow = [] if saving else self._judge.add(self._seconds, busy)
+        slow = [] if saving else self._detector.add(self._seconds, busy)
         found = [
-            self._judge.straggler(rank, factor, self._mesh.nodes.name(rank))
+            self._detector.straggler(rank, factor, self._mesh.nodes.name(rank))
             for rank, factor in slow
         ]
         self.stragglers += found
@@ -104,6 +104,6 @@ class HealthMonitor:
 
     def _tell_growth(self) -> list[str]:
         mine = str(self._growth) if self._growth is not None else ""
-        told = self._mesh.all_gather_object(mine)
+        messages = self._mesh.all_gather_object(mine)
         self._growth = None
-        return [f"rank {rank}: {words}" for rank, words in enumerate(told) if words]
+        return [f"rank {rank}: {message}" for rank, message in enumerate(messages) if message]

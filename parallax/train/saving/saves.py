@@ -79,8 +79,8 @@ class Saves:
             self.finish(logger, next_step=step)
             if step != self._saved:
                 known = {k: v for k, v in metrics.items() if v is not None}
-                told = {"state": state, "metrics": known}
-                self._engine.saving.begin(self._directory, step, told, self._retention)
+                saved = {"state": state, "metrics": known}
+                self._engine.saving.begin(self._directory, step, saved, self._retention)
                 self._saved, self._saves_none = step, False
             if last or not self._config.asynchronous:
                 self.finish(logger)

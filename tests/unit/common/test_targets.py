@@ -83,7 +83,7 @@ def with_bias(biased):
 def mistaken(biased):
     return with_bias(biased)
 
-def mistaken_below(**kwargs):
+def mistaken_later(**kwargs):
     return without(kwargs["width"])
 
 def without(wide):
@@ -146,7 +146,7 @@ def test_a_keyword_that_is_handed_on_and_on() -> None:
 
 
 def test_a_keyword_of_somebody_elses_is_a_mistake_of_theirs() -> None:
-    for target, kwargs in (("mistaken", {"biased": True}), ("mistaken_below", {"width": 3})):
+    for target, kwargs in (("mistaken", {"biased": True}), ("mistaken_later", {"width": 3})):
         with pytest.raises(TypeError, match="unexpected keyword argument"):
             call_target("model", f"own_targets:{target}", kwargs)
 

@@ -22,7 +22,7 @@ from tests.alone import alone
 
 
 class Loop:
-    """A loop of which nearly all is below; one graph waits for its backward."""
+    """A loop of which nearly all is offloaded; one graph waits for its backward."""
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)

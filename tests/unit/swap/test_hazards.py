@@ -109,7 +109,7 @@ def run(net: Net, x: Tensor, manager: SwapManager | None) -> Tensor:
         return net(x)
     with offloading(manager, everything(*net.parameters()), 0):
         found = net(x)
-    settle(manager, 0.01)  # all of it is below, except what another graph has in use
+    settle(manager, 0.01)  # all of it is offloaded, except what another graph has in use
     return found
 
 

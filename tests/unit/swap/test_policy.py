@@ -102,7 +102,7 @@ def test_what_is_kept_makes_room_for_what_is_needed_sooner() -> None:
     first = add(manager, 501, 502, 503, micro=0)
     later = add(manager, 400, micro=1)
     store.finish(9)
-    manager.fetch(0)  # 501 and 502 are below
+    manager.fetch(0)  # 501 and 502 are offloaded
     store.finish(9)
     assert "write 400" in store.log
     use(manager, first)

@@ -141,7 +141,7 @@ def swap_files() -> list[int]:
 
 @pytest.mark.slow
 def test_random_lengths_for_hundreds_of_steps(scratch: Path) -> None:
-    """States are always below and some graphs outlive their step, so the line never begins anew."""
+    """States are always offloaded and some graphs outlive their step, so the line never restarts."""
     torch.manual_seed(0)
     model, lengths = Sequences(), random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,4 +1,4 @@
-"""States that are below the device: copied, saved, read, edited and held on to, as without a scope."""
+"""Offloaded optimizer states: copied, saved, read, edited and held on to, as without a scope."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def tight(scratch: Path) -> Callable[..., Swapping]:
     return make
 
 
-def below(optimizer: Optimizer) -> int:
+def offloaded_states(optimizer: Optimizer) -> int:
     return sum(isinstance(state, OffloadedStates) for state in optimizer.state.values())
 
 
@@ -86,15 +86,15 @@ def test_a_copy_is_an_ordinary_optimizer(
     optimizer = adam(model)
     with tight(model, optimizer):
         losses = [steps(model, optimizer)]
-        assert below(optimizer) > 2
+        assert offloaded_states(optimizer) > 2
         found, twin = copied((model, optimizer))
-        assert below(optimizer) > 2
-        assert not below(twin)
+        assert offloaded_states(optimizer) > 2
+        assert not offloaded_states(twin)
         assert all(type(state) is dict for state in twin.state.values())
         assert_equal(twin.state_dict(), optimizer.state_dict())
         assert [*twin.state] == [*found.parameters()]
         inside = steps(found, twin, seed=2)
-        assert not below(twin)
+        assert not offloaded_states(twin)
         losses.append(steps(model, optimizer, seed=2))
     assert losses == expected
     assert inside == expected[1]
@@ -286,9 +286,9 @@ def test_who_holds_a_state_sees_it_change(
         assert steps(model, optimizer) == steps(other, same)
         assert torch.equal(tensor(kept), same.state[twin]["exp_avg"].view(-1))
         kept = None
-        before = below(optimizer)
+        before = offloaded_states(optimizer)
         assert steps(model, optimizer) == steps(other, same)
-        assert below(optimizer) >= before
+        assert offloaded_states(optimizer) >= before
     assert swapping.states[0].bytes_out > 0
     assert_equal(optimizer.state_dict(), same.state_dict())
 

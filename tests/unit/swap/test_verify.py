@@ -97,7 +97,7 @@ def churn(manager: SwapManager, seed: int) -> None:
         data = torch.randint(0, 256, (pages * PAGE,), dtype=torch.uint8, generator=bytes_of)
         return manager.save(data, 0)[0]
 
-    # One dies while it is written, the next takes its place below, a third drives it out.
+    # One dies while it is written, the next takes its slot in the tier, a third drives it out.
     for _ in range(4):
         add(3)
         second, third = add(3), add(3)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from parallax.train.health.growth import WINDOW, GrowthJudge, line
+from parallax.train.health.growth import WINDOW, GrowthDetector, line
 
 MIB = 2**20
 Curve = Callable[[int, random.Random], float]
@@ -16,7 +16,7 @@ Curve = Callable[[int, random.Random], float]
 
 def judged(curve: Curve, steps: int, free: float = math.inf) -> tuple[int, float]:
     """The step at which a curve is found to rise, and by how much; 0 where it never is."""
-    judge, chance = GrowthJudge(), random.Random(1)
+    judge, chance = GrowthDetector(), random.Random(1)
     for step in range(1, steps + 1):
         if found := judge.add(step, curve(step, chance), lambda: free):
             return step, found

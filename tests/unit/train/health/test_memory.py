@@ -36,7 +36,7 @@ class Host:
                 self.used += self.growing.get(part, 0)
                 alarm.mark(part)
             each()
-            if growth := alarm.look():
+            if growth := alarm.find_growth():
                 found.append(growth)
         return found
 
