@@ -82,15 +82,15 @@ def _main(arguments: Sequence[str] | None) -> int:
     try:
         code: int = parsed.call(parsed)
         if sys.stdout is not None:  # None: the caller has closed it
-            sys.stdout.flush()  # here, where it can be said that there is no room
+            sys.stdout.flush()  # here, where a full disk can still be reported
         return code
     except BaseException as error:  # also a call of exit() in what the user's own functions do
         # rich makes SystemExit of a broken pipe.
         pipe = error.__context__ if isinstance(error, SystemExit) else None
-        return _said(pipe if isinstance(pipe, BrokenPipeError) else error)
+        return _report_error(pipe if isinstance(pipe, BrokenPipeError) else error)
 
 
-def _said(error: BaseException) -> int:
+def _report_error(error: BaseException) -> int:
     """Print why the command failed; return the exit code."""
     if under_torchrun():
         from parallax.runtime.failure.exit_report import report_and_exit
@@ -152,9 +152,9 @@ def _give_up_output() -> bool:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
         return True
     return False
 

@@ -52,7 +52,7 @@ def test_bytes_that_are_no_whole_number_fit_their_swap_limit() -> None:
 
 
 # Gaps between tensors are a share of the limit, rounded up. The limit that was taken out of the budget was a byte over,
-# and refused, or a byte short, and then there was no room to read ahead.
+# and refused, or a byte short, and then no memory was free to prefetch.
 def test_a_swap_limit_fills_its_budget_to_the_byte() -> None:
     model = profile([block(moved=1000)])
     for memory in range(2990, 3020):

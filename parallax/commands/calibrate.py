@@ -11,12 +11,12 @@ from pathlib import Path
 
 from parallax.commands.options import (
     RUNS,
+    add_class_paths,
     add_json,
-    add_words,
+    class_paths_of,
     console_of,
     print_json,
     trusting,
-    words_of,
 )
 from parallax.common.units import format_seconds
 from parallax.run.feedback import CALIBRATED, correct
@@ -33,7 +33,7 @@ EXAMPLES = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run, or its name")
-    add_words(parser)
+    add_class_paths(parser)
     add_json(parser)
 
 
@@ -42,7 +42,7 @@ def run(parsed: argparse.Namespace) -> int:
     console = console_of(parsed)
     directory = parsed.run if parsed.run.is_dir() else RUNS / parsed.run
     with working(console, "calibrating") as work:
-        found = PreparedRun.read(directory, trusting(words_of(parsed)))
+        found = PreparedRun.read(directory, trusting(class_paths_of(parsed)))
         work.limit(found.config.trainer)
         corrected = correct(found.directory, found.config, found.plan, work)
     if parsed.json:

@@ -10,14 +10,14 @@ from typing import Any
 from rich.console import RenderableType
 
 from parallax.commands.options import (
+    add_class_paths,
     add_json,
     add_plan,
-    add_words,
+    class_paths_of,
     console_of,
     know_schedule,
     plan_file,
     print_json,
-    words_of,
     writing,
 )
 from parallax.common.documents import DOCUMENT_BYTES, read_json
@@ -42,7 +42,7 @@ EXAMPLES = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_plan(parser)
-    add_words(parser)
+    add_class_paths(parser)
     parser.add_argument(
         "--png", type=Path, metavar="FILE", help="draw how full a run's swap was over its last step"
     )
@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Run the command; return the exit code."""
     console, plan = console_of(parsed), Plan.load(plan_file(parsed.plan))
-    if words := words_of(parsed):  # nothing below needs the schedule itself
-        plan = know_schedule(plan, plan_file(parsed.plan), words)
+    if class_paths := class_paths_of(parsed):  # without them the schedule itself is not needed
+        plan = know_schedule(plan, plan_file(parsed.plan), class_paths)
     lines = explain(plan, explain_figures(_profile_of(plan_file(parsed.plan))))
     directory = plan_file(parsed.plan).parent
     ranks, reason = _swapped(directory)

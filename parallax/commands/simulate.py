@@ -8,14 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from parallax.commands.options import (
+    add_class_paths,
     add_json,
     add_plan,
-    add_words,
+    class_paths_of,
     console_of,
     plan_file,
     print_json,
     read_plan,
-    words_of,
     writing,
 )
 from parallax.common.events import Span
@@ -39,7 +39,7 @@ EXAMPLES = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_plan(parser)
-    add_words(parser)
+    add_class_paths(parser)
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the timeline as a Chrome trace (Perfetto)"
     )
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Run the command; return the exit code."""
     console = console_of(parsed)
-    plan, inputs = read_plan(parsed.plan, words_of(parsed))
+    plan, inputs = read_plan(parsed.plan, class_paths_of(parsed))
     with console.status(f"simulating {plan.world_size} rank(s)"):
         forecast = predict(inputs.profile, inputs.cluster, plan)
     if parsed.trace is not None:

@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from parallax.commands.options import add_overrides, trusting, words_of
+from parallax.commands.options import add_overrides, class_paths_of, trusting
 from parallax.common.lock import locked
 from parallax.common.signals import handling_requests, interrupt, under_torchrun
 from parallax.common.terminal import safe_console
@@ -77,8 +77,8 @@ def run(parsed: argparse.Namespace) -> int:
     if under_torchrun():
         return run_rank(parsed.overrides, parsed.run_dir, trusts)
     check_interfaces()
-    if words := leftover_warning():
-        print(f"parallax: {words}", file=sys.stderr)
+    if warning := leftover_warning():
+        print(f"parallax: {warning}", file=sys.stderr)
     with ExitStack() as held:
         if parsed.run_dir is None:
             with handling_requests(interrupt):
@@ -125,4 +125,4 @@ def _trusts(parsed: argparse.Namespace) -> Trusts:
             raise ConfigError(
                 f"{printable(word)}: --run-dir is prepared already; leave out one of them"
             )
-    return trusting(words_of(parsed))
+    return trusting(class_paths_of(parsed))

@@ -18,8 +18,8 @@ from parallax.machine.variables import unset_hint
 from parallax.nodes.meeting import OpenMeeting, ask
 
 TIMEOUT = datetime.timedelta(minutes=10)  # of an operation on any group
-JOIN_SECONDS = 300.0  # for all ranks to come
-NOTE_SECONDS = 10.0  # after which who waits says for whom
+JOIN_SECONDS = 300.0  # for all ranks to join
+NOTE_SECONDS = 10.0  # after which the missing ranks are named
 _POLL_SECONDS = 0.05
 _JOIN = "PARALLAX_JOIN_SECONDS"
 _NAMED = 5  # ranks that a message names
@@ -83,7 +83,7 @@ def join_seconds() -> float:
 
 def _network_store() -> tuple[Any, Callable[[], object], int, int]:
     """Return torch's store at MASTER_ADDR, the work to do there until all ranks have come, this rank and the number of
-    ranks. Until rank 0 is there nobody can list the missing ranks, so the others name rank 0. torch alone waits
+    ranks. Until rank 0 has joined no rank can list the missing ones, so the others name rank 0. torch alone waits
     without a message, and forever where another program listens at the port."""
     limit = join_seconds()
     rank, size = (os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE"))

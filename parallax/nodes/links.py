@@ -231,11 +231,11 @@ def clock_offset(nodes: Nodes) -> float:
                 dist.recv(clock, leader)
                 dist.send(clock.fill_(time.perf_counter()), leader)
                 continue
-            asked = time.perf_counter()
+            sent = time.perf_counter()
             dist.send(clock, 0)
             dist.recv(clock, 0)
             answered = time.perf_counter()
-            if answered - asked < soonest:
-                soonest, found = answered - asked, float(clock) - (asked + answered) / 2
+            if answered - sent < soonest:
+                soonest, found = answered - sent, float(clock) - (sent + answered) / 2
     offsets = all_gather_result(lambda: found)
     return offsets[nodes.first(nodes.mine)]

@@ -20,7 +20,7 @@ from parallax.nodes.together import all_gather_result, broadcast_result, rank_an
 _SEEN_SECONDS = 2.0  # in which a network's file system shows what another host has written
 _POLL_SECONDS = 0.05
 _MARK = ".seen-"
-_OLD_SECONDS = 3600.0  # of a mark that nobody looks for any more
+_OLD_SECONDS = 3600.0  # after which a marker file is left over from a killed process
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ def estimate_table(found: Estimate) -> RenderableType:
     sums = (sum(found.keep.values()), sum(found.recompute.values()))
     terms.add_row("sum", *map(format_bytes, sums), style="bold")
     pipelines = Text(
-        f"bytes of the fullest stage under {found.schedule}, blocks cut so that it needs the least:"
+        f"bytes of the fullest stage under {found.schedule}, partitioned so that it needs the least:"
     )
     stages = _table("stages")
     for need in found.pipelines:

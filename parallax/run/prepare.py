@@ -87,7 +87,7 @@ def prepare(
         if found.changed is not None:
             changed = f", but {'; '.join(found.changed)}" if found.changed else ""
             console.print(
-                f"{directory} goes on with its own settings{changed}", highlight=False, markup=False
+                f"{directory} resumes with its own settings{changed}", highlight=False, markup=False
             )
             if found.rate:
                 console.print(found.rate, highlight=False, markup=False, soft_wrap=True)

@@ -207,8 +207,7 @@ class PendingSaves:
         return save.final
 
     def _superseded(self, directory: Path, retention: Retention, step: int) -> list[int]:
-        """Return the steps whose checkpoints may be removed after that of ``step``, and drop them from the held
-        ones."""
+        """Return the steps whose checkpoints the checkpoint of ``step`` supersedes, and forget these steps."""
         held = self._held_in(directory, retention, step)
         gone = retention.superseded(held, step)
         for each in gone:
@@ -216,13 +215,13 @@ class PendingSaves:
         return gone
 
     def _held_in(self, directory: Path, retention: Retention, step: int) -> dict[int, float | None]:
-        """Return the steps of which every node has a checkpoint → their metric."""
+        """Return the metric of each step whose checkpoint is on every node."""
         if directory not in self._held:
-            judged = retention.best > 0
+            has_metric = retention.best > 0
 
             def read() -> dict[int, float | None]:
                 return {
-                    each: _metric(retention, checkpoint.read_metrics(path) if judged else {})
+                    each: _metric(retention, checkpoint.read_metrics(path) if has_metric else {})
                     for path in checkpoint.list_checkpoints(directory)
                     if (each := checkpoint.step_of(path)) is not None
                 }

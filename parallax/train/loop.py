@@ -337,7 +337,7 @@ class _Run:
         messages = self._health.agree(columns, saving=any(columns["saving_progress"]))
         self._stopping.agree(columns)
         if any(columns["unwritten"]):
-            self._tell_unwritten(logger)
+            self._report_unwritten(logger)
         peaks, stalls = columns["peak_bytes"], columns["stall_seconds"]
         offloaded, fetched = sum(columns["offloaded_bytes"]), sum(columns["fetched_bytes"])
         swapping = sum(columns["swap_limit_bytes"]) + offloaded + fetched > 0
@@ -369,7 +369,7 @@ class _Run:
             logger.note(f"step {line.step}{message}")
         self._saves.advance(logger, columns)
 
-    def _tell_unwritten(self, logger: RankZeroLogger) -> None:
+    def _report_unwritten(self, logger: RankZeroLogger) -> None:
         for rank, lines in enumerate(self._mesh.all_gather_object(self._unwritten.news())):
             for line in lines:
                 logger.note(f"rank {rank} {line}; training continues without it")

@@ -289,7 +289,7 @@ def test_an_option_does_not_accept_the_keys_of_another() -> None:
 
 
 def test_errors_of_keys_are_told_to_other_ranks_by_their_message() -> None:
-    """Ranks under torchrun raise the first one's error anew, from its class and text."""
+    """Ranks under torchrun raise the first rank's error, rebuilt from its class and text."""
     with pytest.raises(ConfigError) as caught:
         compose(["trainer.stps=3"])
     assert str(type(caught.value)(str(caught.value))) == str(caught.value)

@@ -228,7 +228,7 @@ def test_peft_loads_the_adapters_of_a_checkpoint(pool: Pool, tmp_path: Path) -> 
 
 
 def planned(case: Case, memory: int) -> Plan:
-    """The plan for one device with so much memory, beside a host with room for everything."""
+    """Return the plan for one device of this memory, and a host whose memory holds everything."""
     chain = case.chain()
     batch = case.batches()[0]
     work = count(

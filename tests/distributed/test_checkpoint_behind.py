@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: equal to those it waits for, and never half a checkpoint."""
+"""Checkpoints written while training continues equal those that training waits for, and are never incomplete."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ def test_the_same_as_one_that_is_waited_for(pool: Pool, tmp_path: Path, kind: st
 
 
 def named_by_one_exchange(folder: Path) -> tuple[list[str], list[int]]:
-    """The checkpoints that a start would find when ranks have told each other once that all is written, and the steps
-    in the index of the last."""
+    """The checkpoints that a start would find when the ranks have exchanged once that everything is written, and the
+    steps in the index of the last."""
     case = CASE.under((1, 2))
     engine = case.engine(folder / "scratch")
     engine.step(case.batches()[0])
@@ -170,17 +170,17 @@ def named_by_one_exchange(folder: Path) -> tuple[list[str], list[int]]:
     engine.saving.pending._save.naming.result(30)
     engine.mesh.barrier()
     found = list_checkpoints(folder)
-    told = [path.name for path in found], [CheckpointReader(path).step for path in found]
+    reported = [path.name for path in found], [CheckpointReader(path).step for path in found]
     engine.mesh.barrier()
     engine.saving.pending.finish()
     engine.close()
-    return told
+    return reported
 
 
 def test_a_checkpoint_counts_from_the_first_exchange_after_its_last_byte(
     pool: Pool, tmp_path: Path
 ) -> None:
-    """Only what is said of it, and the removal of older ones, waits for the next."""
+    """Only its message, and the removal of older checkpoints, wait for the next step."""
     assert pool.run(named_by_one_exchange, 3, tmp_path) == [([checkpoint_name(1)], [1])] * 3
 
 
@@ -188,9 +188,9 @@ def test_a_checkpoint_counts_from_the_first_exchange_after_its_last_byte(
 
 
 def failing_behind(case: Case, folder: Path, how: str, rank: int) -> tuple[list[str], list[str]]:
-    """What each rank is told where ``rank`` cannot write, or writes what is no number, and what is left; the engine
-    goes on."""
-    engine, plain, told = case.engine(folder / "scratch"), writing.write_file, list[str]()
+    """Return the error of each rank if ``rank`` cannot write, or writes NaN, and the files that are left; the engine
+    continues."""
+    engine, plain, reported = case.engine(folder / "scratch"), writing.write_file, list[str]()
     engine.step(case.batches()[0])
     engine.save(folder, STATE)
     engine.step(case.batches()[1])
@@ -209,7 +209,7 @@ def failing_behind(case: Case, folder: Path, how: str, rank: int) -> tuple[list[
         while path is None:
             path = engine.saving.pending.advance(progresses(engine))
     except (CheckpointError, NonFiniteError) as error:
-        told.append(f"{type(error).__name__}: {error}")
+        reported.append(f"{type(error).__name__}: {error}")
     finally:
         writing.write_file = plain
     engine.mesh.barrier()
@@ -220,7 +220,7 @@ def failing_behind(case: Case, folder: Path, how: str, rank: int) -> tuple[list[
         engine.save(folder, STATE)
         assert list_checkpoints(folder)[-1].name == checkpoint_name(2)
     engine.close()
-    return told, left
+    return reported, left
 
 
 @pytest.mark.parametrize(("how", "rank"), [("disk", 0), ("disk", 2), ("nan", 1)])
@@ -228,7 +228,7 @@ def test_all_ranks_learn_what_failed_behind(
     pool: Pool, tmp_path: Path, how: str, rank: int
 ) -> None:
     found = pool.run(failing_behind, 3, CASE.under((1, 2)), tmp_path, how, rank)
-    ((line,),) = {tuple(told) for told, _ in found}
+    ((line,),) = {tuple(reported) for reported, _ in found}
     assert ("No space left on device" if how == "disk" else "holds nan") in line
     assert f"stage-0{min(rank, 1)}" in line or how == "nan"
     assert "\n" not in line
@@ -254,7 +254,7 @@ def test_an_engine_that_is_closed_leaves_no_half_checkpoint(pool: Pool, tmp_path
 
 
 def short_of_memory(folder: Path) -> tuple[bool, int]:
-    """Whether a checkpoint is the same where there is room for one small buffer, and the most that was held."""
+    """Return whether a checkpoint is equal with memory for one small buffer only, and the most bytes held."""
     engine = replace(SINGLE, factory=of_many_buckets).under((1,)).engine(folder)
     engine.step(SINGLE.batches()[0])
     waited = engine.save(folder / "waited", STATE)
@@ -282,7 +282,7 @@ def short_of_memory(folder: Path) -> tuple[bool, int]:
 
 
 def test_little_memory_takes_time_instead(pool: Pool, tmp_path: Path) -> None:
-    """A tensor that is larger than the room is held alone."""
+    """A tensor larger than the free memory is held alone."""
     ((same, most),) = pool.run(short_of_memory, 1, tmp_path)
     assert same
     assert most <= 1024 * 1024 * 4 + 2**16

@@ -1,4 +1,4 @@
-"""Ranks that are started again meet in a store that has all that those before them said."""
+"""Restarted ranks join in a store that still has the entries of their predecessors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LATE_SECONDS = 1.0
 
 
 def rank(connection: Connection, number: int, told: int, variables: dict[str, str]) -> None:
-    """What the ranks told, summed up by torch; or why they have not met."""
+    """Return the sum of the ranks' numbers by torch, or why the ranks have not joined."""
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "RANK": str(number),
@@ -44,7 +44,7 @@ def rank(connection: Connection, number: int, told: int, variables: dict[str, st
 def answers(
     told: int, port: int, size: int = 2, late: int | None = None, **variables: str
 ) -> set[Any]:
-    """Of all ranks, before they are killed; ``late`` comes when the others have had time to go on without it."""
+    """Of all ranks, before they are killed; ``late`` joins when the others have had time to continue without it."""
     where = {"MASTER_PORT": str(port), "WORLD_SIZE": str(size), **variables}
     with ExitStack() as stack:
         ranks = []

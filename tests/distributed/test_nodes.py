@@ -1,4 +1,4 @@
-"""Several hosts as one, with processes of this one that are told to be on others, each in a folder of its own."""
+"""Several hosts as one, simulated by processes of this host, each in a folder of its own."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ def refusing() -> tuple[str, str]:
         if dist.get_rank() == 1:
             raise ConfigError("of rank 1")
 
-    told = []
+    reported = []
     for call in (lambda: all_gather_result(second), lambda: broadcast_result(second)):
         try:
             call()
-            told.append("")
+            reported.append("")
         except ConfigError as error:
-            told.append(str(error))
-    return told[0], told[1]
+            reported.append(str(error))
+    return reported[0], reported[1]
 
 
 def probed() -> tuple[float, float, float, bool]:
@@ -213,9 +213,9 @@ def test_a_directory_is_shared_where_all_see_the_same_file(pool: Pool, tmp_path:
 
 
 def test_a_node_that_cannot_write_is_named_on_all(pool: Pool, tmp_path: Path) -> None:
-    told = pool.run(there, 2, ["x", "y"], tmp_path, unwritable, Path("runs/one"))
-    assert told[0] == told[1]
-    assert told[0].startswith("cannot write runs/one on node")
+    reported = pool.run(there, 2, ["x", "y"], tmp_path, unwritable, Path("runs/one"))
+    assert reported[0] == reported[1]
+    assert reported[0].startswith("cannot write runs/one on node")
 
 
 def test_the_error_of_one_is_that_of_all(pool: Pool) -> None:

@@ -124,7 +124,7 @@ def stepping(setting: Setting, first: int, last: int, saved: Saved | None, shard
 
 
 def collected(outcomes: Sequence[Outcome]) -> Saved:
-    """As a checkpoint has it: the first replica's weights, and states from whoever knows them."""
+    """As a checkpoint has it: the first replica's weights, and each state from the replica that holds it."""
     found: Saved = []
     for index, weight in enumerate(outcomes[0].weights):
         writers = [o for replica, o in enumerate(outcomes) if replica == 0 or o.alone[index]]

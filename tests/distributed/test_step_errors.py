@@ -1,5 +1,5 @@
-"""A block that raises in the middle of a step: its rank says where, the others go on as soon as that rank gives up,
-and the same processes can start anew."""
+"""A block that raises in the middle of a step: its rank reports it, the others continue as soon as that rank gives up,
+and the same processes can restart."""
 
 from __future__ import annotations
 

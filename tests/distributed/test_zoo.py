@@ -35,8 +35,8 @@ TROUBLE = (Result.DIFFERENT, Result.CRASH, Result.NAN)
 def judged(jobs: Iterable[tuple[str, int]]) -> list[Verdict]:
     """Models by name, each in one of the ways; 0 is the usual one."""
     known = entries()
-    ways = (USUAL, *WAYS)
-    return list(judge_all(Job(name, known[name], ways[way]) for name, way in jobs))
+    variants = (USUAL, *WAYS)
+    return list(judge_all(Job(name, known[name], variants[way]) for name, way in jobs))
 
 
 @pytest.fixture(scope="module")

@@ -80,14 +80,14 @@ def test_wrong_input_under_torchrun_is_said_once(here: Path) -> None:
 def test_a_rank_that_cannot_begin_is_not_started_again(here: Path) -> None:
     """Torchrun would try all its restarts, and let every host of an elastic run join each of them."""
     (here / "logs/0").mkdir(parents=True)
-    told = {
+    environment = {
         "TORCHELASTIC_RUN_ID": "ours",
         "TORCHELASTIC_MAX_RESTARTS": "100",
         "TORCHELASTIC_ERROR_FILE": str(here / "logs/0/0/error.json"),
         "LOCAL_RANK": "0",
     }
     torchrun = "trap 'echo asked to end' TERM; \"$@\"; echo $?"
-    process = start(["bash", "-c", torchrun, "bash", *MODULE, "train", "--nonsense"], **told)
+    process = start(["bash", "-c", torchrun, "bash", *MODULE, "train", "--nonsense"], **environment)
     _, out, err = finish(process)
     assert out.split() == ["asked", "to", "end", "2"]
     assert "unrecognized arguments: --nonsense" in one_line(err)

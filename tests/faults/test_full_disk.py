@@ -1,4 +1,4 @@
-"""A disk that is full or may not be written: a run goes on without its logs, and keeps its last checkpoint."""
+"""A disk that is full or may not be written: a run continues without its logs, and keeps its last checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``parallax import``: what was exported, or trained elsewhere, goes on as if it had never been away; mistakes are one
+"""``parallax import``: exported weights, or those trained elsewhere, resume exactly; mistakes are one
 line, and leave nothing."""
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def test_there_and_back_goes_on_alike(
         assert train(Path("runs/other"), 2) == train(run, 2)
     else:
         assert after.keys() == weights
-        # The weights are those of the next step's forward; states begin anew.
+        # The weights are those of the next step's forward; states start from zero.
         assert train(Path("runs/other"), 1) == train(run, 1)
 
 

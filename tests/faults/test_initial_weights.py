@@ -61,7 +61,7 @@ def sample() -> dict[str, Tensor]:
 
 @pytest.fixture
 def begun(here: Path, called: Called) -> Callable[..., str]:
-    """What is said of a run that begins with such weights."""
+    """Return the error of a run that starts from such weights."""
     (here / "begins.py").write_text(MODULE)
 
     def run(held: dict[str, Tensor], kind: str = "") -> str:

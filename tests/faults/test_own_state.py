@@ -1,4 +1,4 @@
-"""What a source of rows keeps in checkpoints: it goes on from there exactly, or is told at once that it could not."""
+"""A data source's state in checkpoints: it resumes from it exactly, or is refused before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sweeps as commands: what is refused before anything starts, what one failure ends, how they stop and go on."""
+"""Sweeps as commands: what is refused before anything starts, what one failure ends, how they stop and resume."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_a_sweep_that_is_interrupted_goes_on(half: Path, number: int) -> None:
     assert line.startswith(
         f"parallax: stopped by {name} after 1 of 2 points, in seed-2: after step"
     )
-    assert line.endswith("the same command with name=s goes on")
+    assert line.endswith("the same command with name=s resumes the sweep")
     assert not running(half)
     code, out, err = call(*SWEEP)
     assert (code, err) == (0, "")

@@ -103,15 +103,17 @@ def test_rows_that_meet_in_the_model_have_one_way_out(called: Called) -> None:
     code, _, err = called("train", *OWN, *SMALL, model, *cut)
     assert code == 2
     line = one_line(err)
-    assert line.startswith("parallax: rows of a batch meet in the model, and the plan has 4 micro")
+    assert line.startswith(
+        "parallax: rows of a batch interact in the model, and the plan has 4 micro"
+    )
     assert (
         "use trainer.microbatch=8 plan.replicas=1, or let the model return a value for each" in line
     )
 
 
 def test_a_schedule_without_all_forwards_first_is_one_line(called: Called) -> None:
-    asked = "trainer.gather_loss=true", "plan.schedule=1f1b", "model.target=checked:Contrastive"
-    code, _, err = called("train", *OWN, *SMALL, *asked)
+    requested = "trainer.gather_loss=true", "plan.schedule=1f1b", "model.target=checked:Contrastive"
+    code, _, err = called("train", *OWN, *SMALL, *requested)
     assert code == 2
     assert "use plan.schedule=gpipe, or trainer.microbatch=8" in one_line(err)
 

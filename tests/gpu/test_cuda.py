@@ -128,7 +128,7 @@ def test_blocks_are_measured_on_the_device(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_refused_pinning_is_no_failure_of_the_next_kernel() -> None:
-    """The runtime keeps what it refused until somebody asks; that was whoever launched next."""
+    """CUDA keeps an error until the next call reads it, which was an unrelated launch."""
     pinned = torch.ones(2 * MIB, dtype=torch.uint8).pin_memory()
     assert pin(torch.cuda.cudart(), pinned.data_ptr(), MIB)
     assert torch.arange(8, device="cuda").sum().item() == 28

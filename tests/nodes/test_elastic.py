@@ -1,4 +1,4 @@
-"""Elastic runs over two hosts: one is lost, comes back, is cut off; the others go on, and no step is lost."""
+"""Elastic runs over two hosts: one is lost, returns, or is partitioned; the others continue, and no step is lost."""
 
 from __future__ import annotations
 
@@ -119,10 +119,10 @@ def test_a_lost_host_is_done_without_and_comes_back(
 def test_a_host_that_is_asked_to_end_is_done_without(
     hosts: TwoHosts, line: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """As a batch system takes one back: all save, its ranks end, and the other host goes on from there."""
+    """As when a batch system reclaims a host: all save, its ranks end, and the other host resumes from there."""
     begin(hosts, line)
-    asked = hosts.started[-1]
-    asked.send_signal(signal.SIGTERM)
+    requested = hosts.started[-1]
+    requested.send_signal(signal.SIGTERM)
     wait_for(lambda: restarts(hosts.a) == 1, hosts, SOON)
     assert stages(hosts.a) == [1]
     assert not ranks(hosts.b)

@@ -54,7 +54,7 @@ def output(host: Host) -> str:
 
 
 def said(host: Host) -> list[str]:
-    """What Parallax said of its end."""
+    """Return Parallax's messages about its end."""
     return [line for line in output(host).splitlines() if line.startswith("parallax:")]
 
 

@@ -48,7 +48,7 @@ class _Stepped(NamedTuple):
         return [self.host.states(p) for p in self.mine.parameters()]
 
     def clear_gradients(self) -> None:
-        """Of ``mine``, which may still be going down if nobody has waited."""
+        """Of ``mine``, which may still be copied to the host."""
         for p in self.mine.parameters():
             if p.grad is not None:
                 p.grad.zero_()
@@ -103,7 +103,8 @@ def states_asked_for(bucket_bytes: int) -> None:
 
 
 def states_set_back(bucket_bytes: int) -> None:
-    """While gradients go down, or new weights come up: the step, or all, is forgotten, and training goes on."""
+    """While gradients are offloaded, or new weights are uploaded: the step, or everything, is dropped, and training
+    continues."""
     with _states_in_files(bucket_bytes) as both:
         both.step()
         known, theirs = both.states(), copy.deepcopy(both.theirs.state_dict())

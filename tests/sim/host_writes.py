@@ -1,5 +1,5 @@
-"""Where the package's own threads write to pinned memory, which the simulated accelerator cannot see: it is told, so
-that it names copies up that may still read there. Importing this tells it from then on."""
+"""Where the package's own threads write to pinned memory, which the simulated accelerator cannot see: they are reported
+to it, so that it names copies up that may still read there. Importing this tells it from then on."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def wide_inputs() -> Any:
 
 
 def stalls() -> tuple[int, int]:
-    """How many are known of three waits that nobody asked for, and of three others."""
+    """Return the counts of three waits without a caller, and of three others."""
     import torch
 
     from parallax.machine.device import StreamCopies

@@ -1,4 +1,5 @@
-"""What ends, fails or turns in the middle of something, on the simulated accelerator: what goes on trains alike."""
+"""What ends, fails or turns in the middle of something, on the simulated accelerator: training that continues has equal
+results."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def twins(count: int, dtype: torch.dtype = torch.float32) -> tuple[nn.ModuleList
     return made, copy.deepcopy(made)
 
 
-# ---- parameters that stream
+# ---- offloaded parameters
 
 
 def other_orders(tier: str) -> None:
@@ -69,7 +70,7 @@ def other_orders(tier: str) -> None:
 
 
 def stops_streaming(tier: str) -> None:
-    """Right after a step, while new weights go down and a block comes; training goes on on the device."""
+    """Right after a step, while new weights go down and a block comes; training continues on the device."""
     mine, plain = twins(6)
     theirs = sgd(plain.parameters())
     with streaming(tier, mine, sgd) as (streamed, host, _):
@@ -90,7 +91,7 @@ def stops_streaming(tier: str) -> None:
 
 
 def stops_at_once(tier: str) -> None:
-    """Nothing is left in the store, though nobody has looked at the new weights."""
+    """Nothing is left in the store, though no code has read the new weights."""
     for dtype in (torch.float32, torch.bfloat16):
         mine, _ = twins(3, dtype)
         with streaming(tier, mine, adamw, Delays()) as (streamed, host, store):
@@ -196,7 +197,7 @@ def owner_fails() -> None:
 
 
 def writes_lost() -> None:
-    """A write that failed is told of in its own words, and not taken for one that ended."""
+    """A failed write raises its own error, and does not count as ended."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)]).to(SIM)
     selector = Selector([*model.parameters()], minimum_bytes=1)
@@ -220,7 +221,7 @@ def writes_lost() -> None:
 
 
 class Stumbling(torch.optim.AdamW):
-    """Fails in the middle of the step that it is told to fail in."""
+    """Fails in the middle of the chosen step."""
 
     calls_left = 0  # of all of this class: a step in pieces is that of several stand-ins; none fails where it is 0
 
@@ -245,13 +246,13 @@ def scope_around(
     optimizer: torch.optim.Optimizer,
     tier: str,
     folder: str,
-    room: int = 224 * 1024,
+    free_bytes: int = 224 * 1024,
 ) -> Swapping:
     """A scope with ``room`` bytes for activations and states."""
     fixed = 2 * sum(p.nbytes for p in model.parameters())
     return parallax.swap(
         model,
-        fixed + room,
+        fixed + free_bytes,
         optimizer=optimizer,
         tier=f"strict {tier}",
         tier_bytes=32 * MIB,
@@ -308,7 +309,7 @@ def step_fails(tier: str) -> None:
 
 
 def scope_ends_midway(tier: str) -> None:
-    """By what a step raised: all states are on the device, and a plain loop goes on from a checkpoint."""
+    """By what a step raised: all states are on the device, and a plain loop resumes from a checkpoint."""
     model, mine, other, theirs = _stumbling()
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -34,7 +34,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = (
     *("parallax/machine/device.py", "parallax/machine/pinned.py", "parallax/swap"),
-    *(f"parallax/runtime/{room}" for room in ("channels", "replicas", "optim", "meters")),
+    *(f"parallax/runtime/{folder}" for folder in ("channels", "replicas", "optim", "meters")),
     *(
         f"parallax/runtime/{file}.py"
         for file in ("engine", "executor", "inputs", "stage", "saving", "update")
@@ -99,8 +99,8 @@ def waits() -> list[Wait]:
 
 def waits_of_any_kind() -> Iterator[Wait]:
     """What has the name of one."""
-    for room in ROOMS:
-        place = ROOT / room
+    for folder in ROOMS:
+        place = ROOT / folder
         for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
             yield from _waits_in(path)
 
@@ -341,7 +341,7 @@ def _said(process: subprocess.Popen[str]) -> str:
 
 
 def _mutate(arguments: Sequence[str]) -> None:
-    """In this process: exercise the mutant that is told."""
+    """Exercise one mutant in this process."""
     number, rank, *store = arguments
     sys.meta_path.insert(0, MutatingFinder(waits()[int(number)]))
     if rank == "alone":
@@ -355,7 +355,7 @@ def _mutate(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """All mutants, some, or, where a process is told to ``mutate``, one in it."""
+    """Run all mutants, some, or, with ``mutate``, one in this process."""
     if sys.argv[1:2] == ["mutate"]:
         _mutate(sys.argv[2:])
     found, all_waits = 0, waits()

@@ -15,8 +15,8 @@ from tests.sim.swapping import WIDTH, rows, sgd
 
 
 class Beside(nn.Module):
-    """Two ways at the same time. What the streams tell each other is kept: memory that one lets go of while the other
-    still reads is the model's own affair."""
+    """Two ways at the same time. Synchronisation between the streams is kept: memory that one lets go of while the
+    other still reads is the model's own affair."""
 
     def __init__(self, side: torch.Stream, kept: list[Tensor]) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ def activations(tier: str, *, eager: bool, verify: bool = False) -> None:
 
 
 def dropped(tier: str) -> None:
-    """Graphs are dropped while what they saved is on its way down, and the next forward needs their room at once."""
+    """Graphs are freed while their saved tensors are being offloaded, and the next forward needs the memory at once."""
     torch.manual_seed(0)
     layers = [layer for _ in range(8) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     model = nn.Sequential(*layers).to(SIM)
@@ -167,7 +167,7 @@ def streaming(
 
 
 def parameters(tier: str, make: MakeOptimizer = sgd, steps: int = 3) -> None:
-    """Weights that stream, stepped host: losses, gradients and weights are those of plain training."""
+    """Offloaded weights, stepped on the host: losses, gradients and weights are those of plain training."""
     torch.manual_seed(0)
     plain = nn.ModuleList(Block() for _ in range(6)).to(SIM)
     mine = copy.deepcopy(plain)
@@ -248,7 +248,7 @@ def host_optimizer(steps: int = 4) -> None:
             for block in blocks:
                 y = block(y)
             y.square().mean().backward()
-        # What looks at the weights between backward and step sees the old ones, however late it runs: nobody waits
+        # What looks at the weights between backward and step sees the old ones, however late it runs: no code waits
         # for it before the new ones rise.
         seen = [[p.detach().clone() for p in blocks.parameters()] for blocks in (mine, plain)]
         host.commit()
@@ -267,7 +267,7 @@ def scope(tier: str) -> None:
     other = copy.deepcopy(model)
     mine, theirs = adamw(model.parameters()), adamw(other.parameters())
     fixed = 2 * sum(p.nbytes for p in model.parameters())
-    told: list[list[Tensor]] = []
+    reported: list[list[Tensor]] = []
 
     def train(trained: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for step in range(4):
@@ -276,7 +276,7 @@ def scope(tier: str) -> None:
             optimizer.zero_grad()
             if step == 1:  # as a checkpoint is written
                 states = copy.deepcopy(optimizer.state_dict())
-                told.append([v.cpu() for s in states["state"].values() for v in s.values()])
+                reported.append([v.cpu() for s in states["state"].values() for v in s.values()])
             if step == 2:  # and read, while newer states leave
                 optimizer.load_state_dict(states)
 
@@ -296,7 +296,7 @@ def scope(tier: str) -> None:
         train(model, mine)
     train(other, theirs)
     assert all(map(torch.equal, model.parameters(), other.parameters())), "weights differ"
-    assert all(map(torch.equal, *told)), "states differ"
+    assert all(map(torch.equal, *reported)), "states differ"
 
 
 def first_span() -> None:

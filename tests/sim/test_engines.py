@@ -188,7 +188,7 @@ def test_batches_may_show_a_number_several_times(sim_pool: Pool) -> None:
 
 
 def test_the_device_has_a_number_and_is_selected(sim_pool: Pool) -> None:
-    """By which blocks were seeded, and ranks told their devices apart: of a device without one it was 0."""
+    """Blocks are seeded, and devices identified, by the device index, which was 0 for a device without one."""
     assert sim_pool.run(jobs.selected, 1) == [[1, 1, 1]]
 
 

@@ -13,7 +13,7 @@ from tests.sim import jobs
 @pytest.mark.parametrize("what", ["sends", "leaves early"])
 def test_between_two(sim_pool: Pool, what: str, way: str) -> None:
     """Senders that did not wait would hold all messages at once, and a rank that closed would take away those that
-    nobody had received."""
+    had not been received."""
     for error, races, _ in sim_pool.run(jobs.pair, 2, f"{what} {way}"):
         assert not error
         assert not races, races[0]

@@ -39,8 +39,8 @@ def all_reduces(bucket_mebibytes: int) -> int:
 
 
 def streaming(direct: bool, microbatch: int) -> tuple[Any, list[float], int, int]:
-    """Some steps of a model of several buckets that streams, on a device of the planned bytes: what was noticed, the
-    losses, and the peak, predicted and measured."""
+    """Some steps of a model of several buckets with offloaded parameters, on a device of the planned bytes: what was
+    noticed, the losses, and the peak, predicted and measured."""
     import tempfile
     from pathlib import Path
 

@@ -181,7 +181,7 @@ def offloading() -> tuple[float, float]:
     they are measured, and those that the link takes one way."""
     config = GPTConfig(layers=2, hidden=256, heads=4, sequence=SEQUENCE, tied=False)
     chain, swap = describe(config.build), SwapConfig(minimum_bytes=1024)
-    # Nothing goes on in virtual time while the host sleeps.
+    # Virtual time stands still while the host sleeps.
     awake = patch(
         "parallax.swap.offload_benchmark.time.sleep", lambda _: torch.accelerator.synchronize()
     )
@@ -205,7 +205,7 @@ def figures(layers: int) -> dict[str, Any]:
 
 
 def _refused(layers: int) -> str:
-    """What is said where the device is smaller than the plan."""
+    """Return the error on a device that is smaller than the plan."""
     try:
         train(layers, "keep", room=0.6)
     except torch.OutOfMemoryError as error:

@@ -116,7 +116,7 @@ def test_what_is_asked_to_end_saves_and_goes_on(
     assert job["Restarts"] == "1"
     assert losses("cut") == undisturbed
     text = log_of("cut").read_text()
-    assert f"runs/cut goes back into the queue, to go on from {saved}" in text
+    assert f"runs/cut is queued again and resumes from {saved}" in text
     assert f"continuing after step {step} from {saved}" in text
 
 
@@ -144,7 +144,7 @@ def test_a_job_that_is_asked_before_it_trains_is_not_queued_again(
 def test_a_node_that_is_lost_is_replaced(
     slurm: Slurm, undisturbed: list[float], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Nobody told the ranks: the run goes on from its last checkpoint."""
+    """The ranks got no signal: the run resumes from its last checkpoint."""
     number = launched(capfd, *TWO, "name=moved", *RUN, "trainer.checkpoint_every=20")
     wait_for_step(slurm, "moved", 25)
     assert slurm.job(number)["NodeList"] == "node[1-2]"

@@ -24,7 +24,7 @@ each = pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.
     not HADOLINT.exists(), reason="hadolint is not installed (it comes with the dev extra)"
 )
 def test_hadolint_finds_nothing(dockerfile: Path) -> None:
-    # An empty configuration: nobody's own one may hide a finding.
+    # An empty configuration: a user's own one could hide a finding.
     command = [
         HADOLINT,
         "--config",

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     }
     for option, text in counts.items():
         parser.add_argument(option, type=int, metavar="N", help=text)
-    parser.add_argument("--time", default="", help="time limit, in sbatch's words")
+    parser.add_argument("--time", default="", help="time limit, in sbatch's format")
     parser.add_argument(
         "--sbatch",
         action="append",
@@ -137,10 +137,10 @@ def _unnamed(overrides: Sequence[str]) -> list[str]:
 def _trained(overrides: Sequence[str], config: RunConfig) -> list[str]:
     """Return the settings of the ranks: without the cluster of the catalog, since they find their devices, but with
     its memory budget."""
-    words = _unnamed(overrides)
+    others = _unnamed(overrides)
     if not isinstance(config.cluster, CatalogClusterConfig):
-        return words
-    kept = [word for word in words if _key(word).split(".")[0] != "cluster"]
+        return others
+    kept = [word for word in others if _key(word).split(".")[0] != "cluster"]
     return [*kept, f"cluster.device_memory={config.cluster.device_memory}"]
 
 

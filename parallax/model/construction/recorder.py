@@ -215,7 +215,8 @@ class OperatorRecorder(OperatorMode):
         return change(results, lambda p: self._bare(p) if isinstance(p, Tensor) else p)
 
     def _run_on_values(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return the results of running it on real tensors; its in-place writes are discarded."""
+        """Run ``function`` on real tensors, for an operator without a meta kernel, and return the results; its in-place
+        writes are discarded."""
         originals: dict[int, Tensor] = {}
 
         def real(part: Any) -> Any:

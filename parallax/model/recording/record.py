@@ -399,8 +399,8 @@ def measure_shares(fakes: FakeModel, args: Any, kwargs: Any) -> WorkShares:
 
 
 def traced_modules(model: nn.Module, shares: WorkShares, whole: frozenset[str]) -> frozenset[str]:
-    """Return the paths of modules that are traced: the model, and large modules with parts that have parameters, except
-    those in ``whole``. All others are one instruction each."""
+    """Return the paths of the modules whose inside is traced: the model itself, and large modules with parts that have
+    parameters, except the paths in ``whole``. In the trace, a call of any other module is one instruction."""
     found: set[str] = set()
 
     def visit(path: str, module: nn.Module) -> None:

@@ -162,8 +162,8 @@ class ValueOracle:
         if any(tensor.is_nested for tensor in tensors):
             where = user_line(traceback.extract_stack())
             raise NotTraceable(owner, f"it reads the row lengths of a nested tensor{where}")
-        asked = [self._numbers[id(tensor)] for tensor in tensors]
-        replay = _TraceReplay(self, asked)
+        requested = [self._numbers[id(tensor)] for tensor in tensors]
+        replay = _TraceReplay(self, requested)
         try:
             found = [replay.ask(filling, ask, args, kwargs) for filling in _FILLINGS]
         except KeyError:
@@ -229,7 +229,7 @@ class _TraceReplay:
     ``assumed``: whether inputs or a filling were used; ``drawn``: whether random numbers were.
     """
 
-    def __init__(self, known: ValueOracle, asked: list[int]) -> None:
+    def __init__(self, known: ValueOracle, requested: list[int]) -> None:
         self._known, self._tensors = known, known.trace.tensors
         self.assumed = self.drawn = False
         self.unknown: set[int] = set()
@@ -239,7 +239,7 @@ class _TraceReplay:
         }
         for each in known.trace.instructions:
             self._note_unknown(each)
-        self._steps = self._needed(asked)
+        self._steps = self._needed(requested)
 
     def ask(self, filling: _Filling, ask: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return the result of ``ask``. Raises ``KeyError`` if a value is unavailable."""
@@ -266,9 +266,9 @@ class _TraceReplay:
                 if _floats(self._tensors[n].dtype):
                     self.unknown.add(n)
 
-    def _needed(self, asked: list[int]) -> list[Instruction]:
-        """Return the instructions that make the tensors ``asked`` or write into them, in order."""
-        wanted = {self._tensors[n].storage for n in asked if n not in self.unknown}
+    def _needed(self, requested: list[int]) -> list[Instruction]:
+        """Return the instructions that make the tensors ``requested`` or write into them, in order."""
+        wanted = {self._tensors[n].storage for n in requested if n not in self.unknown}
         found = []
         for each in reversed(self._known.trace.instructions):
             gives = [n for _, n in each.results if n not in self.unknown]

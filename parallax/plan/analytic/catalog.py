@@ -191,14 +191,14 @@ class CatalogClusterConfig:
         """Return the budget of one device."""
         if self.device_memory == AUTO:
             return kind.memory_bytes
-        asked = parse_bytes(self.device_memory, "cluster.device_memory")
-        if asked <= kind.context_bytes:
+        requested = parse_bytes(self.device_memory, "cluster.device_memory")
+        if requested <= kind.context_bytes:
             raise ConfigError(
                 f"cluster.device_memory={self.device_memory}: context and libraries alone take "
                 f"{format_bytes(kind.context_bytes)} of {kind.name}, which has {format_bytes(kind.memory_bytes)}; use "
                 "cluster.device_memory=auto"
             )
-        return asked
+        return requested
 
     def _link(self, key: str, usual: str) -> Link:
         return link_kind(self._link_name(key, usual)).link()

@@ -78,7 +78,7 @@ def _actions_of(name: str, listed: Iterable[Action] | Action) -> list[Action]:
     return found
 
 
-def asked(name: str) -> Schedule:
+def resolve_schedule(name: str) -> Schedule:
     """Return the schedule that the user's configuration names: a registered one, or ``package.module:function``, which
     is imported and registered under that name, see :func:`register_schedule`. Names in files are found with
     :func:`~parallax.plan.schedule.schedule.named` instead."""

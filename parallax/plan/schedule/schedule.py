@@ -200,8 +200,8 @@ def _unknown(name: str) -> Schedule:
     return Schedule(name=name, ordering=partial(_refuse, name))
 
 
-def _refuse(name: str, *asked: int) -> Order:
-    del asked
+def _refuse(name: str, *arguments: int) -> Order:
+    del arguments
     if ":" not in name:
         check_choice("plan.schedule", name, SCHEDULES)
     raise PlanError(

@@ -42,7 +42,7 @@ from parallax.plan.cost.states import Sizes, load_states
 from parallax.plan.cost.traffic import copying_seconds
 from parallax.plan.plan import Directive
 from parallax.plan.profile import BlockCost
-from parallax.plan.search.cuts import block_kinds, even_cuts
+from parallax.plan.search.boundaries import block_kinds, even_boundaries
 from parallax.plan.search.request import ROUNDING, Request, Shape
 
 
@@ -132,8 +132,10 @@ class StepBound:
         if self.request.mixed:
             return 0.0
         rows = self._rows(self._mean_rows(shape), shape.split)
-        cuts = even_cuts(rows.sums, shape.pipeline_ranks * shape.interleave)
-        stages = [rows.sums[stop] - rows.sums[start] for start, stop in itertools.pairwise(cuts)]
+        boundaries = even_boundaries(rows.sums, shape.pipeline_ranks * shape.interleave)
+        stages = [
+            rows.sums[stop] - rows.sums[start] for start, stop in itertools.pairwise(boundaries)
+        ]
         before = itertools.accumulate(
             [0.0 if shape.split else each for each in stages[: shape.pipeline_ranks - 1]],
             initial=0.0,
@@ -225,9 +227,9 @@ class StepBound:
 
     def _replicas(self, shape: Shape) -> int:
         """Return the replicas of the pipeline rank with the most."""
-        asked = self.request.config.replicas
-        if isinstance(asked, list | tuple):
-            return max(int(count) for count in asked)
+        requested = self.request.config.replicas
+        if isinstance(requested, list | tuple):
+            return max(int(count) for count in requested)
         return -(-len(self.request.devices) // shape.pipeline_ranks)
 
     def _messages(self, shape: Shape, rows: _Rows) -> float:

@@ -30,7 +30,7 @@ from parallax.plan.cost.traffic import (
 )
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import ModelProfile
-from parallax.plan.search.cuts import block_kinds
+from parallax.plan.search.boundaries import block_kinds
 
 FRONT = 480_000  # choices kept times blocks squared, above which the search is marked as inexact
 MOST_BOUNDS = 40  # bounds that are tried on a block's workspace, and on its offloaded bytes
@@ -81,8 +81,9 @@ class StageSetting:
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """A stage that fits: seconds per micro-batch (stalls included), seconds after the last one without the reduction,
-    peak bytes, and bytes offloaded per micro-batch (of equally fast choices, the one that offloads least is used)."""
+    """A stage that fits its device. ``seconds``: per micro-batch, stalls included. ``tail_seconds``: after the last
+    micro-batch, without the reduction. ``moved_bytes``: offloaded per micro-batch; of equally fast choices, the search
+    uses the one that offloads least."""
 
     plan: StagePlan
     seconds: float
@@ -378,8 +379,10 @@ class ExactStageFitter:
         front = front.pick(_undominated(front.columns))
         self.effort += len(front.columns)
         if len(front.columns) > self._most:  # keep an even selection by size
-            spread = np.argsort(front.columns[:, _KEPT] + front.columns[:, _LARGEST], kind="stable")
-            chosen = spread[np.linspace(0, len(spread) - 1, self._most).astype(np.intp)]
+            by_bytes = np.argsort(
+                front.columns[:, _KEPT] + front.columns[:, _LARGEST], kind="stable"
+            )
+            chosen = by_bytes[np.linspace(0, len(by_bytes) - 1, self._most).astype(np.intp)]
             front = replace(front.pick(np.sort(chosen)), exact=False)
         return front
 

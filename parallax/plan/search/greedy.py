@@ -22,7 +22,7 @@ from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.schedule import Schedule
 from parallax.plan.schedule.gpipe import GPIPE
 from parallax.plan.schedule.one_forward import ONE_FORWARD_ONE_BACKWARD as PLAIN
-from parallax.plan.search.cuts import BlockChain, even_cuts, furthest
+from parallax.plan.search.boundaries import BlockChain, even_boundaries, furthest
 from parallax.plan.search.exact_stage import StageChoice, evaluate_stage
 from parallax.plan.search.greedy_stage import (
     GreedyStage,
@@ -212,16 +212,16 @@ class GreedySearch:
     def _even(self, shape: Shape) -> tuple[int, ...]:
         """Return the replicas of each pipeline rank; empty if ranks would have no rows, or if the counts are not worth
         trying."""
-        asked, devices, pipeline_ranks = (
+        requested, devices, pipeline_ranks = (
             self.request.config.replicas,
             len(self.request.devices),
             shape.pipeline_ranks,
         )
-        if isinstance(asked, list | tuple):
-            return tuple(int(count) for count in asked)
+        if isinstance(requested, list | tuple):
+            return tuple(int(count) for count in requested)
         least, rest = divmod(devices, pipeline_ranks)
         if (shape.interleave > 1 and rest) or (
-            asked == AUTO and not self.request.has_rows(shape, least + (rest > 0))
+            requested == AUTO and not self.request.has_rows(shape, least + (rest > 0))
         ):
             return ()
         return tuple(
@@ -336,7 +336,7 @@ class GreedySearch:
     ) -> Iterator[tuple[tuple[Part, ...], GreedyStages, Device]]:
         """Yield the parts of each pipeline rank, its fitter and its device."""
         stages = shape.pipeline_ranks * shape.interleave
-        cuts = even_cuts(
+        boundaries = even_boundaries(
             [0.0, *accumulate(self._fitter(shape, 0, replicas[0], options).seconds.tolist())],
             stages,
         )
@@ -344,7 +344,8 @@ class GreedySearch:
         for pipeline_rank in range(shape.pipeline_ranks):
             mine = shape.stages_of(pipeline_rank)
             parts = tuple(
-                (cuts[stage], cuts[stage + 1], in_flight_by_stage[stage]) for stage in mine
+                (boundaries[stage], boundaries[stage + 1], in_flight_by_stage[stage])
+                for stage in mine
             )
             first, stop = firsts[pipeline_rank], firsts[pipeline_rank + 1]
             yield (

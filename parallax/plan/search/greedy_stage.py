@@ -28,7 +28,7 @@ from parallax.plan.cost.traffic import (
 )
 from parallax.plan.plan import Directive
 from parallax.plan.profile import ModelProfile
-from parallax.plan.search.cuts import BlockChain
+from parallax.plan.search.boundaries import BlockChain
 from parallax.plan.search.exact_stage import OFFERED
 from parallax.plan.search.request import ROUNDING
 

@@ -32,7 +32,7 @@ def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasibleP
         return InfeasiblePlan(
             f"plan.stages={config.stages} with plan.replicas={config.replicas} does not use {devices} "
             f"device(s) and {blocks} block(s): every stage needs a block and a device, and every device a stage; "
-            f"set cluster.devices{_devices_asked(config)}, or use plan.replicas=auto"
+            f"set cluster.devices{_devices_setting(config)}, or use plan.replicas=auto"
         )
     shapes = list(request.shapes())
     if not shapes:
@@ -176,7 +176,7 @@ def _lists(replicas: int | str | list[int]) -> TypeGuard[list[int]]:
     return isinstance(replicas, list | tuple)
 
 
-def _devices_asked(config: PlanConfig) -> str:
+def _devices_setting(config: PlanConfig) -> str:
     """Return ``=N`` if stages and replicas fix the number of devices."""
     stages, replicas = config.stages, config.replicas
     if _lists(replicas):

@@ -131,14 +131,14 @@ class Request:
 
     def _check_schedule(self) -> None:
         """Raise :class:`ConfigError` if the settings contradict each other."""
-        asked, config = self.schedules, self.config
-        splits = config.schedule != AUTO and any(schedule.splits for schedule in asked)
+        requested, config = self.schedules, self.config
+        splits = config.schedule != AUTO and any(schedule.splits for schedule in requested)
         if splits and not self._weight_share:
             raise ConfigError(
                 f"plan.schedule={config.schedule}: the profile of {self.profile.model} does not measure the gradients "
                 "of parameters separately; use plan.schedule=1f1b, or measure it again"
             )
-        shared = all(schedule.has_virtual_stages for schedule in asked)
+        shared = all(schedule.has_virtual_stages for schedule in requested)
         if shared and config.activations == Directive.OFFLOAD:
             raise ConfigError(
                 "plan.activations=offload: the stages of an interleaved device would need one shared swap limit; "
@@ -279,8 +279,10 @@ class Request:
     def _interleaves(self, schedule: Schedule, pipeline_ranks: int) -> Sequence[int]:
         if not schedule.has_virtual_stages:
             return (1,)
-        asked, blocks = self.config.interleaves(schedule), len(self.profile.blocks)
-        return [each for each in asked if pipeline_ranks > 1 and each * pipeline_ranks <= blocks]
+        requested, blocks = self.config.interleaves(schedule), len(self.profile.blocks)
+        return [
+            each for each in requested if pipeline_ranks > 1 and each * pipeline_ranks <= blocks
+        ]
 
     def _allows(self, shape: Shape) -> bool:
         """Return whether a shape is valid. Zero-bubble schedules split the backward, which the profile must measure
@@ -396,9 +398,9 @@ class Request:
     def beside(self, shape: Shape) -> Beside:
         """Return the largest number of ranks of the stages before and after a stage. A stage with larger neighbours is
         proved to fit only when it is predicted: in large requests, replica counts that are far from even."""
-        asked, most = self.config.replicas, len(self.devices) - shape.pipeline_ranks + 1
-        if asked != AUTO:
-            most = max(asked) if isinstance(asked, list | tuple) else int(asked)
+        requested, most = self.config.replicas, len(self.devices) - shape.pipeline_ranks + 1
+        if requested != AUTO:
+            most = max(requested) if isinstance(requested, list | tuple) else int(requested)
         elif not self.small:
             most = min(most, self._even_replicas(shape.pipeline_ranks)[1] + 1)
         return most, most

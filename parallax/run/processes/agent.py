@@ -97,7 +97,7 @@ class Agent:
                     if (code := self._ended(codes, forwarder, reported, early)) is not None:
                         return code
                     failure = Failure.of(codes, reported, early)
-                if not _starts_again(failure, restarts, asked=bool(forwarder.first)):
+                if not _starts_again(failure, restarts, stop_requested=bool(forwarder.first)):
                     return failure.report.code
         return None
 
@@ -133,8 +133,10 @@ class Agent:
         ``early``."""
         stopped = report is not None and report.how is FailureKind.STOPPED
         ended = {*codes.values()} - {0}
-        asked = forwarder.first and report is None and (ended or early) and ended <= _BY_REQUEST
-        if stopped or asked:
+        stop_requested = (
+            forwarder.first and report is None and (ended or early) and ended <= _BY_REQUEST
+        )
+        if stopped or stop_requested:
             return self._say_stopped(forwarder.first, report)
         well = len(codes) == self.ranks and not any(codes.values())
         return 0 if well and not early else None
@@ -192,10 +194,10 @@ class SignalForwarder(Requests):
         server.signal(signal.SIGTERM)  # whichever signal was received
 
 
-def _starts_again(failure: Failure, restarts: Restarts, *, asked: bool) -> bool:
-    """Print the failure and the next action; return whether all ranks must restart. ``asked``: they were asked to
-    end."""
-    refused = restarts.refused(failure, asked=asked)
+def _starts_again(failure: Failure, restarts: Restarts, *, stop_requested: bool) -> bool:
+    """Print the failure and the next action; return whether all ranks must restart. ``stop_requested``: they were asked
+    to end."""
+    refused = restarts.refused(failure, stop_requested=stop_requested)
     after = restarts.next() if refused is None else refused
     what = failure.report.text or ("the run failed" if refused is None else "")
     if what:

@@ -59,8 +59,8 @@ def launch(run: PreparedRun, *, own_process: bool) -> int:
         if stops and (reason := _drifted(run.directory)):
             again = _replanned(run, reason, safe_console())
             code = _start(again, OnDrift.NOTE, forwarder, own_process)
-        if code == 0 and (words := _contradicted(run)):
-            safe_console().print(words, highlight=False, markup=False, soft_wrap=True)
+        if code == 0 and (message := _contradicted(run)):
+            safe_console().print(message, highlight=False, markup=False, soft_wrap=True)
     if forwarder.first and own_process:
         exit_on_request(code)  # later requests are handled as well
     return code

@@ -71,9 +71,11 @@ class Failure:
     @property
     def may_pass(self) -> bool:
         """Whether the next attempt may succeed."""
-        asked = self.report.how in (FailureKind.STOPPED, FailureKind.OVERDUE)
-        asked = asked or -self.exit_code in REQUESTS
-        return self.report.may_pass and not asked and self.report.code != UserError.exit_code
+        stop_requested = self.report.how in (FailureKind.STOPPED, FailureKind.OVERDUE)
+        stop_requested = stop_requested or -self.exit_code in REQUESTS
+        return (
+            self.report.may_pass and not stop_requested and self.report.code != UserError.exit_code
+        )
 
     def same_as(self, other: Failure) -> bool:
         """Return whether both are of the same kind and of the same rank."""
@@ -119,14 +121,14 @@ class Restarts:
     def counted(self) -> int:
         return self.limit - self._left
 
-    def refused(self, failure: Failure, *, asked: bool) -> str | None:
+    def refused(self, failure: Failure, *, stop_requested: bool) -> str | None:
         """Record ``failure``, and return the message if nothing restarts after it; None if all ranks must restart.
-        ``asked``: they were asked to end. Call it once for each failure."""
+        ``stop_requested``: they were asked to end. Call it once for each failure."""
         step = last_step(self._metrics)
         same = self._before is not None and failure.same_as(self._before) and step == self._step
         self._times = self._times + 1 if same else 0
         self._before, self._step = failure, step
-        if asked or not failure.may_pass or not self.limit:
+        if stop_requested or not failure.may_pass or not self.limit:
             return self._again() if failure.exit_code < 0 else ""
         if self._times >= (_BY_THE_SYSTEM if failure.exit_code == -signal.SIGKILL else 1):
             same_again = f"the same failure came {self._times + 1} times at the same step"

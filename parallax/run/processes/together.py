@@ -43,7 +43,7 @@ def prepare_together(
     locked until ``held`` is closed."""
     sized = present_settings(overrides, nodes)
     config = configuration.load(
-        broadcast_result(lambda: configuration.dump(_asked(settings(sized, RUNS).config)))
+        broadcast_result(lambda: configuration.dump(_checked(settings(sized, RUNS).config)))
     )
     from_hosts(lambda: check_devices(config), nodes)
     share_devices(local_cluster(config), nodes, select=True)
@@ -147,7 +147,7 @@ def _join(config: RunConfig, nodes: Nodes) -> Joined:
     return joined.at_speeds([seconds[nodes.first(kinds.index(kind))] for kind in kinds])
 
 
-def _asked(config: RunConfig) -> RunConfig:
+def _checked(config: RunConfig) -> RunConfig:
     """Check that a configuration sets the number of steps and requests available devices; return it."""
     config.trainer.check_steps()
     local_cluster(config)

@@ -54,7 +54,7 @@ class SweepProgress:
     seconds: list[float] = field(default_factory=list)
 
     def begins(self, point: Point, directory: Path) -> None:
-        self._say(f"{self._which(point)}: {point.words} ({directory / OUTPUT})")
+        self._print(f"{self._which(point)}: {point.label} ({directory / OUTPUT})")
 
     def ends(self, outcome: PointOutcome, directory: Path) -> None:
         self.left = max(0, self.left - 1)
@@ -65,17 +65,19 @@ class SweepProgress:
         if self.left:
             mean = sum(self.seconds) / len(self.seconds)
             expected = f"; {self.left} left, about {format_seconds(mean * self.left)}"
-        self._say(f"{self._which(outcome.point)} {took}{f': {detail}' if detail else ''}{expected}")
+        self._print(
+            f"{self._which(outcome.point)} {took}{f': {detail}' if detail else ''}{expected}"
+        )
 
     def note(self, point: Point, text: str) -> None:
         """Something else about a point."""
         self.left = max(0, self.left - 1)
-        self._say(f"{self._which(point)} {text}")
+        self._print(f"{self._which(point)} {text}")
 
     def _which(self, point: Point) -> str:
         return f"point {point.number}{f' of {self.total}' if self.total else ''}"
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if not self.quiet:
             print(printable(text), flush=True)
 
@@ -111,11 +113,11 @@ class PointJob:
         self.progress.begins(point, directory)
         begun = time.monotonic()
         PointOutcome(point, PointStatus.RUNNING).save(directory)
-        status, reason, asked = self._run(point, directory)
+        status, reason, number = self._run(point, directory)
         outcome = PointOutcome(point, status, reason, time.monotonic() - begun)
         outcome.save(directory)
-        if asked and os.getpid() == self.process:
-            raise Stopped(asked)
+        if number and os.getpid() == self.process:
+            raise Stopped(number)
         self.progress.ends(outcome, directory)
         found = (summary_of(directory) or {}).get("validation_loss")
         return float(found) if status is PointStatus.DONE and found is not None else math.nan
@@ -130,12 +132,12 @@ class PointJob:
         return replace(point, number=number)
 
     def _run(self, point: Point, directory: Path) -> tuple[PointStatus, str, int]:
-        """How its process ended, why, and the signal that asked for it."""
-        words = [*self.added, *point.overrides, f"name={self.sweep}/{point.name}"]
-        command = [sys.executable, "-m", "parallax", "train", *words]
+        """Run the point's process; return how it ended, why, and the signal that ended it, or 0."""
+        overrides = [*self.added, *point.overrides, f"name={self.sweep}/{point.name}"]
+        command = [sys.executable, "-m", "parallax", "train", *overrides]
         with (directory / OUTPUT).open("ab") as log:
-            start, asked = log.tell(), _HandOn()
-            with handling_requests(asked):
+            start, signals = log.tell(), _PointSignals()
+            with handling_requests(signals):
                 try:
                     process = subprocess.Popen(
                         command,
@@ -145,21 +147,21 @@ class PointJob:
                         start_new_session=True,  # Ctrl-C comes from here alone, once
                         preexec_fn=_bind_to_parent(),
                     )
-                    asked.process = process
+                    signals.process = process
                     code = process.wait()
                 except BaseException:  # as a launcher raises when it wants its job to end
-                    asked.send(signal.SIGTERM)
+                    signals.send(signal.SIGTERM)
                     reason = _reason(directory / OUTPUT, start)
                     PointOutcome(point, PointStatus.STOPPED, reason).save(directory)
                     raise
         reason = _reason(directory / OUTPUT, start)
         if code == 0 and is_complete(summary_of(directory)):
-            return PointStatus.DONE, "", asked.first
-        stopped = asked.first or code in _STOPPED
-        return (PointStatus.STOPPED if stopped else PointStatus.FAILED), reason, asked.first
+            return PointStatus.DONE, "", signals.first
+        stopped = signals.first or code in _STOPPED
+        return (PointStatus.STOPPED if stopped else PointStatus.FAILED), reason, signals.first
 
 
-class _HandOn:
+class _PointSignals:
     """A handler that hands requests to end on to a point's process, which saves, and is impatient itself."""
 
     def __init__(self) -> None:

@@ -77,8 +77,8 @@ class StageIO:
         ]
 
     def _ahead(self, sender: int) -> int:
-        """Return how many messages may be under way on an edge, so that a send does not wait: one more than the
-        micro-batches in flight on the stage that sends; the number of stages where all micro-batches are in flight."""
+        """Return how many messages an edge buffers, so that a send does not wait: one more than the micro-batches in
+        flight on the sending stage, or the number of stages if the schedule holds all micro-batches."""
         plan = self._mesh.plan
         count, most = len(plan.stages), plan.micro_batches(plan.global_batch)
         if plan.schedule.holds_all:
@@ -92,12 +92,13 @@ class StageIO:
         self._parts = [(low, self._part(high - low)) for low, high in bounds]
 
     def rows(self, micro: int) -> tuple[int, int]:
-        """Return the first row of a micro-batch on this rank, counted from the batch's, and their number."""
+        """Return this rank's rows of a micro-batch: the index of the first row in the global batch, and their
+        number."""
         low, part = self._parts[micro]
         return low + part.start, part.rows
 
     def size(self, micro: int) -> int:
-        """Return the rows of a micro-batch over all replicas."""
+        """Return the number of rows of a micro-batch over all replicas."""
         return self._sizes[micro]
 
     @property

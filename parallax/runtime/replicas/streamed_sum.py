@@ -390,10 +390,10 @@ class StreamedSum:
 
     def _newly_used(self) -> list[nn.Parameter]:
         """Return the parameters that a replica used for the first time in this step."""
-        asked = [parameter for parameter in self._trained if parameter in self._unused]
-        mine = [self._streamed.gradient(parameter).seen for parameter in asked]
-        used = anywhere(mine, asked[0].device, self._group)
-        new = [parameter for parameter, is_used in zip(asked, used) if is_used]
+        unused = [parameter for parameter in self._trained if parameter in self._unused]
+        mine = [self._streamed.gradient(parameter).seen for parameter in unused]
+        used = anywhere(mine, unused[0].device, self._group)
+        new = [parameter for parameter, is_used in zip(unused, used) if is_used]
         self._unused.difference_update(new)
         return new
 

@@ -82,7 +82,7 @@ class HealthMonitor:
             for rank, factor in slow
         ]
         self.stragglers += found
-        growths = self._tell_growth() if any(columns["memory_grows"]) else []
+        growths = self._gather_growth_messages() if any(columns["memory_grows"]) else []
         self._growths += growths
         return [
             f": {each}" for each in (*(f"{one}; training continues" for one in found), *growths)
@@ -102,7 +102,7 @@ class HealthMonitor:
             "memory_growth": self._growths,
         }
 
-    def _tell_growth(self) -> list[str]:
+    def _gather_growth_messages(self) -> list[str]:
         mine = str(self._growth) if self._growth is not None else ""
         messages = self._mesh.all_gather_object(mine)
         self._growth = None

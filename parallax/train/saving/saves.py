@@ -57,7 +57,7 @@ class Saves:
         progress = columns["saving_progress"]
         if any(progress):
             with self._waiting():
-                self._say(logger, self._engine.saving.pending.advance(progress))
+                self._log_saved(logger, self._engine.saving.pending.advance(progress))
 
     def resumed(self, path: Path) -> None:
         """Record that the run resumes from ``path``."""
@@ -89,7 +89,7 @@ class Saves:
         """Wait for the current write; ``next_step`` is the step whose checkpoint is already due."""
         pending, start = self._engine.saving.pending, time.perf_counter()
         with self._waiting():
-            self._say(logger, pending.finish())
+            self._log_saved(logger, pending.finish())
         waited = time.perf_counter() - start
         if next_step and waited > _LONG_SECONDS:
             logger.note(
@@ -124,6 +124,6 @@ class Saves:
         finally:
             self.seconds = before + time.perf_counter() - start  # nested waits count once
 
-    def _say(self, logger: RankZeroLogger, path: Path | None) -> None:
+    def _log_saved(self, logger: RankZeroLogger, path: Path | None) -> None:
         if path is not None:
             logger.note(f"step {step_of(path)}: checkpoint {path}")

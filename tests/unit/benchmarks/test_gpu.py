@@ -501,9 +501,9 @@ def test_what_the_sanitizer_says_stands_beside_the_tests(tmp_path: Path) -> None
 def test_peaks_of_the_allocator_are_compared_with_its_part_of_the_prediction() -> None:
     """max_memory_allocated, which has no context, was divided by a peak with one: half of it, and all bars were met."""
     found = forecast([1, 2], machines(3, memory=10**4, context_bytes=4000))
-    told = plan(prediction=replace(plan().prediction, ranks=found.ranks, stages=found.stages))
-    most = max(told.allocator_peak_bytes(rank) for rank in range(3))
-    answer, ran = Answer(plan=told), Run(seconds=[1.0], losses=[1.0], peak_bytes=2 * most)
+    planned = plan(prediction=replace(plan().prediction, ranks=found.ranks, stages=found.stages))
+    most = max(planned.allocator_peak_bytes(rank) for rank in range(3))
+    answer, ran = Answer(plan=planned), Run(seconds=[1.0], losses=[1.0], peak_bytes=2 * most)
     (row,) = rows_of_plans({"keep": answer}, {"keep": ran}, "keep", dry_setup().plans, 4)
     assert row["predicted_peak_bytes"] == most <= max(r.peak_bytes for r in found.ranks) - 4000
     assert row["peak_of_predicted"] == 2
@@ -517,8 +517,8 @@ def test_peaks_of_the_allocator_are_compared_with_its_part_of_the_prediction() -
 
 def test_a_cap_of_the_allocator_leaves_room_for_a_context() -> None:
     found = forecast([1, 2], machines(3, memory=10**4, context_bytes=4000))
-    told = plan(prediction=replace(plan().prediction, ranks=found.ranks, stages=found.stages))
-    assert allocator_cap(told) == min(told.allocator_bytes(rank) for rank in range(3)) < 6000
+    planned = plan(prediction=replace(plan().prediction, ranks=found.ranks, stages=found.stages))
+    assert allocator_cap(planned) == min(planned.allocator_bytes(rank) for rank in range(3)) < 6000
 
 
 # ---------------------------------------------------------------------------------------------------- bars, comparing

@@ -308,19 +308,19 @@ def test_a_process_that_cannot_compute_is_one_line(monkeypatch: pytest.MonkeyPat
 
 @no_cuda
 def test_speeds_are_measured_once_and_only_for_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    request_seen = []
 
     def probe(count: int, threads: int) -> list[float]:
-        asked.append((count, threads))
+        request_seen.append((count, threads))
         return [1.0, 1.5][:count]
 
     monkeypatch.setattr(module, "probe_together", probe)
     config = ClusterConfig(kind="cpu", devices=2, threads=1, device_memory="1GiB")
     first = probe_speeds(choose_devices(config))
     assert probe_speeds(choose_devices(config)) == first
-    assert asked == [(2, 1)]
+    assert request_seen == [(2, 1)]
     assert probe_speeds(choose_devices(config), fresh=True) == first
-    assert len(asked) == 2
+    assert len(request_seen) == 2
     assert probe_speeds(choose_devices(ClusterConfig(kind="cpu", devices=1))) == ()
 
 
@@ -385,9 +385,11 @@ def test_the_one_thread_that_torchrun_sets_is_no_wish(monkeypatch: pytest.Monkey
 def test_more_threads_than_cores_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "usable_cores", lambda: 2.0)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    said = [processes_of(choose_devices(ClusterConfig(devices=count))) for count in ("auto", 1, 3)]
-    assert said[:2] == ["2 processes × 1 thread on 2 cores", "1 process × 2 threads on 2 cores"]
-    assert said[2].startswith("3 processes × 1 thread share 2 cores: as requested, and slower")
+    output = [
+        processes_of(choose_devices(ClusterConfig(devices=count))) for count in ("auto", 1, 3)
+    ]
+    assert output[:2] == ["2 processes × 1 thread on 2 cores", "1 process × 2 threads on 2 cores"]
+    assert output[2].startswith("3 processes × 1 thread share 2 cores: as requested, and slower")
 
 
 @no_cuda

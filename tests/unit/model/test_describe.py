@@ -57,7 +57,7 @@ class Named(nn.Module):
 
 
 class Returning(nn.Module):
-    """``blocks()`` returns what it is told to."""
+    """``blocks()`` returns the given value."""
 
     def __init__(self, found: Callable[[Any], Any]) -> None:
         super().__init__()

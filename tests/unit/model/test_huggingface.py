@@ -58,12 +58,12 @@ def build(attention: str, entry: Entry) -> nn.Module:
     return model
 
 
-def in_turn(names: Iterable[str], ways: Iterable[str]) -> list[Any]:
+def in_turn(names: Iterable[str], variants: Iterable[str]) -> list[Any]:
     """Each name in one of the two ways, the next one in the other; the rest is thorough."""
     return [
-        pytest.param(name, way, marks=[pytest.mark.thorough] if (i + j) % 2 else [])
+        pytest.param(name, variant, marks=[pytest.mark.thorough] if (i + j) % 2 else [])
         for i, name in enumerate(names)
-        for j, way in enumerate(ways)
+        for j, variant in enumerate(variants)
     ]
 
 

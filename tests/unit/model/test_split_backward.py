@@ -1,4 +1,4 @@
-"""A backward in two halves adds up to the whole one."""
+"""A split backward gives the gradients of a whole one."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def gradients(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def in_halves(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
-    """The same, all input halves before the first weight half."""
-    found, owed = [], []
+    """The same, with all input-gradient passes before the first weight-gradient pass."""
+    found, deferred = [], []
     for x in inputs:
         x, halves = x.clone().requires_grad_(), WeightGradStore()
         with halves.splitting():
@@ -100,8 +100,8 @@ def in_halves(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
         outputs.square().sum().backward()
         assert x.grad is not None
         found.append(x.grad)
-        owed.append(halves)
-    for halves in owed:
+        deferred.append(halves)
+    for halves in deferred:
         halves.finish()
         assert not halves.pending_parameters()
     return found
@@ -196,11 +196,11 @@ def test_recomputed_blocks_split_as_well() -> None:
 
 def test_ready_is_called_when_a_gradient_is_complete() -> None:
     torch.manual_seed(1)
-    model, halves, told = OfAllKinds(), WeightGradStore(), []
+    model, halves, reported = OfAllKinds(), WeightGradStore(), []
     with halves.splitting():
         outputs = model(torch.randn(2, 3, 8))
     outputs.sum().backward()
-    owed, names = (
+    deferred, names = (
         halves.pending_parameters(),
         {parameter: name for name, parameter in model.named_parameters()},
     )
@@ -210,10 +210,10 @@ def test_ready_is_called_when_a_gradient_is_complete() -> None:
         "norm.bias",
         "shift",
     }
-    halves.finish(lambda parameter: told.append(names[parameter]))
-    assert sorted(told) == sorted(names[parameter] for parameter in owed)
-    assert len(told) == len(set(told))
-    assert told[0] == "matrix" or told.index("matrix") < told.index("first.weight")
+    halves.finish(lambda parameter: reported.append(names[parameter]))
+    assert sorted(reported) == sorted(names[parameter] for parameter in deferred)
+    assert len(reported) == len(set(reported))
+    assert reported[0] == "matrix" or reported.index("matrix") < reported.index("first.weight")
 
 
 def test_nothing_is_held_after_the_weight_gradient_pass() -> None:
@@ -252,17 +252,17 @@ class Positions(nn.Module):
 def test_stored_gradients_do_not_change_in_the_next_micro_batch() -> None:
     torch.manual_seed(1)
     model, rows = Positions(), [torch.randn(1, 3, 4) for _ in range(3)]
-    twin, owed = copy.deepcopy(model), []
+    twin, deferred = copy.deepcopy(model), []
     for x in rows:
         halves = WeightGradStore()
         with halves.splitting():
             outputs = twin(x)
-        outputs.backward(torch.ones_like(outputs) * (1 + len(owed)))
+        outputs.backward(torch.ones_like(outputs) * (1 + len(deferred)))
         halves.separate_gradients(list(twin.parameters()))
-        owed.append(halves)
+        deferred.append(halves)
         output = model(x)
-        output.backward(torch.ones_like(output) * len(owed))
-    for halves in owed:
+        output.backward(torch.ones_like(output) * len(deferred))
+    for halves in deferred:
         halves.finish()
     for one, other in zip(twin.parameters(), model.parameters()):
         same(one.grad, other.grad)

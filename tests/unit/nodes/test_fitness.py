@@ -29,9 +29,9 @@ THREE = Nodes(0, ("a", "b", "c"), (0, 0, 1, 2), ("a", "a", "b", "c"))
         (["a"], 2, ["b", "c"], False),  # too few are left
         (["a"], 3, ["c"], False),
         (["b"], 1, ["b"], False),  # HEAD must stay
-        ([], 1, ["b"], False),  # nobody knows which host is HEAD
+        ([], 1, ["b"], False),  # HEAD is unknown
         (["a"], 0, ["b"], False),  # not elastic
-        (["a"], 1, [], False),  # nobody was named
+        (["a"], 1, [], False),  # no host was named
     ],
 )
 def test_who_is_done_without(heads: list[str], least: int, unfit: list[str], goes_on: bool) -> None:

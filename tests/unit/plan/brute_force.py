@@ -83,7 +83,7 @@ def figures(load: BlockLoad) -> tuple[float, float, float, float]:
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryCheck:
     """What a stage needs on a device under each choice of directives, with its states where they are."""
 
     sums: Sums
@@ -119,13 +119,14 @@ class Room:
         return float(np.where(self.fits, np.maximum(computing, streaming + copying), np.inf).min())
 
     def _waits(self) -> Numbers:
-        """Room for two blocks, or for all that moves, lets reading overlap; with less a backward waits for it."""
+        """Memory for two blocks, or for all offloaded data, lets reads overlap; with less, a backward waits for
+        them."""
         largest, moved = self.sums.largest, self.sums.moved
         ahead = self.passing - largest + np.minimum(2 * largest, self.in_flight * moved)
         return self._with_gaps(ahead) > self.device.memory_bytes
 
     def _leaving(self) -> Numbers:
-        """With one micro-batch in flight only what the swap limit has no room for leaves the device."""
+        """With one micro-batch in flight, only activations beyond the swap limit are offloaded."""
         moved, spare = self.sums.moved, self.device.memory_bytes - self.peak
         limit = self.sums.largest + spare / (1 + self.device.gap_share)
         if self.in_flight == 1:
@@ -152,16 +153,16 @@ def every_stage(
             continue
         where = {"device": device, "offload": offload, "replicas": cut.replicas, "split": cut.split}
         load = load_stage(model, cut.start, keep, cut.rows, **where)
-        room = Room(sums, load, device, cut.in_flight)
-        if not room.fits.any():
+        memory = MemoryCheck(sums, load, device, cut.in_flight)
+        if not memory.fits.any():
             continue
-        best, tail = room.seconds(), tail_seconds(request, load, cut.replicas)
+        best, tail = memory.seconds(), tail_seconds(request, load, cut.replicas)
         if offload.sharded:
             if found and found[0][0] <= best * TIE and not always:
                 continue
             spread = broadcast_seconds(load.trained_bytes, cut.replicas, request.cluster.local)
             tail += spread
-        found.append((best, tail, float(room.peak[room.fits].min())))
+        found.append((best, tail, float(memory.peak[memory.fits].min())))
     return found
 
 

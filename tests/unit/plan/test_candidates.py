@@ -108,16 +108,16 @@ def test_plans_asked_for_by_hand_are_no_better(name: str, cell: Cell) -> None:
     halvings of the batch alone, which leave every second replica with a row less, and ranked zero-bubble schedules by
     what they save where all activations stay."""
     question = Question.of(name)
-    chosen, asked = (
+    chosen, requested = (
         question.ask().prediction.step_seconds,
         question.ask(cell).prediction.step_seconds,
     )
-    assert chosen <= asked * 1.01
+    assert chosen <= requested * 1.01
 
 
 @pytest.mark.slow
 def test_a_trillion_parameters_fit_a_thousand_devices() -> None:
-    """With one row for each of eight replicas: a layer's 31 GB of weights and gradients leave no room for two."""
+    """With one row for each of eight replicas: a layer's 31 GB of weights and gradients leave no memory for two."""
     plan = Question.of("1t a100x1024 bf16").ask()
     assert plan.world_size == 1024
     assert all(rank.peak_bytes <= rank.budget_bytes for rank in plan.prediction.ranks)
@@ -125,17 +125,17 @@ def test_a_trillion_parameters_fit_a_thousand_devices() -> None:
 
 @pytest.mark.slow
 def test_a_search_says_how_far_it_is() -> None:
-    question, told = Question.of("7b a100x8 bf16"), list[str]()
+    question, reported = Question.of("7b a100x8 bf16"), list[str]()
     search(
         question.profile,
         question.cluster,
         PlanConfig(),
         global_batch=question.global_batch,
         runnable=False,
-        progress=told.append,
+        progress=reported.append,
     )
-    assert any("of" in line and "shapes, the best takes" in line for line in told)
-    assert any(line.startswith("predicting plans") for line in told)
+    assert any("of" in line and "shapes, the best takes" in line for line in reported)
+    assert any(line.startswith("predicting plans") for line in reported)
 
 
 def test_what_is_refused_is_refused_soon() -> None:
@@ -186,12 +186,12 @@ def test_a_heavy_first_block_hides_a_part_of_the_ramp(batch: int, schedule: str)
     assert searched.bound_seconds <= least
     for microbatch in (1, 2, 3, 5, 8, 10, 13):
         if microbatch <= batch:
-            asked, _ = search(
+            requested, _ = search(
                 model, machines, config, global_batch=batch, microbatch=microbatch, runnable=False
             )
             # The slowest pipeline rank is the first block alone; how the others share the rest is not looked at
             # further.
-            assert least <= asked.prediction.step_seconds * 1.02
+            assert least <= requested.prediction.step_seconds * 1.02
 
 
 @pytest.mark.slow

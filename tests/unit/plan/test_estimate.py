@@ -73,7 +73,7 @@ def test_one_stage_is_one_device() -> None:
 
 
 def test_all_but_what_is_named_is_what_a_plan_counts() -> None:
-    """A device's context was said to come on top of a plan's budget, in which it is, and was a term of no bytes."""
+    """A device's context is in a plan's budget; it was once reported on top of it, and counted as 0 bytes."""
     device = replace(ANY_DEVICE, reserve_bytes=10, context_bytes=100, gap_share=0.1)
     profile = without_seconds(MODEL.work("fp32"))
     directives = [Directive.KEEP] * len(profile.blocks)

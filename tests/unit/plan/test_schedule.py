@@ -421,7 +421,7 @@ def test_a_schedule_that_cannot_run_is_refused(listing: Listing, said: str) -> N
 
 
 def split_from(ranks: int, micro_batches: int) -> Listing:
-    """GPipe, with weight halves apart on so many ranks and micro-batches, or more."""
+    """GPipe, with separate weight-gradient passes from this number of ranks and micro-batches on."""
 
     def listing(pipeline_ranks: int, pipeline_rank: int, count: int) -> list[Action]:
         kinds = [Kind.FORWARD, Kind.BACKWARD]

@@ -72,8 +72,8 @@ def test_devices_that_do_not_shorten_the_step_stay_unused(batch: int, used: int)
         spare=True,
     )
     assert (plan.world_size, plan.spare_devices) == (used, 3 - used)
-    said = f"{used} of 3 devices are used: with more the step would be no shorter"
-    assert (said in str(plan_table(plan).caption)) == (used < 3)
+    output = f"{used} of 3 devices are used: with more the step would be no shorter"
+    assert (output in str(plan_table(plan).caption)) == (used < 3)
     assert Plan.from_dict(plan.to_dict()) == plan
 
 

@@ -93,10 +93,10 @@ def odd_case(r: random.Random) -> tuple[ModelProfile, Cluster, PlanConfig, dict[
         model = replace(model, ties=(), frozen_ties=())
     stages = r.randrange(1, min(blocks, devices) + 1)
     cuts = [0, *sorted(r.sample(range(1, devices), stages - 1)), devices]
-    asked: dict[str, Any] = r.choice(
+    requested: dict[str, Any] = r.choice(
         [{}, {"stages": stages}, {"replicas": [b - a for a, b in itertools.pairwise(cuts)]}]
     )
-    config = PlanConfig(**asked, activations=r.choice(["auto", "keep", "offload", "recompute"]))
+    config = PlanConfig(**requested, activations=r.choice(["auto", "keep", "offload", "recompute"]))
     options = {
         "global_batch": batch,
         "microbatch": r.choice(["auto", 1, 2, 5]),

@@ -74,8 +74,8 @@ def test_a_tier_without_room_is_named_with_the_smallest_that_has(memory: int) ->
     config = PlanConfig(activations="offload")
 
     def attempt(tier: int, memory: int = memory) -> Plan:
-        room = cluster(1, memory, tier=tier)
-        return search(layers(3), room, config, global_batch=4)[0]
+        machine = cluster(1, memory, tier=tier)
+        return search(layers(3), machine, config, global_batch=4)[0]
 
     with pytest.raises(InfeasiblePlan) as error:
         attempt(TIER_FLOOR)

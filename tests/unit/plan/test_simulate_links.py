@@ -134,8 +134,8 @@ def test_ranks_of_a_node_may_share_its_network() -> None:
     blocks = [block(forward=0, backward=0, output=10), block(forward=1, backward=0)]
     link = Link(bytes_per_second=5)
 
-    def step(ways: float) -> float:
-        two = replace(nodes(2, 2, remote=link), remote_ways=ways)
+    def step(remote_ways: float) -> float:
+        two = replace(nodes(2, 2, remote=link), remote_ways=remote_ways)
         return run(blocks, stages([0, 1, 2], [2, 2]), rows=2, micro=1, machines=two).step_seconds
 
     own, shared = step(0.0), step(1.0)

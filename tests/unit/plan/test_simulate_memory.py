@@ -166,7 +166,7 @@ def test_no_rank_peaks_above_what_is_proved(
 
 
 def test_what_a_split_backward_holds_by_hand() -> None:
-    """ZB-H1 on two stages, one row a micro-batch: the second stage puts weight halves off by one micro-batch.
+    """ZB-H1 on two stages, one row a micro-batch: the second stage defers weight-gradient passes by one micro-batch.
 
     ::
 

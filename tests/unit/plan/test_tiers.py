@@ -1,4 +1,4 @@
-"""Tiers are objects: what one is, is said once, and one of somebody else's is planned for and used as any other."""
+"""Tiers are objects: each is described once, and a registered tier is planned for and used as any other."""
 
 from __future__ import annotations
 
@@ -93,10 +93,12 @@ class Copied:
 class MemoryStore:
     """Bytes in one array."""
 
-    def __init__(self, asked: StoreRequest) -> None:
-        self.tier, self.waste_bytes = asked.tier.name, 0
-        self.slots = SlotMap(asked.capacity, "the memory", asked.remedies.when_full(asked.tier))
-        self._bytes = torch.empty(2 * asked.capacity, dtype=torch.uint8)
+    def __init__(self, request: StoreRequest) -> None:
+        self.tier, self.waste_bytes = request.tier.name, 0
+        self.slots = SlotMap(
+            request.capacity, "the memory", request.remedies.when_full(request.tier)
+        )
+        self._bytes = torch.empty(2 * request.capacity, dtype=torch.uint8)
 
     def write(self, data: Tensor) -> tuple[StoreSlot, Copied]:
         slot = self.slots.allocate(data.numel())
@@ -123,8 +125,8 @@ class MemoryStore:
 
 
 def open_second(folder: Path, opened: list[Store]) -> Callable[[StoreRequest], Store]:
-    def open_store(asked: StoreRequest) -> Store:
-        store = DiskStore(folder, asked.capacity, asked.copies, threads=1, tier=asked.tier)
+    def open_store(request: StoreRequest) -> Store:
+        store = DiskStore(folder, request.capacity, request.copies, threads=1, tier=request.tier)
         opened.append(store)
         return store
 
@@ -132,8 +134,8 @@ def open_second(folder: Path, opened: list[Store]) -> Callable[[StoreRequest], S
 
 
 def open_memory(opened: list[Store]) -> Callable[[StoreRequest], Store]:
-    def open_store(asked: StoreRequest) -> Store:
-        opened.append(MemoryStore(asked))
+    def open_store(request: StoreRequest) -> Store:
+        opened.append(MemoryStore(request))
         return opened[-1]
 
     return open_store

@@ -1,4 +1,4 @@
-"""What a checkpoint becomes outside: the same tensors in folders that from_pretrained loads, and nothing by halves."""
+"""An exported checkpoint has equal tensors in folders that from_pretrained loads, and is never incomplete."""
 
 from __future__ import annotations
 

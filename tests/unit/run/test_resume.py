@@ -1,4 +1,5 @@
-"""The settings of a run that resumes: what was typed over its own is said, also what that does to a schedule."""
+"""The settings of a run that resumes: typed changes are reported, and so is their effect on the learning-rate
+schedule."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ def test_a_run_that_was_stopped_is_queued_again(node: Node) -> None:
 
 
 def test_a_run_that_gets_nowhere_is_not(node: Node) -> None:
-    """It would go on so for ever."""
+    """It would be queued again for ever."""
     assert node.ends(ended("stopped", 5))[0] == 0
     node.calls.unlink()
     code, said = node.ends(ended("stopped", 5))

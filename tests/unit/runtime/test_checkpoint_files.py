@@ -39,12 +39,12 @@ TENSORS = {
 }
 
 
-def written(root: Path, step: int = 1, *, part_bytes: int = 2**20, **told: Any) -> Path:
+def written(root: Path, step: int = 1, *, part_bytes: int = 2**20, **reported: Any) -> Path:
     """A checkpoint of ``TENSORS``."""
     partial = partial_folder(root, step)
     begin(partial)
     parts = write_parts(partial, "stage-00", TENSORS.items(), part_bytes)
-    index = {"step": step, "state": {"position": 31}, "fingerprint": "x", **told}
+    index = {"step": step, "state": {"position": 31}, "fingerprint": "x", **reported}
     kinds = {"optimizer": ["exp_avg", "step"], "checksums": parts.checksums}
     finish(partial, {**index, **kinds, "files": parts.files})
     return list_checkpoints(root)[-1]

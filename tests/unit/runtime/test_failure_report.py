@@ -161,8 +161,8 @@ def test_who_speaks_for_a_rank_that_cannot_is_still_there(
     report = FailureReport(failed, FailureKind.LOST, "", "")
     present = [rank for rank in range(len(hosts)) if rank not in gone]
     assert speaker(report, hosts, present) == named
-    told = replace(report, speaker=named)
-    assert [rank for rank in present if speaks(told, rank, hosts)] == [named]
+    reported = replace(report, speaker=named)
+    assert [rank for rank in present if speaks(reported, rank, hosts)] == [named]
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_one_that_answers_is_there_to_judge(tmp_path: Path, begin: Begin, clock:
     assert seconds_until(clock, looks) is None
     there.end()
     assert heard.living([0, 1]) == [0]
-    assert seconds_until(clock, heard.have_stopped) is not None  # nobody is left to
+    assert seconds_until(clock, heard.have_stopped) is not None  # no process is left to
 
 
 def test_nothing_is_concluded_without_a_limit_or_before_all_have_begun(

@@ -1,4 +1,4 @@
-"""The ranks' watches find each other, whoever else knocks."""
+"""The ranks' failure links connect, and reject other connections."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def plainly(folder: Path) -> list[Tensor]:
 
 
 def forked(name: str, folder: Path) -> None:
-    """The parent goes on as if there had been no child, which forks while transfers run."""
+    """The parent continues as if there were no child, which forks while transfers run."""
     loss_bytes: list[Tensor] = []
 
     def inside(loop: Loop) -> None:

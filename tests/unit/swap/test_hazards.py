@@ -140,9 +140,9 @@ def test_a_backward_in_two_halves(make: Make, limit: int) -> None:
         *torch.autograd.grad(plain, weights),
     ]
     manager = make(limit)
-    for told in (False, True):
+    for reported in (False, True):
         loss = run(net, x, manager).sum()
-        if told:
+        if reported:
             manager.fetch(0)
         found = [*torch.autograd.grad(loss, x, retain_graph=True)]
         other = run(net, x, manager).sum()  # another micro-batch runs forward in between

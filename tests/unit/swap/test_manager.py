@@ -132,7 +132,9 @@ def test_spared_before_the_write_and_given_up_when_room_is_needed(store: ManualS
     statistics = manager.take_statistics()
     assert (statistics.bytes_cancelled, statistics.bytes_out) == (60, 0)
     assert manager.stored_bytes == 0
-    more = manager.save(tensor(60, 9), 1)[0]  # needs room: the one needed last goes, after all
+    more = manager.save(tensor(60, 9), 1)[
+        0
+    ]  # needs memory: the one needed last is evicted after all
     assert store.log == ["write 40"]
     assert manager.resident_bytes == 80
     for entry, value in [(spared[1], 8), (spared[0], 7), (more, 9)]:
@@ -148,7 +150,7 @@ def test_fetched_while_being_written(store: ManualStore) -> None:
     manager.fetch(0)
     store.finish(1)
     assert manager.resident_bytes == 60  # wanted, so it stays although it is written
-    other = manager.save(tensor(60, 6), 1)[0]  # nothing is to be written to make room for it
+    other = manager.save(tensor(60, 6), 1)[0]  # no write is needed to free memory for it
     assert store.log == ["write 60"]
     assert values(manager.load(entry)).eq(5).all()
     assert values(manager.load(other)).eq(6).all()
@@ -278,8 +280,8 @@ def test_books_do_not_grow(store: ManualStore) -> None:
         manager.fetch(step % 5)
         del entries
     assert manager.resident_bytes == 0
-    books = [book for book in vars(manager).values() if hasattr(book, "__len__")]
-    assert sum(len(book) for book in books) < 10
+    accounts = [book for book in vars(manager).values() if hasattr(book, "__len__")]
+    assert sum(len(book) for book in accounts) < 10
 
 
 def test_claims_end_on_any_thread(scratch: Path) -> None:

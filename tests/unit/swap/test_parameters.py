@@ -101,7 +101,7 @@ def store(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def stream(store: Store) -> Iterator[Stream]:
-    """Makes streams over blocks; in the end nothing may be left in the tier, nor too much have been on the device."""
+    """Makes offloaded blocks; in the end nothing may be left in the tier, nor too much have been on the device."""
     made: list[OffloadedParameters] = []
 
     def build(blocks: Sequence[nn.Module], **options: Any) -> OffloadedParameters:

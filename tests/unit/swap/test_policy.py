@@ -75,7 +75,7 @@ def test_the_oldest_of_all_micro_batches_leaves_first() -> None:
 
 
 def test_an_eighth_of_the_limit_leaves_ahead_of_need() -> None:
-    """Otherwise each who needs room would wait for a whole write."""
+    """Otherwise each new record would wait for a whole write."""
     manager, store = manager_of(LAZY, limit=800)
     entries = add(manager, *[50] * 17)
     assert store.log == ["write 50"]

@@ -90,7 +90,7 @@ def tight(scratch: Path) -> Callable[..., Swapping]:
 
 
 def tightly(scratch: Path) -> Callable[..., Swapping]:
-    """A limit under which activations and states must move: both are several times the room."""
+    """A limit under which activations and states must be offloaded: both are several times the free bytes."""
 
     def make(
         model: nn.Module, optimizer: Any = (), room: int = 5 * MIB // 8, **options: Any

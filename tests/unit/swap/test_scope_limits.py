@@ -109,7 +109,7 @@ def test_a_step_without_room_for_its_largest_piece_steps_nothing(
     states: int,
     tight: Callable[..., Swapping],
 ) -> None:
-    """Refused in the first step too, which would make the states; a little more room is enough."""
+    """Refused in the first step too, which would make the states; a slightly larger limit is enough."""
     largest = states * 4 * WIDTH * WIDTH * 4
     for made in (False, True):
         model = uneven()

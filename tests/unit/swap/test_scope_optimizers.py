@@ -246,7 +246,7 @@ def test_states_below_come_up_for_who_reads_them(tight: Callable[..., Swapping])
 def test_a_compiled_step_runs_uncompiled_inside(
     scheduled: bool, tight: Callable[..., Swapping]
 ) -> None:
-    """Nothing in pieces is compiled, whoever wrapped the step before; outside it is, as before."""
+    """A step in pieces is never compiled, even if it was wrapped before; outside it is, as before."""
     compiled: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Any:

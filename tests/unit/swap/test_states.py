@@ -46,10 +46,10 @@ def adam(model: nn.Module, **options: Any) -> Optimizer:
 
 @pytest.fixture
 def tight(scratch: Path) -> Callable[..., Swapping]:
-    """Activations and states must move: each is several times the room."""
+    """Activations and states must be offloaded: each is several times the free bytes."""
 
-    def make(model: nn.Module, optimizer: Any = (), room: int = 2**17) -> Swapping:
-        limit = 2 * sum(p.nbytes for p in model.parameters()) + room
+    def make(model: nn.Module, optimizer: Any = (), free_bytes: int = 2**17) -> Swapping:
+        limit = 2 * sum(p.nbytes for p in model.parameters()) + free_bytes
         options = {"minimum_bytes": 1024, "piece_bytes": 2**15, "directory": scratch}
         return parallax.swap(model, limit, optimizer=optimizer, **options)
 
@@ -78,7 +78,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 def test_a_copy_is_an_ordinary_optimizer(
     copied: Callable[[Any], Any], tight: Callable[..., Swapping]
 ) -> None:
-    """Of model and optimizer together: it goes on as the first would, in the scope and after it."""
+    """A copy of model and optimizer trains as the first would, in the scope and after it."""
     other = build()
     same = adam(other)
     expected = [steps(other, same), steps(other, same, seed=2)]
@@ -178,7 +178,7 @@ def replaced(optimizer: Optimizer) -> list[float]:
 
 
 def all_at_once(optimizer: Optimizer) -> list[float]:
-    """Held together, then changed; bytes that nobody else sees are lost where their copy goes on."""
+    """Held together, then changed; bytes without another reference are lost if their copy is used."""
     torch._foreach_zero_([state["exp_avg_sq"] for state in optimizer.state.values()])
     return []
 

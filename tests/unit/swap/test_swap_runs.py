@@ -53,7 +53,7 @@ def test_runs_cover_all_in_order_and_cut_no_vector(seed: int, cut: bool, size: A
 
 
 class Demanding(torch.optim.SGD):
-    """One whose ``__init__`` nobody can call by heart, and that keeps something of its own."""
+    """An optimizer with an unusual ``__init__`` and state of its own."""
 
     def __init__(self, parameters: Any, *, secret: object, lr: float) -> None:
         super().__init__(parameters, lr=lr, momentum=0.9)

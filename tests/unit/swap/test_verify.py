@@ -363,8 +363,8 @@ def step(model: Chain, rows: Tensor, manager: SwapManager | None, seed: int) -> 
                     roots[micro] = model(rows[micro])
             continue
         micro = generator.choice(sorted(roots))
-        told, again = generator.random() < 0.5, generator.random() < 0.2
-        if told and manager is not None:
+        reported, again = generator.random() < 0.5, generator.random() < 0.2
+        if reported and manager is not None:
             manager.fetch(micro)
         roots[micro].backward(retain_graph=again)
         if again:

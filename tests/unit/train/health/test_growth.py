@@ -1,4 +1,4 @@
-"""Memory that keeps rising is told from noise, from what is filled once, and from caches that level off."""
+"""Growing memory is distinguished from noise, from memory filled once, and from caches that level off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that stays slow is told from noise, from unequal work, and from one that holds nobody up."""
+"""A slow rank is distinguished from noise, from unequal work, and from a rank that delays no other."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def plan(replicas: tuple[int, ...], seconds: Sequence[float] = (), rows: int = 8
 
 
 def named(
-    asked: Plan,
+    requested: Plan,
     busy: Callable[[int, random.Random], Sequence[float]],
     steps: int = 60,
     step: float = 1.0,
 ) -> list[tuple[int, float]]:
-    judge, chance, found = StragglerJudge(asked), random.Random(2), []
+    judge, chance, found = StragglerJudge(requested), random.Random(2), []
     for number in range(steps):
         found += judge.add(step, busy(number, chance))
     return found
