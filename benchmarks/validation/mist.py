@@ -144,7 +144,7 @@ class Case:
 
     def stages(self, profile: ModelProfile) -> tuple[StagePlan, ...]:
         """The stages as a plan has them; the first holds the embedding too and the last the head. Offloaded
-        activations get room for two blocks: one that is written or fetched while another is used."""
+        activations get memory for two blocks: one that is written or fetched while another is used."""
         found, start, last = [], 0, len(self.partition) - 1
         for index, layers in enumerate(self.partition):
             recomputed = self.recomputed[index]

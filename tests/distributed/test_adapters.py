@@ -92,7 +92,7 @@ def tensors_in(folder: Path) -> set[str]:
     ],
     ids=str,
 )
-def test_a_checkpoint_holds_what_is_trained_and_goes_on_over_the_base(
+def test_a_checkpoint_holds_trained_parameters_and_resumes_over_the_base(
     pool: Pool, tmp_path: Path, before: Any, after: Any
 ) -> None:
     first, second = (FROZEN.under(replicas, **more) for replicas, more in (before, after))
@@ -247,9 +247,7 @@ def planned(case: Case, memory: int) -> Plan:
 
 
 @pytest.mark.slow
-def test_the_plan_for_a_device_without_room_for_the_base_trains_the_same(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_a_plan_that_offloads_the_base_trains_the_same(pool: Pool, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed (it comes with the peft extra)")
     case = OverBase(partial(lora, layers=6, hidden=64))
     model = case.chain().model

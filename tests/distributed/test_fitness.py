@@ -58,7 +58,7 @@ def meets_head(odd: int) -> tuple[list[str], bool]:
     return [], False
 
 
-def test_whoever_differs_from_head_is_unfit(pool: Pool) -> None:
+def test_a_host_that_differs_from_head_is_unfit(pool: Pool) -> None:
     assert pool.run(meets_head, 3, -1) == [([], False)] * 3
     assert pool.run(meets_head, 3, 0) == [(["host a"], True)] * 3
     assert pool.run(meets_head, 3, 2) == [(["host a"], True)] * 3

@@ -132,7 +132,7 @@ def of_large_weights(folder: Path) -> None:
     built.close()
 
 
-def test_what_a_format_has_no_number_for_is_refused(pool: Pool, tmp_path: Path) -> None:
+def test_values_that_a_format_cannot_represent_are_refused(pool: Pool, tmp_path: Path) -> None:
     pool.run(of_large_weights, 1, tmp_path)
     (output,) = pool.run(refused, 1, FORMATS["fp16"], tmp_path, tmp_path / checkpoint_name(0))
     assert "head.norm.weight holds 100000, which is too large for fp16" in output

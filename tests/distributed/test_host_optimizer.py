@@ -56,7 +56,7 @@ OTHERS = [
     [*TELLING, *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in OTHERS)],
     ids=str,
 )
-def test_steps_below_the_device_equal_steps_on_it(
+def test_offloaded_steps_equal_steps_on_the_device(
     pool: Pool, tmp_path: Path, model: str, replicas: tuple[int, ...]
 ) -> None:
     case, world = Case(FACTORIES[model], dtype=torch.float32), sum(replicas)

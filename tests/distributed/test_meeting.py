@@ -69,7 +69,7 @@ def test_ranks_meet_again(before: int, count: str, late: int) -> None:
         assert again == {20}
 
 
-def test_who_asked_before_there_was_a_rank_0_and_died_is_not_waited_for() -> None:
+def test_a_dead_rank_that_joined_before_rank_0_is_not_waited_for() -> None:
     """The next to come as rank 1 is another."""
     with agents_store() as port:
         where = {"MASTER_PORT": str(port), "WORLD_SIZE": "2", "PARALLAX_JOIN_SECONDS": "1"}

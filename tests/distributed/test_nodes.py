@@ -250,13 +250,13 @@ def test_neighbours_are_measured_without_a_node_in_two_pairs(count: int) -> None
     assert sum(map(len, rounds)) == len(pairs)
 
 
-def test_clocks_are_told_apart(pool: Pool, tmp_path: Path) -> None:
+def test_clock_offsets_between_nodes_are_measured(pool: Pool, tmp_path: Path) -> None:
     found = pool.run(there, 3, ["x", "y", "y"], tmp_path, offset, 1000.0)
     assert found[0] == 0
     assert found[1] == found[2] == pytest.approx(-1000, abs=0.1)
 
 
-def test_checkpoints_lie_on_the_nodes_and_go_on_on_others(pool: Pool, tmp_path: Path) -> None:
+def test_checkpoints_on_nodes_resume_on_other_nodes(pool: Pool, tmp_path: Path) -> None:
     """Stages that share a parameter, and replicas that have theirs on another node, need what others have saved."""
     hosts = ["x", "x", "y"]
     pool.run(there, 3, hosts, tmp_path, trained, tmp_path, 0, 2)

@@ -150,7 +150,7 @@ def test_gradients_that_are_none_where_the_loss_is_one() -> None:
     )
 
 
-def test_inputs_that_are_none_are_said_and_statistics_stay() -> None:
+def test_nan_inputs_are_named_and_statistics_stay() -> None:
     """A NaN in running statistics would stay for ever."""
     trained = engine(normed, 1)
     before = {name: tensor.detach().clone() for name, tensor in trained.parameters.items()}

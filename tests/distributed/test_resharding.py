@@ -226,7 +226,7 @@ def table(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Table:
         for pair in itertools.product(KINDS, KINDS)
     ],
 )
-def test_any_plan_goes_on_from_any_other(
+def test_any_plan_resumes_from_any_other(
     table: Table, before: str, after: str, optimizer: str
 ) -> None:
     tied = KINDS[before].tied and KINDS[after].tied

@@ -220,7 +220,7 @@ def test_what_is_new_is_sent_once_for_each_owner(pool: Pool) -> None:
     ],
     ids=str,
 )
-def test_a_checkpoint_does_not_know_who_had_the_states(
+def test_a_checkpoint_does_not_depend_on_the_holder_of_states(
     pool: Pool, before: int, after: int, dtype: torch.dtype
 ) -> None:
     setting = Setting(OPTIMIZERS["adamw"], dtype)

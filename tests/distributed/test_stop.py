@@ -212,6 +212,6 @@ def extended(folder: Path) -> tuple[str, int]:
     return summary["ended"], summary["steps"]
 
 
-def test_a_request_in_the_first_step_of_a_start_is_told(pool: Pool, tmp_path: Path) -> None:
+def test_a_request_in_the_first_step_of_a_start_is_reported(pool: Pool, tmp_path: Path) -> None:
     """Who goes by the summary queues the run again."""
     assert pool.run(extended, 2, tmp_path) == [("stopped", 3)] * 2

@@ -68,7 +68,7 @@ def test_what_is_not_refused_trains_as_by_itself(room: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("way", range(len(WAYS)))
-def test_some_of_all_shapes_train_in_all_ways(way: int) -> None:
+def test_some_of_all_shapes_train_in_all_variants(way: int) -> None:
     jobs = [(name, way + 1) for name in VARIED]
     assert not _in_trouble(alone(judged, jobs, seconds=600.0))
 

@@ -136,11 +136,11 @@ class Block(nn.Linear):
 
 
 def _reaching(action: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    def told(*args: Any) -> Any:
+    def killed(*args: Any) -> Any:
         reached(action)
         return call(*args)
 
-    return told
+    return killed
 
 
 def build(kills: Sequence[Sequence[Any]]) -> nn.Module:

@@ -54,7 +54,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
     return process.returncode, [line for line in err.splitlines() if line.startswith("parallax:")]
 
 
-def test_who_never_comes_is_said_and_ends_the_run(tmp_path: Path, place: int) -> None:
+def test_a_rank_that_never_starts_is_named_and_ends_the_run(tmp_path: Path, place: int) -> None:
     code, output = ended(start(tmp_path, 0, 2, place))
     assert code == 1
     assert output[0] == "parallax: waiting for 1 of 2 ranks: rank 1; up to 3 s"
@@ -82,7 +82,7 @@ def test_a_port_that_another_program_has(tmp_path: Path) -> None:
         assert "whether another program has that port" in output[-1]
 
 
-def test_ranks_that_count_otherwise_are_told_so(tmp_path: Path, place: int) -> None:
+def test_ranks_with_another_world_size_are_named(tmp_path: Path, place: int) -> None:
     both = start(tmp_path, 0, 2, place, 60), start(tmp_path, 1, 3, place, 60)
     for code, output in map(ended, both):
         assert code == 2

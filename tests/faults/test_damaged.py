@@ -146,7 +146,7 @@ def test_events_of_another_plan(run: Path, capfd: pytest.CaptureFixture[str]) ->
         assert "which its plan.yaml has not" in one_line(capfd.readouterr().err)
 
 
-def test_a_line_that_was_cut_short_is_no_damage(tmp_path: Path) -> None:
+def test_a_truncated_last_line_is_no_damage(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with EventLog(path) as log:
         log.extend([Span(0, 1, "forward", 0, 0, 0.0, 1.0)])

@@ -123,7 +123,7 @@ def test_the_error_line(
     assert isinstance(error, ValueError) or one_line(err)
 
 
-def test_last_words_notes_logs_and_tracebacks(capfd: pytest.CaptureFixture[str]) -> None:
+def test_final_messages_notes_logs_and_tracebacks(capfd: pytest.CaptureFixture[str]) -> None:
     send_report(FailureReport(0, FailureKind.RAISED, HOSTILE, HOSTILE))
     assert harmless(capfd.readouterr().err)
     file = io.StringIO()

@@ -48,7 +48,7 @@ def test_more_memory_of_the_devices(here: Path, called: Called, settings: list[s
 
 
 @pytest.mark.faults
-def test_more_of_the_tier_that_was_asked_for(here: Path, called: Called) -> None:
+def test_more_of_the_requested_tier(here: Path, called: Called) -> None:
     """Optimizer states are requested on a host whose memory is too small, and the rest does not fit the devices."""
     requested = [*ALL_TIERS, "plan.optimizer=host"]
     line = refused(

@@ -59,7 +59,7 @@ OWN = [
 
 
 @pytest.mark.faults
-def test_states_of_generators_go_on(here: Path, called: Called) -> None:
+def test_states_of_generators_are_restored(here: Path, called: Called) -> None:
     (here / "own_state.py").write_text(SOURCE)
     whole = prepared(*OWN, "trainer.steps=4", name="whole", replicas=(1,))
     cut = prepared(*OWN, "trainer.steps=2", name="cut", replicas=(1,))

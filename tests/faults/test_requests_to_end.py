@@ -146,7 +146,7 @@ def is_served(
 
 
 @pytest.mark.thorough  # as a run that is resumed after its end, in test_runs.py
-def test_what_was_stopped_goes_on_bit_for_bit(
+def test_a_stopped_run_resumes_bit_for_bit(
     here: Path, called: Callable[..., tuple[int, str, str]]
 ) -> None:
     settings = [*LONG, "trainer.steps=60", "optimizer.final_rate=1", "trainer.eval_every=0"]

@@ -111,7 +111,7 @@ ALL_GONE_SECONDS = 20.0  # usually one; a busy machine is slower, and torch woul
 
 @pytest.mark.faults
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_hangs_is_named_and_the_run_goes_on(
+def test_a_rank_that_hangs_is_named_and_the_run_resumes(
     here: Path, called: Called, rank: int
 ) -> None:
     """Stopped by somebody, it heeds nothing; the watch names it, its stage and its action."""

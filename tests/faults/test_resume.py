@@ -60,7 +60,7 @@ def checkpointed(*overrides: str, name: str = "run") -> Path:
     return run
 
 
-def test_a_name_alone_goes_on_with_its_own_settings(here: Path) -> None:
+def test_a_name_alone_resumes_with_its_own_settings(here: Path) -> None:
     run = checkpointed(*TINY, "trainer.steps=7", "plan.stages=3", "optimizer.lr=0.5")
     stored = config.load((run / "config.yaml").read_text())
     assert settings(["name=run"], RUNS).config == stored
@@ -164,7 +164,7 @@ def build(width):
 
 
 @pytest.mark.thorough  # what was named is remembered: test_own_words.py; a run resumes by its name: test_runs.py
-def test_a_run_of_ones_own_model_goes_on_by_its_name(
+def test_a_run_of_ones_own_model_resumes_by_its_name(
     here: Path, called: Callable[..., tuple[int, str, str]]
 ) -> None:
     """Its class path was named when it was begun."""
@@ -236,7 +236,7 @@ def read_for_all(directory: Path) -> str:
     return str(reported.value)
 
 
-def test_all_ranks_are_told_of_a_directory_that_is_held(here: Path, pool: Pool) -> None:
+def test_all_ranks_report_a_locked_directory(here: Path, pool: Pool) -> None:
     run = prepared(*TINY, "trainer.steps=1").absolute()
     with locked(run):
         reported = pool.run(read_for_all, 2, run)

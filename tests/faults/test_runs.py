@@ -168,7 +168,7 @@ def steps_traced(file: Path) -> set[int]:
 
 @pytest.mark.parametrize("record", ["trace", "profiler", "memory"])
 @pytest.mark.thorough  # what is recorded is asserted in the unit tests; a resumed run above traces a step
-def test_every_rank_records_the_steps_asked_for(
+def test_every_rank_records_the_requested_steps(
     called: Callable[..., tuple[int, str, str]], record: str
 ) -> None:
     run = prepared(
@@ -217,7 +217,7 @@ def test_a_rank_that_is_killed_ends_the_run(here: Path) -> None:
 
 
 @pytest.mark.thorough  # test_requests_to_end.py sends it to all, as a terminal does, and SIGTERM to the launcher
-def test_an_interrupted_run_goes_on(here: Path) -> None:
+def test_an_interrupted_run_resumes(here: Path) -> None:
     run = prepared(*ENDLESS)
     process = started(run)
     process.kill()
@@ -262,7 +262,7 @@ def compared(runs: list[Path]) -> str:
     return str(reported.value)
 
 
-def test_ranks_that_read_different_runs_are_told(here: Path, pool: Pool) -> None:
+def test_ranks_that_read_different_runs_get_the_keys(here: Path, pool: Pool) -> None:
     reported = pool.run(compared, 2, different_runs())
     assert reported[0] == reported[1]
     assert DIFFERENT in reported[0]

@@ -70,7 +70,7 @@ def test_ranks_that_share_a_gpu_train_like_one(pool: Pool, scratch: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", [HostStore, DiskStore])
-def test_a_storage_survives_the_way_down_and_up(kind: type, scratch: Path) -> None:
+def test_a_storage_survives_offload_and_fetch(kind: type, scratch: Path) -> None:
     copies = StreamCopies(torch.device("cuda", 0))
     options: dict[str, Any] = {} if kind is HostStore else {"threads": 2}
     arguments = (64 * MIB, copies) if kind is HostStore else (scratch, 64 * MIB, copies)

@@ -116,7 +116,7 @@ def test_a_lost_host_is_done_without_and_comes_back(
     ends_well(hosts, tmp_path / "alone")
 
 
-def test_a_host_that_is_asked_to_end_is_done_without(
+def test_the_run_continues_without_a_host_that_ends_on_request(
     hosts: TwoHosts, line: tuple[str, ...], tmp_path: Path
 ) -> None:
     """As when a batch system reclaims a host: all save, its ranks end, and the other host resumes from there."""
@@ -141,7 +141,7 @@ def test_a_killed_rank_restarts_all(hosts: TwoHosts, line: tuple[str, ...], tmp_
     ends_well(hosts, tmp_path / "alone")
 
 
-def test_of_two_halves_that_cannot_meet_one_goes_on(
+def test_after_a_partition_one_side_continues(
     hosts: TwoHosts, line: tuple[str, ...], tmp_path: Path
 ) -> None:
     begin(hosts, line)
@@ -170,7 +170,7 @@ def test_too_few_devices_end_the_run_with_what_is_missing(
     assert "plan.stages=2 with 1 device(s)" in said(hosts.a)[-1]
 
 
-def test_an_unfit_host_is_refused_and_the_others_go_on(
+def test_an_unfit_host_is_refused_and_the_others_continue(
     hosts: TwoHosts, line: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It joins with an older package; refused, it does not come again of itself."""

@@ -96,9 +96,7 @@ def test_one_rank(sim_pool: Pool, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "options", [{"optimizer_offload": 1.0}, {"optimizer_offload": 0.5, "tier": "disk"}], ids=str
 )
-def test_gradients_on_their_way_down_are_not_cleared(
-    sim_pool: Pool, options: dict[str, Any]
-) -> None:
+def test_gradients_being_offloaded_are_not_cleared(sim_pool: Pool, options: dict[str, Any]) -> None:
     """Those of a step that was never taken."""
     check(sim_pool, (1,), options, direct=False, fails="gradients")
 

@@ -57,7 +57,7 @@ def test_what_is_copied_exists_and_is_not_ignored(dockerfile: Path) -> None:
 
 
 @each
-def test_nobody_is_root_and_versions_are_the_constraints(dockerfile: Path) -> None:
+def test_the_user_is_not_root_and_versions_are_the_constraints(dockerfile: Path) -> None:
     text = dockerfile.read_text()
     assert [line for line in text.splitlines() if line.startswith("USER ")] == ["USER 10001"]
     installs = [line for line in text.replace("\\\n", " ").splitlines() if "pip install" in line]

@@ -97,7 +97,7 @@ def test_weak_scaling_is_of_the_same_rows_per_device() -> None:
     assert found == {"a-1-8": [1.0, 1.0], "a-2-16": [0.75, None], "a-2-8": [None, 0.6]}
 
 
-def test_the_frontier_is_what_nobody_beats_in_both() -> None:
+def test_the_frontier_has_the_pareto_optimal_points() -> None:
     places = [(3.0, 5.0), (1.0, 1.0), (2.0, 4.0), (2.0, 3.0), (4.0, 5.0), (5.0, 6.0)]
     assert frontier(places) == [(1.0, 1.0), (2.0, 4.0), (3.0, 5.0), (5.0, 6.0)]
 

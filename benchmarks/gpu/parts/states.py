@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.gpu.parts.part import Findings, Found, Given
 from benchmarks.gpu.runners import Runner, by_turns, exactness, half, row, running
 from benchmarks.gpu.setup import STATE_BYTES, Setup, row_bytes
-from benchmarks.gpu.ways import Spec
+from benchmarks.gpu.variants import Spec
 from benchmarks.models import Task
 from parallax.common.units import format_bytes
 

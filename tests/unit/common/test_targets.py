@@ -145,7 +145,7 @@ def test_a_keyword_that_is_handed_on_and_on() -> None:
     assert "hands it on to Linear.__init__" in refused("own_targets:into_one", biased=False)
 
 
-def test_a_keyword_of_somebody_elses_is_a_mistake_of_theirs() -> None:
+def test_a_wrong_keyword_inside_a_library_is_its_own_error() -> None:
     for target, kwargs in (("mistaken", {"biased": True}), ("mistaken_later", {"width": 3})):
         with pytest.raises(TypeError, match="unexpected keyword argument"):
             call_target("model", f"own_targets:{target}", kwargs)

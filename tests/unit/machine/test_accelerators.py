@@ -187,7 +187,9 @@ def test_each_rank_has_the_budget_of_its_own_device(tmp_path: Path) -> None:
     ],
     ids=["two kinds", "one without a name", "one without a device", "CPUs", "nobody asked"],
 )
-def test_what_is_not_known_of_all_is_not_told(found: list[OwnDevice | None]) -> None:
+def test_devices_that_some_ranks_do_not_report_are_not_collected(
+    found: list[OwnDevice | None],
+) -> None:
     assert RanksDevices.collect(found, range(len(found))) is None
 
 
@@ -263,7 +265,7 @@ def test_what_was_measured_is_given_back_before_the_limit(monkeypatch: pytest.Mo
     assert done == ["emptied", "5 bytes"]
 
 
-def test_variables_are_set_before_devices_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_set_before_the_first_device_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asking for their properties makes torch's allocator, which reads them."""
     requested: list[str] = []
 
@@ -286,7 +288,7 @@ def test_variables_are_set_before_devices_are_asked_for(monkeypatch: pytest.Monk
     assert set(requested) == {"expandable_segments:True"}
 
 
-def test_what_was_told_of_other_devices_is_no_matter(tmp_path: Path) -> None:
+def test_identities_of_another_kind_of_device_are_ignored(tmp_path: Path) -> None:
     install(80 * GIB)
     set_ranks_devices(
         RanksDevices.collect([own(each, kind="another") for each in "abcd"], range(4))
@@ -303,7 +305,7 @@ def test_what_was_told_of_other_devices_is_no_matter(tmp_path: Path) -> None:
     ],
     ids=["one device", "two parts of one", "a driver that calls all the same"],
 )
-def test_a_device_is_told_from_others(
+def test_devices_are_distinguished(
     monkeypatch: pytest.MonkeyPatch, one: dict[str, Any], other: dict[str, Any], same: bool
 ) -> None:
     class Seen(Accelerator):
@@ -326,7 +328,7 @@ def test_a_device_that_has_no_name_is_each_process_s_own() -> None:
     assert Nameless("it").identity(0) != Nameless("it").identity(1)
 
 
-def test_who_is_alone_has_no_groups(tmp_path: Path) -> None:
+def test_a_single_rank_has_no_groups(tmp_path: Path) -> None:
     install(80 * GIB, 80 * GIB)
     (device,) = cluster_of(tmp_path, devices=1).devices
     assert device.memory_bytes == 76 * GIB

@@ -80,7 +80,7 @@ def tree(root: Path, groups: str, files: dict[str, str]) -> Path:
     return root
 
 
-def test_cores_are_cut_by_a_v2_quota_anywhere_above(tmp_path: Path) -> None:
+def test_cores_are_limited_by_a_v2_quota_anywhere_above(tmp_path: Path) -> None:
     files = {
         "sys/fs/cgroup/job/cpu.max": "50000 100000",
         "sys/fs/cgroup/job/task/cpu.max": "max 100000",
@@ -88,7 +88,7 @@ def test_cores_are_cut_by_a_v2_quota_anywhere_above(tmp_path: Path) -> None:
     assert usable_cores(tree(tmp_path, "0::/job/task", files)) == 0.5
 
 
-def test_cores_are_cut_by_a_v1_quota(tmp_path: Path) -> None:
+def test_cores_are_limited_by_a_v1_quota(tmp_path: Path) -> None:
     files = {
         "sys/fs/cgroup/cpu,cpuacct/docker/cpu.cfs_quota_us": "75000",
         "sys/fs/cgroup/cpu,cpuacct/docker/cpu.cfs_period_us": "100000",
@@ -252,7 +252,7 @@ def test_existing_parent(tmp_path: Path) -> None:
     assert disk_free_bytes(tmp_path / "not" / "yet") > 0
 
 
-def test_probes_are_measured_once_and_again_when_asked(tmp_path: Path, cache: Path) -> None:
+def test_probes_are_measured_once_and_again_on_request(tmp_path: Path, cache: Path) -> None:
     threads, handles = threading.active_count(), len(os.listdir("/proc/self/fd"))
     first = measure_probes(tmp_path / "runs" / "swap")
     assert not (tmp_path / "runs").exists()
@@ -382,7 +382,7 @@ def test_the_one_thread_that_torchrun_sets_is_no_wish(monkeypatch: pytest.Monkey
 
 
 @no_cuda
-def test_more_threads_than_cores_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_threads_than_cores_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "usable_cores", lambda: 2.0)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     output = [

@@ -82,7 +82,7 @@ def weights(factory: Callable[[], nn.Module], cuts: list[int], **options: Any) -
     return found
 
 
-def test_the_three_ways_to_a_chain() -> None:
+def test_the_three_ways_to_describe_a_chain() -> None:
     assert [b.name for b in describe(GPT.build).blocks] == [
         "embedding",
         "layers.0",

@@ -231,7 +231,7 @@ def test_broken_folders_are_refused(text: str | None, message: str, tmp_path: Pa
         materialise(llama_of(tmp_path), 0, 1, CPU)
 
 
-def test_pickled_weights_are_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_pickled_weights_are_refused_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
     with pytest.raises(CheckpointError, match="load and save it again with transformers"):
         materialise(llama_of(tmp_path), 0, 1, CPU)

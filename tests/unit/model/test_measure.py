@@ -393,7 +393,7 @@ def test_seconds_at_few_rows_are_measured_not_extrapolated(monkeypatch: pytest.M
     assert forward.at(7) == pytest.approx(12)  # by the line from 1 row to 4
 
 
-def test_the_shorter_of_two_looks_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shorter_of_two_measurements_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that were timed while another process had the machine were planned as slow ones."""
     looks = iter([9.0] * 4 + [1.0] * 4)
     monkeypatch.setattr(

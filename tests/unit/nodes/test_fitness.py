@@ -34,13 +34,15 @@ THREE = Nodes(0, ("a", "b", "c"), (0, 0, 1, 2), ("a", "a", "b", "c"))
         (["a"], 1, [], False),  # no host was named
     ],
 )
-def test_who_is_done_without(heads: list[str], least: int, unfit: list[str], goes_on: bool) -> None:
+def test_the_hosts_that_are_excluded(
+    heads: list[str], least: int, unfit: list[str], goes_on: bool
+) -> None:
     elastic = Elastic(frozenset(heads), least)
     assert elastic.goes_on(dict.fromkeys(unfit, "why"), THREE) is goes_on
 
 
 @pytest.mark.parametrize(("count", "most", "least"), [("0", "1", 2), ("1", "1", 0), ("0", "0", 0)])
-def test_nobody_is_done_without_where_nothing_starts_again(
+def test_no_host_is_excluded_without_restarts(
     monkeypatch: pytest.MonkeyPatch, count: str, most: str, least: int
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)

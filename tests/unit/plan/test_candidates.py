@@ -53,7 +53,7 @@ def test_no_micro_batch_is_better_than_those_tried(batch: int, replicas: int) ->
         assert any(c <= count and r <= rows for c, r in tried), size
 
 
-def test_micro_batches_of_interleaved_schedules_are_dealt_out() -> None:
+def test_micro_batches_of_interleaved_schedules_are_partitioned() -> None:
     for size in balanced_sizes(1536, 16, 16):
         assert micro_batch_count(1536, size) % 16 == 0
     assert balanced_sizes(1536, 16, 16)
@@ -103,7 +103,7 @@ def test_no_even_pipeline_is_forecast_below_the_bound_of_its_shape(name: str) ->
         ),
     ],
 )
-def test_plans_asked_for_by_hand_are_no_better(name: str, cell: Cell) -> None:
+def test_plans_requested_by_hand_are_no_better(name: str, cell: Cell) -> None:
     """By its own forecast the planner once took a third longer than a plan that anybody might have asked for: it tried
     halvings of the batch alone, which leave every second replica with a row less, and ranked zero-bubble schedules by
     what they save where all activations stay."""

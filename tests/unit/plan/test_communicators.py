@@ -78,7 +78,7 @@ def test_hosts_that_carry_tensors_take_none() -> None:
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
-def test_a_search_leaves_room_for_them(devices: int) -> None:
+def test_a_search_leaves_memory_for_them(devices: int) -> None:
     least = 2 * GROUP + CONTEXT + 8 * devices * EDGE
     for spare in (200, 400, 2000):
         found, _ = search(

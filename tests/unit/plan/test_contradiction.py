@@ -93,7 +93,7 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("asked", "expected"), REFUSED, ids=[expected[:40] for _, expected in REFUSED]
 )
-def test_what_has_no_shape_is_named_with_a_way_out(asked: Question, expected: str) -> None:
+def test_settings_without_a_shape_are_named_with_a_remedy(asked: Question, expected: str) -> None:
     with pytest.raises(InfeasiblePlan, match=re.escape(expected)):
         check_question(asked)
 
@@ -177,7 +177,7 @@ def test_settings_that_exclude_each_other() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_live_below_the_device_is_known_before_anything_is_measured(
+def test_parameters_that_cannot_be_offloaded_are_refused_before_measuring(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     typed: list[str],

@@ -43,7 +43,7 @@ def test_terms_by_hand() -> None:
 
 @pytest.mark.parametrize("directive", [Directive.KEEP, Directive.RECOMPUTE])
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_no_cut_needs_less(stages: int, directive: Directive) -> None:
+def test_no_partition_needs_less(stages: int, directive: Directive) -> None:
     rows, micro_batches = 2, 4
     profile = without_seconds(MODEL.work("fp32"))
     blocks = len(profile.blocks)

@@ -236,7 +236,7 @@ class Tied(nn.Module):
         return out
 
 
-def test_what_another_stage_steps_below_is_counted_here() -> None:
+def test_states_stepped_in_the_tier_because_of_another_stage_are_counted() -> None:
     chain = describe(Tied, blocks=["first", "middle", "last"])
     plan = make_plan(chain, replicas=(1, 1), cuts=[1])
     halves = (replace(plan.stages[0], optimizer_offload=1.0), plan.stages[1])

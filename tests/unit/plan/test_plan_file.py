@@ -221,7 +221,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             ModelProfile.load(path)
 
 
-def test_a_truncated_plan_is_refused_wherever_it_was_cut(tmp_path: Path) -> None:
+def test_a_plan_truncated_anywhere_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     plan().save(path)
     text = path.read_text()
@@ -327,7 +327,7 @@ def test_text_that_is_no_profile(text: str) -> None:
         ModelProfile.from_json(text)
 
 
-def test_a_measured_cost_is_interpolated_and_goes_on_as_a_line() -> None:
+def test_a_measured_cost_is_interpolated_and_extrapolated_linearly() -> None:
     cost = Affine.measured([(1, 4.0), (2, 5.0), (4, 8.0), (8, 16.0)])
     assert [cost.at(rows) for rows in (0, 0.5, 1, 1.5, 2, 3, 8)] == [0, 3.5, 4, 4.5, 5, 6.5, 16]
     assert cost.at(14) == pytest.approx(27)  # 11 s more for the six rows from 2 to 8

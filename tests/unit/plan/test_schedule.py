@@ -240,7 +240,7 @@ def test_an_unknown_schedule_names_the_nearest() -> None:
         named("gpip").compute_order(1, 0, 1)
 
 
-def test_what_a_file_names_and_nobody_knows_can_be_shown_and_not_run() -> None:
+def test_an_unknown_schedule_of_a_file_can_be_shown_but_not_run() -> None:
     theirs = named("their_module:listing")
     assert str(theirs) == "their_module:listing"
     assert theirs is named("their_module:listing")

@@ -95,7 +95,7 @@ def test_ranks_that_were_started_are_all_used_and_idle_ones_are_named() -> None:
     assert f"rank {idle[0]} of 3 replicas never has a row" in str(plan_table(plan).caption)
 
 
-def test_replicas_that_are_asked_for_may_be_idle_and_are_named() -> None:
+def test_requested_replicas_may_be_idle_and_are_named() -> None:
     config = PlanConfig(stages=2, replicas=[1, 2])
     plan, _ = search(
         profile([block()] * 4), cluster(3, PLENTY), config, global_batch=4, microbatch=1, spare=True

@@ -63,7 +63,7 @@ def test_tied_parameters_are_reduced_across_stages() -> None:
     assert inside.step_seconds == pytest.approx(6)
 
 
-def test_messages_to_other_nodes_share_the_way_out() -> None:
+def test_messages_to_other_nodes_share_the_outgoing_link() -> None:
     """One rank feeds three replicas on another node: they share its card, not three links."""
     link = Link(bytes_per_second=10)
     blocks = [block(forward=0, backward=0, output=10), block(forward=1, backward=0)]

@@ -261,7 +261,7 @@ def test_names_are_taken_once(opened: list[Store]) -> None:
         replace(SECOND, name="third", key="ssd")
 
 
-def test_tiers_that_nobody_knows(tmp_path: Path) -> None:
+def test_unknown_tiers(tmp_path: Path) -> None:
     chain = describe(MLPConfig(layers=2, hidden=8, embedding=4, sequence=4).build)
     for tier, words in (("second", "tier second is not registered"), ("none", "holds no data")):
         plan = make_plan(chain, directive="offload", global_batch=ROWS, tier=tier)
@@ -275,7 +275,7 @@ def test_tiers_that_nobody_knows(tmp_path: Path) -> None:
         tier_named("tape")
 
 
-def test_what_auto_means_is_said_once() -> None:
+def test_what_auto_means_is_reported_once() -> None:
     assert usual_tier(device_is_ram=True) is choose_tier("t", "auto", device_is_ram=True) is DISK
     assert usual_tier(device_is_ram=False) is choose_tier("t", "auto", device_is_ram=False) is HOST
     assert choose_tier("t", "none", device_is_ram=True) is NONE

@@ -177,7 +177,7 @@ def test_lists_that_wait_for_each_other_are_refused(first: str, second: str, wai
 
 
 @pytest.mark.parametrize(("count", "interleave"), [(0, 1), (3, 2), (2, 0)])
-def test_stages_that_cannot_be_dealt_out(count: int, interleave: int) -> None:
+def test_layers_that_cannot_be_divided_into_stages(count: int, interleave: int) -> None:
     with pytest.raises(PlanError, match="cannot be split into"):
         timed(SCHEDULES["interleaved"], [StageTimes(1, 1)] * count, 4, interleave=interleave)
 

@@ -352,7 +352,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (out / "model.safetensors").exists()
 
 
-def test_the_checkpoint_is_the_one_that_the_run_goes_on_from(tmp_path: Path) -> None:
+def test_the_checkpoint_is_the_one_that_the_run_resumes_from(tmp_path: Path) -> None:
     """The latest start's: a half that was cut off may have come further, alone."""
     run = run_of_llama(tmp_path)
     write(tmp_path, llama(), step=9, started=2.0)

@@ -25,7 +25,7 @@ from tests.plans import described, make_plan
         (["trainer.steps=10", "trainer.checkpoint_every=3", "trainer.resume=never"], 6, 4),
     ],
 )
-def test_room_is_asked_for_what_is_still_to_be_saved(
+def test_disk_space_is_needed_for_what_is_still_to_be_saved(
     settings: list[str], done: int, expected: int
 ) -> None:
     """A run with two steps left needs no space for as many checkpoints as could be kept."""

@@ -64,7 +64,7 @@ def test_machines_may_recover_and_mistakes_do_not(
     assert (refused is None) == passes
 
 
-def test_nobody_is_started_who_was_asked_to_end(tmp_path: Path) -> None:
+def test_a_point_that_was_asked_to_end_is_not_started(tmp_path: Path) -> None:
     ours = restarts(tmp_path)
     overdue = FailureReport(0, FailureKind.OVERDUE, "stopped by SIGTERM", "but", code=143)
     assert ours.refused(Failure.of({0: 143}, overdue), stop_requested=False) is not None
@@ -94,7 +94,7 @@ def test_progress_is_what_counts(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_said(tmp_path: Path) -> None:
+def test_the_messages_of_restarts(tmp_path: Path) -> None:
     ours = restarts(tmp_path, 2)
     lost = FailureReport(1, FailureKind.LOST, "rank 1 (stage 1)", "ended", ", last seen saving")
     failure = Failure.of({0: 1, **KILLED}, lost)

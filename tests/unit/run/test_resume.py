@@ -33,7 +33,7 @@ RUN = ["model=mlp", "name=a", "trainer.steps=60", *RATES]
         ),
     ],
 )
-def test_a_learning_rate_that_changes_at_resume_is_said(
+def test_a_learning_rate_that_changes_at_resume_is_reported(
     tmp_path: Path, typed: list[str], said: str
 ) -> None:
     (tmp_path / "a/checkpoints/step-00000060").mkdir(parents=True)

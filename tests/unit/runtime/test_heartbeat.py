@@ -111,7 +111,7 @@ def test_nothing_is_concluded_without_a_limit_or_before_all_have_begun(
     assert seconds_until(clock, heard.have_stopped) is None
 
 
-def test_a_launcher_that_was_stopped_itself_begins_anew(
+def test_a_launcher_that_was_stopped_itself_does_not_blame_the_ranks(
     tmp_path: Path, begin: Begin, clock: Clock
 ) -> None:
     heard = Heartbeats(tmp_path, 1, Requests())

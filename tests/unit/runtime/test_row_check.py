@@ -89,7 +89,7 @@ def test_too_few_are_refused_with_both_numbers(kind: str, rows: int) -> None:
         RowCheck().of(OwnRows(inputs, targets), "a batch").check_last()
 
 
-def test_more_than_were_asked_for() -> None:
+def test_more_rows_than_requested() -> None:
     def more(start: int, stop: int) -> torch.Tensor:
         return torch.zeros(stop - start + (stop - start > 2))
 
@@ -97,7 +97,7 @@ def test_more_than_were_asked_for() -> None:
         take(OwnRows(of(ROWS), more), 4)
 
 
-def test_rows_are_asked_for_again_only_where_a_length_is_not_the_one_due() -> None:
+def test_rows_are_requested_again_only_for_an_unexpected_length() -> None:
     requested: list[tuple[int, int]] = []
 
     def targets(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -209,7 +209,7 @@ def enter(directory: Path | str) -> None:
         pass
 
 
-def test_unusable_folders_are_told_of_on_entry(tmp_path: Path) -> None:
+def test_unusable_folders_raise_on_entry(tmp_path: Path) -> None:
     """Not in the middle of a step, and also where nothing may ever move."""
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
@@ -349,7 +349,7 @@ def test_the_report_says_why_nothing_moves(scratch: Path) -> None:
         assert f"activations: {output}" in swapping.report()
 
 
-def test_host_memory_in_the_words_of_who_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_errors_use_the_callers_names(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         SwapError, match=r"cannot allocate .*; lower tier_bytes, .*ulimit -l.*, or set tier=disk$"
     ):

@@ -143,7 +143,7 @@ def forked(name: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_child_ends_and_harms_nobody(scratch: Path) -> None:
+def test_a_child_ends_without_side_effects(scratch: Path) -> None:
     forked_each = f"[forked(name, Path({str(scratch)!r})) for name in CHILDREN]"
     code = f"from tests.unit.swap.test_forks import *; {forked_each}"
     found = subprocess.run(

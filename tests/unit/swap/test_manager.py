@@ -91,7 +91,7 @@ def test_budget_exceeded_carries_the_arithmetic(store: ManualStore) -> None:
     assert manager.take_statistics().high_water <= 100 * KIB
 
 
-def test_used_bytes_leave_only_when_nobody_works_on_them(store: ManualStore) -> None:
+def test_used_bytes_are_evicted_only_when_unused(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100 * KIB)
     entries = [manager.save(tensor(40 * KIB, i), 0)[0] for i in range(4)]
     store.finish(9)
@@ -125,7 +125,7 @@ def test_last_saved_comes_first_as_far_as_it_fits(store: ManualStore) -> None:
     assert store.log[3:] == ["read 34"]  # and what is loaded is not read again
 
 
-def test_spared_before_the_write_and_given_up_when_room_is_needed(store: ManualStore) -> None:
+def test_kept_before_the_write_and_evicted_when_memory_is_needed(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100)
     spared = [manager.save(tensor(40, 7), 0)[0], manager.save(tensor(20, 8), 0)[0]]
     manager.fetch(0)
@@ -182,7 +182,7 @@ def test_dead_before_the_write_began(store: ManualStore) -> None:
     assert manager.take_statistics().bytes_cancelled == 60
 
 
-def test_a_failed_write_is_told_and_stays_told(store: ManualStore) -> None:
+def test_a_failed_write_is_reported_and_stays_reported(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100)
     entry = manager.save(tensor(60), 0)[0]
     store.transfers[0].error = SwapError("no space")
@@ -198,7 +198,7 @@ def test_a_failed_write_is_told_and_stays_told(store: ManualStore) -> None:
     manager.save(tensor(10), 0)[0]
 
 
-def test_a_failed_transfer_of_the_dead_harms_nobody(store: ManualStore) -> None:
+def test_a_failed_transfer_of_a_freed_record_is_ignored(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100)
     dead = manager.save(tensor(60), 0)[0]
     store.transfers[0].error, store.transfers[0].running = SwapError("no space"), True
@@ -209,7 +209,7 @@ def test_a_failed_transfer_of_the_dead_harms_nobody(store: ManualStore) -> None:
     assert (manager.resident_bytes, manager.stored_bytes) == (0, 0)
 
 
-def test_a_failed_read_is_told_each_time(store: ManualStore) -> None:
+def test_a_failed_read_is_reported_each_time(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100)
     entry = manager.save(tensor(60), 0)[0]
     store.finish(1)
@@ -253,7 +253,7 @@ def test_close_with_transfers_under_way(store: ManualStore, running: bool) -> No
     assert (manager.resident_bytes, manager.stored_bytes) == (0, 0)
 
 
-def test_statistics_start_anew(store: ManualStore) -> None:
+def test_statistics_restart(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100 * KIB)
     entry = manager.save(tensor(60 * KIB), 0)[0]
     store.finish(1)

@@ -145,7 +145,7 @@ def test_parameters_without_gradient_stay_as_they_are(store: Store | None) -> No
         assert host.states(mine[0].weight)
 
 
-def test_a_full_tier_is_told_where_the_weights_are_needed(scratch: Path) -> None:
+def test_a_full_tier_raises_where_the_weights_are_needed(scratch: Path) -> None:
     mine = make_net()
     small = DiskStore(scratch, 200_000, CpuCopies(), threads=1)
     with (
@@ -223,7 +223,7 @@ def test_a_gradient_that_grew_after_it_was_called_final_comes_down_again(
     assert all(torch.equal(one, other) for one, other in zip(mine.parameters(), twin.parameters()))
 
 
-def test_after_a_failure_nothing_goes_on_half_updated(
+def test_after_a_failure_no_parameter_is_half_updated(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, plain = make_net(), make_net()
@@ -292,7 +292,7 @@ class Peer:
             self.answer.wait(20)
 
 
-def test_who_failed_does_not_wait_for_other_replicas(
+def test_a_failed_replica_does_not_wait_for_others(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, peer = make_net(), Peer()

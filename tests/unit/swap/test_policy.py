@@ -97,7 +97,7 @@ def test_a_lead_is_a_wish_where_the_tier_is_full() -> None:
     assert manager.stored_bytes == 0
 
 
-def test_what_is_kept_makes_room_for_what_is_needed_sooner() -> None:
+def test_kept_records_are_evicted_for_those_needed_sooner() -> None:
     manager, store = manager_of(LAZY)
     first = add(manager, 501, 502, 503, micro=0)
     later = add(manager, 400, micro=1)
@@ -110,7 +110,7 @@ def test_what_is_kept_makes_room_for_what_is_needed_sooner() -> None:
     assert manager.take_statistics().high_water <= 1000
 
 
-def told(policy: Policy, limit: int, seed: int) -> list[Any]:
+def outcome(policy: Policy, limit: int, seed: int) -> list[Any]:
     """What a manager does, call by call, in steps at random: some drop their graphs, some tensors share a storage."""
     draw, (manager, store) = random.Random(seed), manager_of(policy, limit)
     found: list[Any] = []
@@ -155,11 +155,11 @@ def told(policy: Policy, limit: int, seed: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("limit", [300, 800, 2000])
-def test_books_that_are_kept_late_say_what_they_would_have_said(limit: int) -> None:
-    """A number of tensors that is never reached prefers nothing, but the books are kept from the beginning."""
+def test_late_accounting_equals_immediate_accounting(limit: int) -> None:
+    """A number of tensors that is never reached prefers nothing, but disables the fast path from the beginning."""
     from_the_beginning = Policy(eager=False, n_tensors=2**40)
     for seed in range(40):
-        assert told(LAZY, limit, seed) == told(from_the_beginning, limit, seed), seed
+        assert outcome(LAZY, limit, seed) == outcome(from_the_beginning, limit, seed), seed
 
 
 def test_what_fits_takes_few_calls() -> None:

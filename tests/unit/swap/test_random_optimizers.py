@@ -167,7 +167,7 @@ def test_what_a_wrapped_optimizer_counts_is_counted_once(tight: Callable[..., Sw
     assert len(steps) == optimizer.count == len(losses)
 
 
-def test_states_of_a_step_that_is_not_cut_must_fit(tight: Callable[..., Swapping]) -> None:
+def test_states_of_a_step_that_is_not_split_must_fit(tight: Callable[..., Swapping]) -> None:
     """Refused before anything is stepped, with the limit that is enough."""
     model = build()
     optimizer = Ema(model.parameters())

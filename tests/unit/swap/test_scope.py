@@ -219,7 +219,7 @@ def test_n_tensors_alone_offloads_so_many(scratch: Path, count: int) -> None:
         assert moved == count
 
 
-def test_states_make_way_for_larger_batches_and_come_back_for_the_step(
+def test_states_are_offloaded_for_larger_batches_and_fetched_for_the_step(
     tight: Callable[..., Swapping],
 ) -> None:
     def growing(model: nn.Module, optimizer: Optimizer) -> list[float]:

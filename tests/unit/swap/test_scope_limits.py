@@ -103,7 +103,7 @@ MAKING: dict[str, tuple[Callable[..., Optimizer], dict[str, Any], int]] = {
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "settings", "states"), MAKING.values(), ids=MAKING)
-def test_a_step_without_room_for_its_largest_piece_steps_nothing(
+def test_a_step_without_memory_for_its_largest_piece_steps_nothing(
     kind: Callable[..., Optimizer],
     settings: dict[str, Any],
     states: int,
@@ -132,7 +132,7 @@ def test_a_step_without_room_for_its_largest_piece_steps_nothing(
                 assert swapping.states[0].device_bytes <= largest
 
 
-def test_what_makes_no_states_needs_no_room_for_them(tight: Callable[..., Swapping]) -> None:
+def test_optimizers_without_states_need_no_memory_for_them(tight: Callable[..., Swapping]) -> None:
     """Nor is an optimizer of somebody else's refused for a guess."""
 
     class Plain(torch.optim.SGD):
@@ -167,7 +167,9 @@ def test_layers_that_are_unfrozen_inside_count(tight: Callable[..., Swapping]) -
     assert f"parameters and buffers {size}, gradients {size}," in report
 
 
-def test_layers_that_are_unfrozen_without_room_are_refused(tight: Callable[..., Swapping]) -> None:
+def test_layers_that_are_unfrozen_beyond_the_limit_are_refused(
+    tight: Callable[..., Swapping],
+) -> None:
     model = build()
     model.layers.requires_grad_(False)
     limit = sum(p.nbytes for p in model.parameters()) + MIB // 4

@@ -213,7 +213,7 @@ HABITS = [
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("habit", HABITS)
-def test_who_reads_or_edits_states(
+def test_reading_and_editing_states(
     habit: Callable[[Optimizer], list[Any]], tight: Callable[..., Swapping]
 ) -> None:
     def loop(model: nn.Module, optimizer: Optimizer) -> list[Any]:
@@ -232,7 +232,7 @@ def test_who_reads_or_edits_states(
     assert_equal(model.state_dict(), other.state_dict())
 
 
-def test_reading_beside_a_full_room(tight: Callable[..., Swapping]) -> None:
+def test_reading_with_a_full_store(tight: Callable[..., Swapping]) -> None:
     model = build()
     optimizer = adam(model)
     with tight(model, optimizer):
@@ -260,7 +260,7 @@ HOLDERS: dict[str, Callable[[dict[Any, Any]], Any]] = {
 @pytest.mark.sampled
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
 @pytest.mark.parametrize("inside", [False, True])
-def test_who_holds_a_state_sees_it_change(
+def test_a_held_state_sees_its_changes(
     hold: Any, inside: bool, tight: Callable[..., Swapping]
 ) -> None:
     """It stays where it is for as long; a change that is made there counts."""

@@ -134,7 +134,7 @@ def test_at_most_so_many_batches(most: int, batches: int) -> None:
         assert found.loss == pytest.approx(whole(inputs[:rows], targets[:rows]), rel=1e-6)
 
 
-def test_a_source_without_an_end_is_cut_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_without_an_end_is_limited_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     class Endless(Slices):
         def validation(self, index: int, rows: int) -> TensorRows:
             inputs, targets = data(rows)

@@ -155,7 +155,7 @@ def test_the_summary_says_where_the_seconds_went(tmp_path: Path) -> None:
     assert spans[0].step >= WARM_UP
 
 
-def test_a_report_that_was_cut_off_is_completed(tmp_path: Path) -> None:
+def test_an_interrupted_report_is_completed(tmp_path: Path) -> None:
     """By a start that has no step to take; what there is stays as it was."""
     with EventLog(tmp_path / PREDICTED_EVENTS) as events:
         events.extend(

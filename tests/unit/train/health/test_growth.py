@@ -80,7 +80,7 @@ def test_what_levels_off_is_no_leak(curve: Curve) -> None:
     assert judged(curve, 4000) == (0, 0.0)
 
 
-def test_what_fills_the_memory_soon_is_said_sooner() -> None:
+def test_growth_that_fills_the_memory_soon_is_reported_sooner() -> None:
     slow, _ = judged(leak(MIB), 200)
     soon, _ = judged(leak(MIB), 200, free=300 * MIB)
     assert soon == 4 * WINDOW < slow

@@ -83,7 +83,7 @@ def test_without_a_prediction_unequal_work_is_none() -> None:
     assert rank == 1
 
 
-def test_one_rank_has_nobody_to_compare_with() -> None:
+def test_one_rank_has_no_other_to_compare_with() -> None:
     assert named(plan((1,), (0.1,)), lambda n, c: (5.0,)) == []
 
 
