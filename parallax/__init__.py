@@ -64,7 +64,7 @@ _HOMES = {
     "swap": "swap",  # the package itself is called
 }
 
-if not TYPE_CHECKING:  # a type checker knows what there is, and what is not
+if not TYPE_CHECKING:  # so that a type checker knows the names
 
     def __getattr__(name: str) -> Any:
         """One of the names above, or a module of the package."""

@@ -18,7 +18,7 @@
     ├── BudgetExceeded                the swap manager has nothing left to move
     ├── SwapError                     a tier failed to write or read (path and bytes)
     ├── TransportError                a channel between stages broke its contract
-    │   └── AbsentError               ranks that never came
+    │   └── AbsentError               ranks that never started
     ├── DeadlockError                 action lists that can never finish
     ├── HangError                     work before the first step shows no sign of life
     └── NonFiniteError                the loss, a gradient or a weight is NaN or infinite
@@ -39,7 +39,7 @@ class ParallaxError(Exception):
 
 
 class HangError(ParallaxError):
-    """Work shows no sign of life. It is raised in whatever runs then, which must let it pass."""
+    """Work shows no sign of life. It is raised in the running code, which must not catch it."""
 
 
 class UserError(ParallaxError):
@@ -98,7 +98,7 @@ class DataError(UserError):
 
 
 class EmptyBatchError(DataError):
-    """A batch has no rows, as behind the last row of a data set."""
+    """A batch has no rows, for example after the end of the data set."""
 
 
 class CheckpointError(UserError):
@@ -130,7 +130,7 @@ class TransportError(ParallaxError):
 
 
 class AbsentError(TransportError):
-    """Ranks that never came."""
+    """Ranks that never started."""
 
     common = True
 

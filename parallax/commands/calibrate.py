@@ -1,7 +1,7 @@
 """``parallax calibrate``: correct the profile that a run was planned with by its measured times.
 
-The corrected profile goes into the run's directory, and where the profiler looks before it measures: the next plan of
-the same model on this machine is made with it.
+The corrected profile is written into the run's directory and into the profiler's cache, so the next plan of the same
+model on this machine uses it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from parallax.plan.schedule.own import resolve_schedule
 
 RUNS = Path("runs")
 HOUR = 3600.0
-FILE_WIDTH = 120  # columns of what is not printed to a terminal
+FILE_WIDTH = 120  # columns of output that does not go to a terminal
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +103,7 @@ def know_schedule(plan: Plan, file: Path, class_paths: dict[str, str]) -> Plan:
         if name not in SCHEDULES:
             check_named(file, {key: name}, [f"{key}={typed}"])
         return replace(plan, schedule=resolve_schedule(name))
-    # A name given by parallax.register_schedule says nothing of where the function is.
+    # A name given by parallax.register_schedule does not identify the function.
     if not typed:
         raise ConfigError(
             f"{printable(str(file))} has the schedule {name}, which is not registered here: add "

@@ -160,7 +160,7 @@ def _read_as(kind: Any, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Free values: whatever YAML writes and reads back as it was."""
+    """Values of any type that YAML restores exactly."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):

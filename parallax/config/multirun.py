@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 Job = Callable[[list[str]], float]
-"""Runs a point, given by its overrides; the number is what a sweeper that searches makes smaller."""
+"""Runs a point, given by its overrides, and returns the number that a searching sweeper minimises."""
 
 _FOLDERS = ("hydra.sweep.", "hydra.run.", "hydra.output_subdir", "hydra.job.chdir")
-_LONGEST = 300  # letters of what Hydra says
+_LONGEST = 300  # characters of Hydra's message
 _BASIC = "BasicSweeper"
 _IN_TURN = "BasicLauncher"
 

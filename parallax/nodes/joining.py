@@ -74,7 +74,7 @@ def _choose_card(own: str, addresses: Sequence[str]) -> None:
 
 
 def join_seconds() -> float:
-    """Return the seconds within which all ranks must come: ``PARALLAX_JOIN_SECONDS``, or :data:`JOIN_SECONDS`."""
+    """Return the seconds within which all ranks must join: ``PARALLAX_JOIN_SECONDS``, or :data:`JOIN_SECONDS`."""
     given = os.environ.get(_JOIN, "")
     if given and not given.isdecimal():
         raise ConfigError(f"{_JOIN}={printable(given)}: accepted is a whole number of seconds")
@@ -82,8 +82,8 @@ def join_seconds() -> float:
 
 
 def _network_store() -> tuple[Any, Callable[[], object], int, int]:
-    """Return torch's store at MASTER_ADDR, the work to do there until all ranks have come, this rank and the number of
-    ranks. Until rank 0 has joined no rank can list the missing ones, so the others name rank 0. torch alone waits
+    """Return torch's store at MASTER_ADDR, the work to do there until all ranks have joined, this rank and the number
+    of ranks. Until rank 0 has joined no rank can list the missing ones, so the others name rank 0. torch alone waits
     without a message, and forever where another program listens at the port."""
     limit = join_seconds()
     rank, size = (os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE"))
@@ -121,7 +121,7 @@ def _network_store() -> tuple[Any, Callable[[], object], int, int]:
 
 def _store(rank: int, size: int, limit: float) -> tuple[Any, Callable[[], object]]:
     """Return the store that rank 0 opens without waiting for others; or this meeting's part of the store of torchrun's
-    agent, which outlives its ranks, and rank 0's work there until all have come."""
+    agent, which outlives its ranks, and rank 0's work there until all have joined."""
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     end = time.monotonic() + limit
@@ -207,7 +207,7 @@ def _check_size(store: Any, rank: int, size: int) -> None:
             "the same number"
         )
         store.set("another size", text)
-        time.sleep(1.0 if rank == 0 else 0.0)  # its store goes with it
+        time.sleep(1.0 if rank == 0 else 0.0)  # its store ends with it
         raise ConfigError(text)
 
 

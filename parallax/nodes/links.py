@@ -28,7 +28,7 @@ from parallax.plan.cluster import Link
 _PINGS = 20
 _FIRST_BYTES = 2**20
 _MOST_BYTES = 2**28
-_LONG_SECONDS = 0.2  # a message that takes as long says what the link carries
+_LONG_SECONDS = 0.2  # a message of this duration shows the bandwidth
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class Nodes:
 
     @classmethod
     def gather(cls) -> Nodes:
-        """Ask all ranks; called by every rank of torch's world."""
+        """Return the nodes of all ranks of torch's world; every rank calls it."""
         found = all_gather_result(lambda: (host_identity(), node_name()))
         hosts = tuple(host for host, _ in found)
         firsts = [rank for rank in range(len(hosts)) if rank == 0 or hosts[rank] != hosts[rank - 1]]

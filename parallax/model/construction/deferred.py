@@ -42,7 +42,7 @@ ModelFactory = Callable[[], nn.Module]
 
 
 class Values(Protocol):
-    """Makes real tensors for those of a skeleton."""
+    """Makes the real values of a skeleton's meta tensors."""
 
     def deepcopy_memo(
         self,

@@ -267,7 +267,8 @@ class OperatorRecorder(OperatorMode):
 
 
 def _fills(kind: Operator, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether it draws into its first argument from plain numbers, so that its result is that argument. On the
+    """Return whether ``function`` fills its first argument with random values and takes only plain numbers besides, so
+    that its result is that argument. On the
     meta device torch does this in Python and imports its compiler; on an empty tensor it only checks the numbers."""
     return (
         kind.draws

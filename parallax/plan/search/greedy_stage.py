@@ -307,8 +307,8 @@ class GreedyStages:
         return entering + sum(int(self._columns.leaving[stop - 1]) for _, stop, _ in parts)
 
     def _sums(self, parts: tuple[Part, ...]) -> _Sums:
-        """Return prefix sums of the blocks in the order in which they are recomputed; blocks are offloaded from its
-        end."""
+        """Return prefix sums over the blocks, in the order in which the search recomputes them. It offloads blocks in
+        the reverse order."""
         blocks = np.concatenate([np.arange(start, stop) for start, stop, _ in parts])
         in_flight_by_block = np.concatenate(
             [np.full(stop - start, in_flight, dtype=np.float64) for start, stop, in_flight in parts]

@@ -125,7 +125,7 @@ class PointJob:
     def _point(self, overrides: list[str]) -> Point:
         point = Point.of(0, overrides, self.alike)
         number = self.numbers.get(point.name, 0)
-        if not number:  # of a sweeper that finds its points as it goes
+        if not number:  # the sweeper chooses its points one after the other
             found = outcomes(RUNS / self.sweep)
             known = found.get(point.name)
             number = known.point.number if known is not None else len(found) + 1

@@ -77,9 +77,7 @@ def _result(name: str, directory: Path, outcome: PointOutcome) -> PointResult:
         status, reason = PointStatus.STOPPED, "it has not come to its end"
     if status is PointStatus.STOPPED and not reason:
         reason = f"there is no summary of all its steps in {directory}"
-    if (
-        status is not PointStatus.DONE
-    ):  # what it measured may be of a few steps, or of an earlier plan
+    if status is not PointStatus.DONE:  # its measurements may cover a few steps, or an earlier plan
         measured = {key: value for key, value in measured.items() if key in _PLANNED}
     reason = printable(reason)
     return PointResult(

@@ -1,8 +1,8 @@
 """Gradients of offloaded parameters, summed over the replicas of a stage while the last backward runs.
 
-They become available block by block and are soon offloaded again, so they are summed in between: in buckets, through
-two permanent buffers. A gradient that finds no free buffer is offloaded as usual, and read back when its bucket's turn
-has come, so the backward waits neither for other replicas nor for the tier. ::
+Gradients become final block by block and are then offloaded, so they are summed before: in buckets, through two
+permanent buffers. If no buffer is free, a gradient is offloaded first, and read back when its bucket is next. So the
+backward waits neither for other replicas nor for the tier. ::
 
     backward    │ block 3 ──▶ buffer 0 │ block 2 ──▶ buffer 1 │ block 1 ──▶ tier │
     all-reduce              │ bucket 0            │ bucket 1            │ bucket 2 (read from the tier)
@@ -338,7 +338,8 @@ class StreamedSum:
         return True
 
     def _launch(self, bucket: _GradientBucket, wait: bool) -> bool:
-        """Start the all-reduce, when those of all buckets before it have started."""
+        """Start the all-reduce of ``bucket`` if those of all earlier buckets have started and its reads have ended, or
+        wait for them with ``wait``; return whether it was started."""
         before = itertools.takewhile(lambda each: each is not bucket, self._active)
         if any(
             each.state in (_BucketState.FILLING, _BucketState.READING) for each in before

@@ -41,7 +41,8 @@ class Share:
 def divide(
     model: nn.Module, optimizers: Sequence[Optimizer], limit: int | None, device: torch.device
 ) -> Share:
-    """Divide ``limit`` bytes of ``device``; None: the bytes that the model holds there plus the free bytes."""
+    """Return the shares of parameters and gradients in ``limit`` bytes of ``device``. A limit of None is the bytes that
+    the model holds there plus the free bytes."""
     tensors = held_tensors(model, optimizers)
     trained = [t for t in tensors if t.requires_grad]
     weights, gradients = _storage_bytes(tensors), sum(local_bytes(t) for t in trained)

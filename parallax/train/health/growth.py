@@ -58,7 +58,7 @@ def rise(points: Sequence[tuple[int, float]]) -> float:
             return 0.0
     whole = line(points).slope
     levels = [statistics.median([value for _, value in part]) for part in parts]
-    # Otherwise what has risen within a window is gone in the next.
+    # Otherwise the growth within a window is lost in the next.
     lasts = levels == sorted(levels) and whole >= STEADY * min(found.slope for found in lines)
     return whole if lasts and lines[-1].slope >= STEADY * lines[0].slope else 0.0
 

@@ -71,7 +71,7 @@ class _RankWork:
     dispatch: float
 
     def share_of(self, other: _RankWork) -> float:
-        """The most that this rank's seconds may be of those of another replica."""
+        """Return the largest acceptable ratio of this rank's seconds to those of another replica."""
         return max(self.micro_batches / other.micro_batches, self.rows / other.rows)
 
 

@@ -53,7 +53,7 @@ class Saves:
         return {"saving_progress": progress, "checkpoint_seconds": waited}
 
     def advance(self, logger: RankZeroLogger, columns: Mapping[str, Sequence[float]]) -> None:
-        """Continue the write as far as all ranks have come; all ranks call it."""
+        """Continue the write to the state that all ranks have reached; all ranks call it."""
         progress = columns["saving_progress"]
         if any(progress):
             with self._waiting():
