@@ -230,7 +230,7 @@ class RankDevices:
         if len(set(kinds)) > 1:
             other = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
             raise PlanError(
-                f"rank {other} has a device of kind {kinds[other]} and rank 0 one of kind {kinds[0]}: mend what hides "
+                f"rank {other} has a device of kind {kinds[other]} and rank 0 one of kind {kinds[0]}: fix what hides "
                 "the device, or use cluster.kind=cpu"
             )
         return cls(device.type, identities)

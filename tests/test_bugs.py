@@ -89,7 +89,7 @@ def test_curves_are_loaded_without_a_trace(tmp_path: Path, monkeypatch: pytest.M
 
 
 # Each size of the swap file once had to wait for a place of its own size, so that ten sequence lengths needed ten times
-# the room.
+# the space.
 def test_new_sizes_fit_into_a_tier_that_grew_to_its_end() -> None:
     slots = SlotMap(100 * PAGE, "the tier")
     for pages in range(1, 30):

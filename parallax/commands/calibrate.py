@@ -26,7 +26,7 @@ from parallax.run.working import working
 EXAMPLES = """examples:
   parallax calibrate runs/deeper                        after `parallax train name=deeper`
   parallax calibrate deeper --json
-  parallax calibrate theirs model.target=mymodel:build  a run that was begun elsewhere, with a model of your own
+  parallax calibrate theirs model.target=mymodel:build  a run made elsewhere, with its model
 """
 
 

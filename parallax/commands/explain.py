@@ -15,9 +15,9 @@ from parallax.commands.options import (
     add_plan,
     class_paths_of,
     console_of,
-    know_schedule,
     plan_file,
     print_json,
+    with_schedule,
     writing,
 )
 from parallax.common.documents import DOCUMENT_BYTES, read_json
@@ -33,7 +33,7 @@ from parallax.report.swap import swapped_ranks, worst_of_stages
 
 EXAMPLES = """examples:
   parallax explain plan.yaml                            a plan that `parallax plan` wrote
-  parallax explain runs/deeper                          and what the run swapped, when it stalled, what stayed and why
+  parallax explain runs/deeper                          also what the run offloaded, its stalls, what stayed and why
   parallax explain runs/deeper --png swap.png           bytes on the device and in the tier over its last step
   parallax explain runs/deeper --json | jq .swap
 """
@@ -44,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_plan(parser)
     add_class_paths(parser)
     parser.add_argument(
-        "--png", type=Path, metavar="FILE", help="draw how full a run's swap was over its last step"
+        "--png",
+        type=Path,
+        metavar="FILE",
+        help="draw the bytes on the device and in the tier over the last step",
     )
     add_json(parser)
 
@@ -53,7 +56,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Run the command; return the exit code."""
     console, plan = console_of(parsed), Plan.load(plan_file(parsed.plan))
     if class_paths := class_paths_of(parsed):  # without them the schedule itself is not needed
-        plan = know_schedule(plan, plan_file(parsed.plan), class_paths)
+        plan = with_schedule(plan, plan_file(parsed.plan), class_paths)
     lines = explain(plan, explain_figures(_profile_of(plan_file(parsed.plan))))
     directory = plan_file(parsed.plan).parent
     ranks, reason = _swapped(directory)

@@ -25,7 +25,7 @@ EXAMPLES = """examples:
   parallax export deeper --to safetensors --out ~/weights   the weights alone, under the model's own names
   parallax export deeper --to dcp                       weights and optimizer states: torch.distributed.checkpoint.load
   parallax export tuned --to peft                       the adapters of a run with model.adapter
-  parallax export theirs --to safetensors model.target=mymodel:build   a run that was begun elsewhere
+  parallax export theirs --to safetensors model.target=mymodel:build   a run made elsewhere
 """
 
 

@@ -84,16 +84,17 @@ def trusting(class_paths: Mapping[str, str]) -> Callable[[Path, Mapping[str, str
             if typed != found.get(key):
                 named = f"says {key}={found[key]}" if key in found else f"names no {key}"
                 raise ConfigError(
-                    f"{key}={printable(typed)}: {printable(f'{file} {named}')}, and its settings stand; leave that out"
+                    f"{key}={printable(typed)}: {printable(f'{file} {named}')}, and the file's settings apply; "
+                    "leave it out"
                 )
         check_named(file, found, [f"{key}={typed}" for key, typed in class_paths.items()])
 
     return check
 
 
-def know_schedule(plan: Plan, file: Path, class_paths: dict[str, str]) -> Plan:
-    """Return the plan after importing its schedule where that is a function of the user and is named on the command
-    line (:mod:`parallax.common.trust`)."""
+def with_schedule(plan: Plan, file: Path, class_paths: dict[str, str]) -> Plan:
+    """Return the plan with its schedule, which is imported if it is a function of the user and its path is on the
+    command line (:mod:`parallax.common.trust`)."""
     key, typed, name = "plan.schedule", class_paths.get("plan.schedule", ""), plan.schedule.name
     if name in SCHEDULES or ":" in name:
         if typed not in ("", name):
@@ -161,7 +162,7 @@ def read_plan(path: Path, class_paths: dict[str, str]) -> tuple[Plan, Inputs]:
     file = plan_file(path)
     plan, inputs = Plan.load(file), Inputs.load(inputs_path(file))
     inputs.check(plan)
-    return know_schedule(plan, file, class_paths), inputs
+    return with_schedule(plan, file, class_paths), inputs
 
 
 def check_writable(option: str, path: Path) -> None:

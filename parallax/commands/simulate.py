@@ -28,11 +28,11 @@ from parallax.report.simulation import simulation_table
 from parallax.run.feedback import check_spans, measured_spans, typical_step
 
 EXAMPLES = """examples:
-  parallax simulate plan.yaml                           what every rank does in a step, and where its time goes
+  parallax simulate plan.yaml                           the actions of every rank in a step, and their times
   parallax simulate plan.yaml --trace trace.json        for https://ui.perfetto.dev or chrome://tracing
   parallax simulate plan.yaml --png timeline.png
-  parallax simulate runs/deeper --png timeline.png      beside what the run measured
-  parallax simulate theirs.yaml plan.schedule=own_schedule:halved   a schedule that somebody else's plan names
+  parallax simulate runs/deeper --png timeline.png      beside the run's measurements
+  parallax simulate theirs.yaml plan.schedule=own_schedule:halved   the schedule of somebody else's plan
 """
 
 

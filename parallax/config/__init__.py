@@ -183,7 +183,7 @@ def changes(a: RunConfig, b: RunConfig) -> dict[str, tuple[str, str]]:
     }
 
 
-# ---- Overrides: what can be judged before anything is merged -------------------------------------
+# ---- Overrides: checks before anything is merged -------------------------------------------------
 
 
 def parse(text: str, options: OptionFolders, *, sweeps: bool = False) -> Override:
@@ -194,7 +194,7 @@ def parse(text: str, options: OptionFolders, *, sweeps: bool = False) -> Overrid
     key, groups = text.lstrip("+~").partition("=")[0], options.groups
     root = re.split(r"[./@:\[]", key)[0]
     roots = list(dict.fromkeys([*typing.get_type_hints(RunConfig), *groups]))
-    # Judged before the grammar: "modle" says more than "no viable alternative".
+    # Checked before the grammar: "modle" says more than "no viable alternative".
     if root not in roots:
         of_hydra = "; settings of Hydra's own go with `parallax train -m`"
         hint = of_hydra if root == "hydra" else elsewhere(key) or nearest(root, roots)

@@ -237,7 +237,9 @@ def _name(word: str, override: Any) -> str:
             word, "accepted is one folder name for the sweep; its points are named by what differs"
         )
     if "/" in (name := str(override.value())):
-        refuse(word, "a sweep has a name of its own; that of a point is made of what differs")
+        refuse(
+            word, "the name of a point is made of the settings that differ; name= names the sweep"
+        )
     return name
 
 

@@ -217,7 +217,7 @@ def _option(sorts: Sorts, source: str) -> str:
     lines = [f"{key}: {value}" for key, value in keys.items() if value]
     return "\n".join(
         [
-            f"# To plan for, not to train on: what {source} has, {what}.",
+            f"# To plan for, not to train on: the devices of {source}, {what}.",
             "defaults: [/parallax/cluster/catalog@_here_]",
             *lines,
             f"remote: ethernet-10g  # unknown; one of {', '.join(LINK_KINDS)}",

@@ -76,7 +76,7 @@ class Selector:
         )
 
     def why_kept_itself(self, tensor: Tensor) -> str | None:
-        """Return why the storage of a saved ``tensor`` must stay resident, judged by the tensor alone and not by the
+        """Return why the storage of a saved ``tensor`` must stay resident, decided by the tensor alone and not by the
         graph behind it. For steps with very many tensors: torch frees graph nodes that Python has seen recursively,
         so 100,000 of them overflow the stack."""
         if type(tensor) is not self._plain or tensor.layout is not torch.strided:

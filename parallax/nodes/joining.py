@@ -89,7 +89,7 @@ def _network_store() -> tuple[Any, Callable[[], object], int, int]:
     rank, size = (os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE"))
     place = printable(":".join(os.environ.get(key, "") for key in ("MASTER_ADDR", "MASTER_PORT")))
     absent = (
-        f"rank 0 of {size} has not come to {place} within {limit:g} s: see what hinders its process from starting, or "
+        f"rank 0 of {size} has not joined at {place} within {limit:g} s: check why its process does not start, or "
         f"its host, or whether another program has that port{unset_hint()}"
     )
 
@@ -178,8 +178,8 @@ def wait_for_all(
             absent = [each for each in range(size) if not store.check([f"rank {each}"])]
             if seconds > join_seconds and absent:
                 raise AbsentError(
-                    f"{_names(absent)} of {size} {'has' if len(absent) == 1 else 'have'} not come within "
-                    f"{join_seconds:g} s: see what hinders its process from starting, or its host{unset_hint()}"
+                    f"{_names(absent)} of {size} {'has' if len(absent) == 1 else 'have'} not joined within "
+                    f"{join_seconds:g} s: check why its process does not start, or its host{unset_hint()}"
                 )
             if absent and rank < min(set(range(size)) - set(absent) - {rank}, default=size):
                 who = f"{len(absent)} of {size} ranks: {_names(absent)}"

@@ -144,7 +144,7 @@ def _first_mark(directory: Path, prefix: str) -> int:
             return min(ranks)
         if time.monotonic() > end:
             raise ConfigError(
-                f"what node {node_name()} has just written into {printable(str(directory))} is not seen by all its "
+                f"the files of node {node_name()} in {printable(str(directory))} are not visible to all its "
                 "ranks: give them one file system"
             )
         time.sleep(_POLL_SECONDS)

@@ -37,7 +37,7 @@ def estimate_table(found: Estimate) -> RenderableType:
     least, most = map(format_bytes, usual_contexts())
     uncounted = Text(
         f"a plan counts {', '.join(found.uncounted)} in a device's budget, too, which are not here: they depend on "
-        f"the device (a context of an accelerator takes {least} to {most}) and on who talks to whom; parallax explain "
+        f"the device (a context of an accelerator takes {least} to {most}) and on the connections; parallax explain "
         "shows them all"
     )
     return Group(about, terms, pipelines, stages, uncounted)

@@ -54,7 +54,7 @@ def test_what_differs_and_what_is_alike() -> None:
     [
         ("modle=gpt,mlp", "did you mean 'model'?"),
         ("name=a,b", "one folder name for the sweep"),
-        ("name=a/b", "a sweep has a name of its own"),
+        ("name=a/b", "the name of a point is made of"),
         ("name=../a", "one folder name"),
         ("hydra.sweep.dir=/x", "runs/SWEEP/POINT; accepted is name=SWEEP"),
         ("hydra/launcher=basik", "hydra/launcher=basik: "),
@@ -111,11 +111,11 @@ def test_jobs_of_the_basic_launcher(own: Path) -> None:
 
 def test_a_launcher_or_job_that_fails_says_so_in_one_line(tmp_path: Path) -> None:
     def job(words: list[str]) -> float:
-        raise OSError(f"no room for\n{words}")
+        raise OSError(f"disk full for\n{words}")
 
     with pytest.raises(ParallaxError) as caught:
         Multirun.read(["seed=1"]).launch(tmp_path / "out", job, [["seed=1"]])
-    assert str(caught.value) == "no room for ['seed=1']"
+    assert str(caught.value) == "disk full for ['seed=1']"
 
 
 class Halving(Sweeper):

@@ -345,7 +345,7 @@ def test_outputs_that_cannot_be_gathered_are_one_line(
 
 
 def test_a_schedule_that_goes_backward_too_soon_is_refused() -> None:
-    with pytest.raises(PlanError, match="1f1b goes backward before all 3 micro-batches of 7 rows"):
+    with pytest.raises(PlanError, match="1f1b runs backward before all 3 micro-batches of 7 rows"):
         engine_of(plain, schedule="1f1b")
     engine = engine_of(plain, schedule="1f1b", microbatch=ROWS)
     assert engine.gradients(rows_of()) > 0

@@ -74,5 +74,5 @@ def test_a_dead_rank_that_joined_before_rank_0_is_not_waited_for() -> None:
     with agents_store() as port:
         where = {"MASTER_PORT": str(port), "WORLD_SIZE": "2", "PARALLAX_JOIN_SECONDS": "1"}
         with running(rank, 1, 1, where) as gone:
-            assert f"rank 0 of 2 has not come to 127.0.0.1:{port} within 1 s" in gone.recv()
+            assert f"rank 0 of 2 has not joined at 127.0.0.1:{port} within 1 s" in gone.recv()
         assert answers(10, port) == {20}

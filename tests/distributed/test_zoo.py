@@ -28,7 +28,7 @@ EQUAL = (
     "science/vqvae",
     "science/ppo",
 )
-ROOMS = sorted({name.rpartition("/")[0] for name in entries()})
+GROUPS = sorted({name.rpartition("/")[0] for name in entries()})
 TROUBLE = (Result.DIFFERENT, Result.CRASH, Result.NAN)
 
 
@@ -60,9 +60,9 @@ def test_trains_as_by_itself(name: str, sample: dict[str, Verdict]) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("room", ROOMS)
-def test_what_is_not_refused_trains_as_by_itself(room: str) -> None:
-    names = [name for name in entries() if name.rpartition("/")[0] == room]
+@pytest.mark.parametrize("group", GROUPS)
+def test_what_is_not_refused_trains_as_by_itself(group: str) -> None:
+    names = [name for name in entries() if name.rpartition("/")[0] == group]
     assert not _in_trouble(alone(judged, [(name, 0) for name in names], seconds=600.0))
 
 

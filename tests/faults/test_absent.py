@@ -58,14 +58,14 @@ def test_a_rank_that_never_starts_is_named_and_ends_the_run(tmp_path: Path, plac
     code, output = ended(start(tmp_path, 0, 2, place))
     assert code == 1
     assert output[0] == "parallax: waiting for 1 of 2 ranks: rank 1; up to 3 s"
-    assert "rank 1 of 2 has not come within 3 s" in output[1]
+    assert "rank 1 of 2 has not joined within 3 s" in output[1]
 
 
 def test_rank_0_never_comes(tmp_path: Path, place: int) -> None:
     code, output = ended(start(tmp_path, 1, 2, place))
     assert code == 1
     assert output[0] == f"parallax: waiting for rank 0 of 2 at 127.0.0.1:{place}, up to 3 s"
-    assert f"rank 0 of 2 has not come to 127.0.0.1:{place} within 3 s" in output[1]
+    assert f"rank 0 of 2 has not joined at 127.0.0.1:{place} within 3 s" in output[1]
 
 
 def test_a_port_that_another_program_has(tmp_path: Path) -> None:

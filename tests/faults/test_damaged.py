@@ -270,6 +270,6 @@ def test_a_port_in_use(here: Path) -> None:
         code, _, err = finish(start([*MODULE, "train", "--run-dir", str(run)], **world))
     assert code == 2
     (line,) = [line for line in err.splitlines() if line.startswith("parallax: ")]
-    assert f"cannot meet at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}" in line
+    assert f"cannot join at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}" in line
     assert "choose a free port" in line
     assert "Traceback" not in err

@@ -63,7 +63,7 @@ def test_links_inside_of_the_folder_of_a_run_are_refused(tmp_path: Path, name: s
         target.mkdir()
     link.symlink_to(target)
     with (
-        pytest.raises(ConfigError, match="is a symbolic link, through which nothing is written"),
+        pytest.raises(ConfigError, match="is a symbolic link, and Parallax writes through no link"),
         locked(run),
     ):
         pass

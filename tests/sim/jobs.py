@@ -175,7 +175,7 @@ def loop(tier: str, steps: int) -> dict[str, Any]:
         optimizer = adamw(model.parameters())
         with (
             tempfile.TemporaryDirectory() as folder,
-            scope_around(model, optimizer, tier, folder, room=128 * 1024) as scope,
+            scope_around(model, optimizer, tier, folder, free_bytes=128 * 1024) as scope,
         ):
             for seed in range(steps):
                 take_step(model, optimizer, seed)

@@ -248,7 +248,7 @@ def scope_around(
     folder: str,
     free_bytes: int = 224 * 1024,
 ) -> Swapping:
-    """A scope with ``room`` bytes for activations and states."""
+    """A scope with ``free_bytes`` for activations and states."""
     fixed = 2 * sum(p.nbytes for p in model.parameters())
     return parallax.swap(
         model,

@@ -1,7 +1,7 @@
 """Does the simulated accelerator find a wait that is missing? Every wait of the package is taken away, one at a time.
 
 A wait is a call on its own of what does nothing but wait (``WAITS``) for a device, or for work that is done beside the
-one that computes, or a loop that sleeps until something is so; found by reading the source of ``ROOMS``. What is no
+one that computes, or a loop that sleeps until something is so; found by reading the source of ``FOLDERS``. What is no
 such wait, though it has the name of one, is named in ``NO_WAITS``; what all ranks do together by torch.distributed
 (barriers, sums) has other names: it is no matter of a device's memory. A mutant is the module without the wait, in
 processes of its own, which run what exercises it until something is wrong: a race, another result, an error, or no
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = (
+FOLDERS = (
     *("parallax/machine/device.py", "parallax/machine/pinned.py", "parallax/swap"),
     *(f"parallax/runtime/{folder}" for folder in ("channels", "replicas", "optim", "meters")),
     *(
@@ -99,7 +99,7 @@ def waits() -> list[Wait]:
 
 def waits_of_any_kind() -> Iterator[Wait]:
     """What has the name of one."""
-    for folder in ROOMS:
+    for folder in FOLDERS:
         place = ROOT / folder
         for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
             yield from _waits_in(path)

@@ -52,7 +52,7 @@ def _trained(tier: str) -> list[Tensor]:
     else:
         with (
             tempfile.TemporaryDirectory() as folder,
-            scope_around(model, optimizer, tier, folder, room=24 * 1024) as scope,
+            scope_around(model, optimizer, tier, folder, free_bytes=24 * 1024) as scope,
         ):
             steps()
         assert scope.statistics.bytes_out > 2**17, "little moves"
@@ -77,7 +77,7 @@ def turned(kind: str) -> None:
     optimizer = sgd(model.parameters())
     with (
         tempfile.TemporaryDirectory() as folder,
-        scope_around(model, optimizer, "host", folder, room=24 * 1024) as scope,
+        scope_around(model, optimizer, "host", folder, free_bytes=24 * 1024) as scope,
     ):
         for seed in range(5):
             y, before = rows(seed, 32), scope.statistics.bytes_out

@@ -118,7 +118,7 @@ def test_the_table_tells_all_and_why_not() -> None:
         thorough([GRID[0], GRID[1]], {"memory-by-batch", "frontier"}),
         thorough([GRID[0], GRID[4]], {"weak-scaling", "frontier"}),
         ([GRID[0]], set()),
-        ([failed("x", "no room")], set()),
+        ([failed("x", "disk full")], set()),
         ([point("a", 1, 8, 1e-9, peaks=()), point("a", 2, 8, 1e9, peaks=())], {"strong-scaling"}),
         thorough([point("a", 1, 8, 1.0), point("b", 1, 8, 1e9)], {"frontier"}),
         ([point("a", 1, 8, 0.0), point("a", 2, 8, 1.0)], set()),

@@ -113,9 +113,7 @@ def _check_complete(
     for micro in range(micro_batches):
         order = [place[Action(kind, pipeline_rank, micro)] for kind in kinds]
         if order != sorted(order):
-            raise PlanError(
-                f"{where}: micro-batch {micro} goes backward before it has gone forward"
-            )
+            raise PlanError(f"{where}: micro-batch {micro} runs backward before its forward")
 
 
 def _check_ends(name: str, lists: Sequence[Sequence[Action]], micro_batches: int) -> None:

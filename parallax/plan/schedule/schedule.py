@@ -110,7 +110,7 @@ class Schedule:
             others = [each.name for each in SCHEDULES.values() if each.allows(interleave)]
             raise PlanError(
                 f"{interleave} virtual stages per pipeline rank under schedule {printable(self.name)}: it has "
-                f"{' or '.join(map(str, self.interleaves))}; {', '.join(others) or 'no schedule'} can have so many"
+                f"{' or '.join(map(str, self.interleaves))}; {', '.join(others) or 'no schedule'} allows this number"
             )
         return self.ordering(pipeline_ranks, pipeline_rank, micro_batches, interleave)
 

@@ -137,7 +137,7 @@ def _join_ranks() -> None:
         address, port = (os.environ.get(key, "(not set)") for key in ("MASTER_ADDR", "MASTER_PORT"))
         reason = printable((str(error).splitlines() or [type(error).__name__])[0])
         raise ConfigError(
-            f"the ranks cannot meet at MASTER_ADDR={address} MASTER_PORT={port}: {reason}; choose a free port and an "
+            f"the ranks cannot join at MASTER_ADDR={address} MASTER_PORT={port}: {reason}; choose a free port and an "
             f"address that all of them reach{unset_hint()}"
         ) from error
 

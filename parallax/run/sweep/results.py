@@ -74,7 +74,7 @@ def _result(name: str, directory: Path, outcome: PointOutcome) -> PointResult:
         return PointResult(name=name, swept=swept, status=str(PointStatus.FAILED), reason=reason)
     status, reason = outcome.status, outcome.reason
     if status is PointStatus.DONE and not is_complete(summary_of(directory)):
-        status, reason = PointStatus.STOPPED, "it has not come to its end"
+        status, reason = PointStatus.STOPPED, "it did not finish"
     if status is PointStatus.STOPPED and not reason:
         reason = f"there is no summary of all its steps in {directory}"
     if status is not PointStatus.DONE:  # its measurements may cover a few steps, or an earlier plan

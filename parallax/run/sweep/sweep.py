@@ -56,7 +56,7 @@ def sweep(overrides: Sequence[str], console: Console) -> int:
             folder = RUNS / name
             _check_folder(folder)
             points = _points(multirun)
-            done = [point for point in points if _judged(point, name, multirun)]
+            done = [point for point in points if _check_point(point, name, multirun)]
             left = [point for point in points if point not in done]
             multirun.check([_launched(point, multirun) for point in left])
         with locked(folder):
@@ -116,8 +116,8 @@ def _points(multirun: Multirun) -> list[Point]:
     ]
 
 
-def _judged(point: Point, sweep_name: str, multirun: Multirun) -> bool:
-    """Whether a point is done with its present settings. Raises :class:`ConfigError` where they are invalid."""
+def _check_point(point: Point, sweep_name: str, multirun: Multirun) -> bool:
+    """Return whether a point is done with its present settings; raise :class:`ConfigError` if they are invalid."""
     overrides = [*multirun.options.overrides, *point.overrides, f"name={sweep_name}/{point.name}"]
     try:
         config = settings(overrides, RUNS).config

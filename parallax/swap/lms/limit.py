@@ -68,8 +68,8 @@ class ProcessMemory:
     def report(self) -> str:
         taken, beside, limit = map(format_bytes, (self.peak_bytes(), self._beside, self._limit))
         return (
-            f"process: took {taken} at most as measured, where the limit is {limit}, beside {beside} that were there; "
-            f"freed memory went back {self._bound.trims} times"
+            f"process: {taken} at its measured peak, limit {limit}, beyond the {beside} before; "
+            f"freed memory was returned {self._bound.trims} times"
         )
 
     def close(self) -> None:

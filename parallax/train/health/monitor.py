@@ -14,7 +14,7 @@ from parallax.runtime.engine import Engine
 from parallax.runtime.meters.step import StepResult
 from parallax.train.health.inputs import TimedRows
 from parallax.train.health.memory import BETWEEN, ROWS, STEP, Growth, MemoryAlarm
-from parallax.train.health.stragglers import Straggler, StragglerJudge
+from parallax.train.health.stragglers import Straggler, StragglerDetector
 
 _HIDDEN = 0.1  # fraction of a device's seconds up to which reading is ignored
 
@@ -25,7 +25,7 @@ class HealthMonitor:
 
     def __init__(self, engine: Engine) -> None:
         self._mesh = engine.mesh
-        self._detector = StragglerJudge(engine.plan)
+        self._detector = StragglerDetector(engine.plan)
         self._alarm = MemoryAlarm(
             engine.tier_bytes, engine.mesh.device, engine.mesh.nodes.local_count
         )

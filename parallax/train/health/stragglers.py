@@ -75,7 +75,7 @@ class _RankWork:
         return max(self.micro_batches / other.micro_batches, self.rows / other.rows)
 
 
-class StragglerJudge:
+class StragglerDetector:
     """Finds slow ranks of ``plan`` from the seconds that each rank computed in a step."""
 
     def __init__(self, plan: Plan) -> None:

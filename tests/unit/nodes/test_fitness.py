@@ -59,8 +59,8 @@ def test_versions_are_measured_by_head() -> None:
 def test_refused_hosts_are_noted_beside_restarts(tmp_path: Path) -> None:
     assert noted_refusals(tmp_path) == []
     note_restart(tmp_path, 5, 2)
-    note_refusal(tmp_path, ["b has torch 2.9.1", "c has no room"])
+    note_refusal(tmp_path, ["b has torch 2.9.1", "c has too little memory"])
     with (tmp_path / RESTARTS).open("a") as file:
         file.write(json.dumps({"refused": 3}) + "\n{half")
-    assert noted_refusals(tmp_path) == ["b has torch 2.9.1", "c has no room"]
+    assert noted_refusals(tmp_path) == ["b has torch 2.9.1", "c has too little memory"]
     assert noted_restarts(tmp_path) == (1, 2)

@@ -176,7 +176,7 @@ def test_the_first_of_a_group_is_back_when_its_last_has_left() -> None:
     "schedule", [s for s in SCHEDULES.values() if not s.has_virtual_stages], ids=str
 )
 def test_not_every_schedule_has_several_stages_to_a_pipeline_rank(schedule: Schedule) -> None:
-    with pytest.raises(PlanError, match=r"it has 1; interleaved.* can have so many"):
+    with pytest.raises(PlanError, match=r"it has 1; interleaved.* allows this number"):
         schedule.compute_order(2, 0, 4, interleave=2)
 
 
@@ -408,7 +408,7 @@ def turned(pipeline_ranks: int, pipeline_rank: int, micro_batches: int) -> list[
     [
         (forgets, r"backward\(0, 0\) missing"),
         (repeats, "an action missing, unknown or duplicated"),
-        (backward_first, "goes backward before it has gone forward"),
+        (backward_first, "runs backward before its forward"),
         (crossed, "backwards have another order"),
         (turned, "forwards have another order"),
         (late, "wait for each other"),

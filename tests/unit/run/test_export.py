@@ -300,7 +300,7 @@ def test_a_class_derived_from_one_of_transformers_is_that_one(tmp_path: Path) ->
     loaded(exported, transformers.LlamaForCausalLM)
 
 
-@pytest.mark.parametrize("lacking", ["checkpoint", "room", "empty", "folder", "parent"])
+@pytest.mark.parametrize("lacking", ["checkpoint", "space", "empty", "folder", "parent"])
 def test_what_cannot_be_written_is_refused_and_leaves_nothing(lacking: str, tmp_path: Path) -> None:
     out, directory = tmp_path / "out", tmp_path / "run"
     if lacking == "checkpoint":
@@ -309,7 +309,7 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(lacking: str, tmp_
             export(run, HF, out)
         return
     run = run_of_llama(directory)
-    if lacking == "room":
+    if lacking == "space":
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(exporting, "disk_free_bytes", lambda path: 1000)
             with pytest.raises(CheckpointError, match=r"its tensors take .*1000 B are free there"):
@@ -365,6 +365,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     for other in ({"num_hidden_layers": 3}, {"num_hidden_layers": 1}, {"intermediate_size": 24}):
         run.config.model = replace(LLAMA, config={**TEXT, **other})
         with pytest.raises(
-            CheckpointError, match="is not of the model that the run's settings say"
+            CheckpointError, match="is not of the model in the run's present settings"
         ):
             export(run, HF, None)

@@ -83,7 +83,7 @@ def test_an_eighth_of_the_limit_leaves_ahead_of_need() -> None:
     store.finish(9)
     store.log.clear()
     entries += add(manager, 50, 50)
-    assert store.log == [], "room had been made before it was needed"
+    assert store.log == [], "memory was freed before it was needed"
     del entries
 
 

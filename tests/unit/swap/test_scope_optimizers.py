@@ -61,12 +61,12 @@ def test_gan(tight: Callable[..., Swapping]) -> None:
 
     expected = loop(*models())
     one, two, first, second = models()
-    with tight(one, first) as outer, tight(two, second, room=MIB) as inner:
+    with tight(one, first) as outer, tight(two, second, free_bytes=MIB) as inner:
         assert loop(one, two, first, second) == expected
     assert_moved(inner)
     assert outer.states[0].bytes_out > 0
     one, two, first, second = models()
-    with tight(nn.ModuleList([one, two]), [first, second], room=MIB) as both:
+    with tight(nn.ModuleList([one, two]), [first, second], free_bytes=MIB) as both:
         assert loop(one, two, first, second) == expected
     assert_moved(both)
 

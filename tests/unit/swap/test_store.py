@@ -44,7 +44,7 @@ def test_places_never_overlap_and_none_is_lost(asked: list[tuple[bool, int]]) ->
             try:
                 taken.append(slots.allocate(size))
             except SwapError:
-                assert slots.used_bytes + size > capacity - PAGE, "refused though there was room"
+                assert slots.used_bytes + size > capacity - PAGE, "refused although bytes were free"
         places = [place for slot in taken for place in slot.stretches or [(slot.offset, slot.size)]]
         spans = sorted((offset, offset + length) for offset, length in places)
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))

@@ -206,14 +206,14 @@ WAITS: list[tuple[str, str, type, str, Any]] = [
         no_end_of_the_dead,
     ),
     (
-        "a dead write, when room is needed",
+        "a dead write, when memory is needed",
         "disk",
         Transfers,
         "wait_ignoring_errors",
         no_wait_for_the_dead,
     ),
     (
-        "a dead write, when room is needed",
+        "a dead write, when memory is needed",
         "late host",
         Transfers,
         "wait_ignoring_errors",
