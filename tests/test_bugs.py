@@ -114,23 +114,23 @@ def test_a_shared_directory_is_left_alone(tmp_path: Path) -> None:
 # What a split linear layer returned was a view, and autograd forbids in-place changes of a view that a custom function
 # has made: nn.ReLU(inplace=True) after it stopped the step.
 def test_what_a_split_layer_returns_may_be_changed_in_place() -> None:
-    layer, halves = nn.Linear(4, 4), WeightGradStore()
-    with halves.splitting():
+    layer, weight_grads = nn.Linear(4, 4), WeightGradStore()
+    with weight_grads.splitting():
         outputs = torch.relu_(layer(torch.randn(2, 3, 4, requires_grad=True)))
     outputs.sum().backward()
-    halves.finish()
+    weight_grads.finish()
     assert layer.weight.grad is not None
 
 
 # The gradient of a channels_last input comes out channels_last, whatever the weight is. Fused optimizers walk along
 # memory, so the wrong numbers were added to the weight.
 def test_gradients_lie_in_memory_as_their_weights_do() -> None:
-    layer, halves = nn.Conv2d(3, 4, 3), WeightGradStore()
+    layer, weight_grads = nn.Conv2d(3, 4, 3), WeightGradStore()
     x = torch.randn(2, 3, 6, 6).to(memory_format=torch.channels_last)
-    with halves.splitting():
+    with weight_grads.splitting():
         outputs = layer(x)
     outputs.sum().backward()
-    halves.finish()
+    weight_grads.finish()
     assert layer.weight.grad is not None
     assert layer.weight.grad.stride() == layer.weight.stride()
 

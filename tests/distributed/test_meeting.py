@@ -20,7 +20,7 @@ SECONDS = 60.0
 LATE_SECONDS = 1.0
 
 
-def rank(connection: Connection, number: int, told: int, variables: dict[str, str]) -> None:
+def rank(connection: Connection, number: int, counted: int, variables: dict[str, str]) -> None:
     """Return the sum of the ranks' numbers by torch, or why the ranks have not joined."""
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
@@ -35,14 +35,14 @@ def rank(connection: Connection, number: int, told: int, variables: dict[str, st
     except ParallaxError as error:
         connection.send(str(error))
         return
-    sum_of_all = torch.tensor(told)
+    sum_of_all = torch.tensor(counted)
     dist.all_reduce(sum_of_all)
     connection.send(int(sum_of_all))
     connection.recv()  # until it is killed
 
 
 def answers(
-    told: int, port: int, size: int = 2, late: int | None = None, **variables: str
+    counted: int, port: int, size: int = 2, late: int | None = None, **variables: str
 ) -> set[Any]:
     """Of all ranks, before they are killed; ``late`` joins when the others have had time to continue without it."""
     where = {"MASTER_PORT": str(port), "WORLD_SIZE": str(size), **variables}
@@ -51,7 +51,7 @@ def answers(
         for number in sorted(range(size), key=lambda number: number == late):
             if number == late:
                 time.sleep(LATE_SECONDS)
-            ranks.append(stack.enter_context(running(rank, number, told, where)))
+            ranks.append(stack.enter_context(running(rank, number, counted, where)))
         return {each.recv() for each in ranks if each.poll(SECONDS)}
 
 

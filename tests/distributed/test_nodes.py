@@ -225,10 +225,10 @@ def test_the_error_of_one_is_that_of_all(pool: Pool) -> None:
 def test_links_are_measured_once(pool: Pool, tmp_path: Path) -> None:
     found = pool.run(there, 4, ["x", "x", "y", "y"], tmp_path, probed)
     assert len(set(found)) == 1
-    rate, latency, ways, kept = found[0]
+    rate, latency, full_speed_ranks, kept = found[0]
     assert 1e6 < rate < 1e12
     assert 0 < latency < 1
-    assert ways == 0 or 1 <= ways <= 2
+    assert full_speed_ranks == 0 or 1 <= full_speed_ranks <= 2
     assert kept
     assert len(list((tmp_path / "cache").rglob("link-*.json"))) == 1
 

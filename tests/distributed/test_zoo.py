@@ -36,7 +36,7 @@ def judged(jobs: Iterable[tuple[str, int]]) -> list[Verdict]:
     """Models by name, each in one of the ways; 0 is the usual one."""
     known = entries()
     variants = (USUAL, *WAYS)
-    return list(judge_all(Job(name, known[name], variants[way]) for name, way in jobs))
+    return list(judge_all(Job(name, known[name], variants[variant]) for name, variant in jobs))
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +67,9 @@ def test_what_is_not_refused_trains_as_by_itself(group: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("way", range(len(WAYS)))
-def test_some_of_all_shapes_train_in_all_variants(way: int) -> None:
-    jobs = [(name, way + 1) for name in VARIED]
+@pytest.mark.parametrize("variant", range(len(WAYS)))
+def test_some_of_all_shapes_train_in_all_variants(variant: int) -> None:
+    jobs = [(name, variant + 1) for name in VARIED]
     assert not _in_trouble(alone(judged, jobs, seconds=600.0))
 
 

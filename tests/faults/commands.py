@@ -176,8 +176,8 @@ def rank_of(process: psutil.Process) -> int | None:
     """Return the rank of a process; None if it is no rank, or has ended."""
     with contextlib.suppress(psutil.Error, OSError):
         forked = re.match(r"parallax rank (\d+) of", " ".join(process.cmdline()))
-        told = forked[1] if forked else process.environ().get("RANK", "")
-        return int(told) if told.isdecimal() else None
+        rank = forked[1] if forked else process.environ().get("RANK", "")
+        return int(rank) if rank.isdecimal() else None
     return None
 
 

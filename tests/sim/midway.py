@@ -201,7 +201,7 @@ def writes_lost() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)]).to(SIM)
     selector = Selector([*model.parameters()], minimum_bytes=1)
-    told = ""
+    reported = ""
     with tempfile.TemporaryDirectory() as folder:
         store = open_tier("disk", folder, StreamCopies(SIM))
         manager = SwapManager(store, limit_bytes=MIB, policy=Policy(eager=True))
@@ -212,9 +212,9 @@ def writes_lost() -> None:
                 store.let_end()
             loss.backward()
         except SwapError as error:
-            told = str(error)
+            reported = str(error)
         manager.close()
-    assert "cannot write" in told, told or "nothing was said"
+    assert "cannot write" in reported, reported or "no error was raised"
 
 
 # ---- a scope around a loop
@@ -298,9 +298,9 @@ def step_fails(tier: str) -> None:
             with contextlib.suppress(ArithmeticError):
                 take_step(model, mine, 2)
             assert not Stumbling.calls_left, "no step has so many pieces"
-            told = _tensors(copy.deepcopy(mine.state_dict()))
+            reported = _tensors(copy.deepcopy(mine.state_dict()))
             torch.accelerator.synchronize()
-            assert all(map(torch.equal, told, _tensors(mine.state_dict()))), "values differ"
+            assert all(map(torch.equal, reported, _tensors(mine.state_dict()))), "values differ"
             _load(model, mine, saved)
         for seed in range(2, 4):
             take_step(model, mine, seed)

@@ -57,7 +57,7 @@ HAZARDS = {
     "no backward ever comes": ["swap/test_steps::test_a_step_without_backward_leaves_nothing"],
     "an unused branch": ["test_an_unused_branch_is_let_go_of_with_its_graph"],
     "evaluation between steps": ["test_evaluation_between_steps_changes_nothing"],
-    "a backward in two halves": ["test_a_split_backward"],
+    "a split backward": ["test_a_split_backward"],
     "a failed transfer keeps its tensor": ["test_a_failed_transfer_keeps_nothing"],
     "copies against the reuse of their memory": [
         "swap/test_verify::test_a_missing_wait_is_found",

@@ -289,14 +289,14 @@ def test_the_first_use_brings_back_the_rest_in_the_order_of_need() -> None:
         use(manager, entries)
 
 
-@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("reported", [False, True])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_so_many_ahead_of_need(ahead: int, told: bool) -> None:
+def test_so_many_ahead_of_need(ahead: int, reported: bool) -> None:
     manager, store = manager_of(Policy(swapin_ahead=ahead))
     entries = add(manager, *range(101, 108))
     store.finish(9)
     store.log.clear()
-    if told:
+    if reported:
         manager.fetch(0)
         store.finish(9)
         assert len(store.log) == ahead
