@@ -44,7 +44,7 @@ test-slow: $(INSTALLED_DEV)  ## tests that take seconds each, and show more of w
 test-sim: $(INSTALLED_DEV)  ## all tests on the simulated accelerator, its mutants too (ARGS go to pytest)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/sim -n $(JOBS) -m "not bench" $(ARGS)
 
-test-faults: $(INSTALLED_DEV)  ## whole runs that are killed, cut off or damaged, and go on (ARGS go to pytest)
+test-faults: $(INSTALLED_DEV)  ## whole runs that are killed, partitioned or damaged, and resume (ARGS go to pytest)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "faults and not thorough" -n $(JOBS) --dist loadfile -rs $(ARGS)
 
 test-nodes: $(INSTALLED_DEV)  ## runs over two hosts, made of network namespaces, which needs root (ARGS go to pytest)

@@ -1,7 +1,7 @@
 """What does a checkpoint cost a training, and how fast is it back?  ``python -m benchmarks.checkpoint [--quick]``
 
 One process trains a GPT by an engine of one rank; a checkpoint of weights and AdamW's states is taken once in ``every``
-steps, by turns in each of these ways:
+steps, alternating between these variants:
 
 ``parallax``             copied to host memory, written beside the steps, named by a later one
 ``parallax, waited``     ``checkpoint.asynchronous=false``
@@ -13,7 +13,7 @@ steps, by turns in each of these ways:
 ``slower``: the whole round, to the checkpoint's end, over a round without one, less 1: what the writing takes from
 the computing counts in it, and so does all noise. ``MB/s``: bytes over the seconds until the checkpoint is whole, with
 steps beside it where it is asynchronous. ``back``: seconds until all is read, verified where that is done, and copied
-to where it belongs. All ways save the same tensors; medians over the repetitions. The bar: waited ≤ 3.5% at one
+to where it belongs. All variants save the same tensors; medians over the repetitions. The bar: waited ≤ 3.5% at one
 checkpoint in 20 steps. Files are read from the page cache, where they fit.
 """
 
@@ -69,8 +69,8 @@ QUICK = Sizes(repetitions=1, every=4, layers=2, hidden=64, heads=2, vocabulary=2
 
 
 class Way(Protocol):
-    """One way to save. ``begin`` returns when training may go on, ``poll`` is called after each step, ``end`` returns
-    when the checkpoint is whole."""
+    """One variant of saving. ``begin`` returns when training may continue, ``poll`` is called after each step, ``end``
+    returns when the checkpoint is whole."""
 
     def begin(self, folder: Path) -> None:
         """Save."""

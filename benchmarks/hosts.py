@@ -72,7 +72,7 @@ class Host:
 
 
 class TwoHosts(contextlib.AbstractContextManager["TwoHosts"]):
-    """The hosts ``a`` and ``b``, with folders below ``folder``, until the block ends. Raises :class:`HostError` with
+    """The hosts ``a`` and ``b``, with folders in ``folder``, until the block ends. Raises :class:`HostError` with
     the reason where there can be none."""
 
     def __init__(self, folder: Path, rate: str = "1gbit") -> None:
@@ -104,7 +104,7 @@ class TwoHosts(contextlib.AbstractContextManager["TwoHosts"]):
         return self.hosts[1]
 
     def move(self, folder: Path) -> None:
-        """Let processes that start from now on do so in other folders, below ``folder``."""
+        """Let processes that start from now on do so in other folders inside ``folder``."""
         self.hosts = tuple(
             replace(host, folder=folder / letter) for host, letter in zip(self.hosts, "ab")
         )

@@ -14,7 +14,7 @@ with quartiles.
               planner says? Even plans are three stages of one replica, where the heavy block holds up the others, and
               one stage of three replicas. Nothing forbids the latter: the light blocks have most of the parameters,
               and three copies of them cost an all-reduce and three updates, which the heavy block's do not. Schedule
-              and micro-batch are left to the planner for each. ``chosen`` is what it takes when it is told nothing.
+              and micro-batch are left to the planner for each. ``chosen`` is the planner's choice without settings.
 
 The heavy block multiplies by one small matrix again and again, as recurrent models do; how often is measured out, so
 that it weighs what is asked for (``weight``). Were every rank on a core of its own, 1→2 could be up to twice as fast as

@@ -1,4 +1,4 @@
-"""Does a run take the time and the memory that its plan said?  ``python -m benchmarks.prediction [--json] [--quick]
+"""Does a run take the time and memory that its plan predicted?  ``python -m benchmarks.prediction [--json] [--quick]
 [--only TEXT] [--rounds N] [--output FILE.md]``
 
 Every configuration is planned and trained for a few steps as a user would: ``parallax train`` with the choice of
@@ -8,7 +8,7 @@ predicted peak with the measured one, on the rank that came closest to its predi
 evaluation and a checkpoint stand between the steps, as in any training. All configurations have a budget. A predicted
 peak counts the freed memory that malloc keeps while the budget has free bytes.
 
-Each run measures model and machine anew, as a user's first run does. Times are those of a
+Each run measures model and machine again, as a user's first run does. Times are those of a
 machine that does nothing else; peaks do not depend on it. Where a machine's speed changes from minute to minute,
 ``--rounds`` go through all configurations several times, and compare the
 median prediction with the lower quartile of the steps of all rounds.
@@ -63,7 +63,7 @@ WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One configuration: a model and what the planner is told. ``replicas`` has one number per stage."""
+    """One configuration: a model and the planner's settings. ``replicas`` has one number per stage."""
 
     model: str
     replicas: tuple[int, ...]
@@ -155,7 +155,7 @@ class Outcome:
 
     @property
     def bytes_error(self) -> float:
-        """The same for the peak; below zero more was taken than was promised."""
+        """The same for the peak; a negative value means more than was promised."""
         return self.predicted_bytes / self.measured_bytes - 1
 
 

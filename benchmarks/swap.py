@@ -1,8 +1,8 @@
 """What does swap cost, and what does it save?  ``python -m benchmarks.swap [--json]``
 
-One GPT in fp32 in one process of one thread does the same steps of the same batch in several ways; every way but the
-last has a process of its own, so that none sees another's heap, and the ways take turns, so that a noisy machine
-disturbs all of them alike:
+One GPT in fp32 in one process of one thread does the same steps of the same batch in several variants; every variant
+but the last has a process of its own, so that none sees another's heap, and the variants take turns, so that a noisy
+machine disturbs all of them alike:
 
 ``plain``        every saved activation stays in memory
 ``offload``      the activations may take ``fraction`` of what plain's take: as many blocks stay as fit beside a swap

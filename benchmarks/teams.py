@@ -97,7 +97,7 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A plan, or why there is none. ``words``: the plan in a line."""
+    """A plan, or why there is none. ``words``: the plan as a line of text."""
 
     plan: Plan | None = None
     reason: str | None = None
@@ -290,7 +290,7 @@ def see_one_device(place: Place) -> None:
 
 @dataclass
 class Run:
-    """What steps of a plan have said; ``reason`` why there are no more of them."""
+    """The measurements of a plan's steps; ``reason``: why there are no more."""
 
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -303,7 +303,8 @@ def by_turns(
     repetitions: int,
     enough: Callable[[float], bool] = lambda longest: False,
 ) -> dict[str, Run]:
-    """So many steps of each that count, or until there have been ``enough``, which is told the longest round so far."""
+    """So many steps of each that count, or until there have been ``enough``, which is given the longest round so
+    far."""
     found = {name: Run() for name in steps}
     longest = 0.0
     for repetition in range(-WARM_UP, repetitions):

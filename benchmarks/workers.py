@@ -112,7 +112,7 @@ def reason(error: BaseException) -> str:
 
 
 def rotated(runners: list[T], turn: int) -> Iterator[T]:
-    """Nobody always runs after the same neighbour, whose writes may still be under way."""
+    """No process always runs after the same neighbour, whose writes may still be under way."""
     turn %= max(1, len(runners))
     yield from runners[turn:] + runners[:turn]
 
@@ -124,7 +124,7 @@ class Deadline:
         self._end = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds, never below zero."""
+        """Return the seconds, at least zero."""
         return max(0.0, self._end - time.monotonic())
 
     def over(self) -> bool:

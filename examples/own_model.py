@@ -11,13 +11,13 @@ import parallax
 
 
 def build() -> nn.Module:
-    """Any nn.Sequential works; another module offers `blocks()`, its parts in the order that data flows."""
+    """Return the model. For one that is no nn.Sequential, give `parallax.describe` a `sample` of its inputs."""
     layers = [nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU()) for _ in range(8)]
     return nn.Sequential(*layers, nn.Linear(256, 10))
 
 
 def main() -> None:
-    """Every rank runs this; each holds only its own stage of the model, and sees only its own rows."""
+    """Train on every rank; each holds only its own stage of the model and computes only its own rows."""
     dist.init_process_group("gloo")
     inputs = torch.randn(512, 256, generator=torch.Generator().manual_seed(0))
     batch = parallax.TensorRows(inputs, inputs[:, :10].argmax(1))

@@ -1,4 +1,4 @@
-"""A schedule of your own, simulated when it is planned and run by the same executor as the others:
+"""A schedule of your own; the planner simulates it, and the same executor as for the others runs it:
 
 PYTHONPATH=examples parallax train experiment=tiny plan.schedule=own_schedule:halved plan.stages=2
 """
@@ -9,14 +9,16 @@ from parallax.plan.schedule import Action, Kind
 
 
 def halved(pipeline_ranks: int, pipeline_rank: int, micro_batches: int) -> list[Action]:
-    """GPipe on one half of the micro-batches after the other: half the activations for a second bubble.
+    """Return the actions of a rank: GPipe on the first half of the micro-batches, then on the second.
+
+    Only half of the activations are held at a time, at the price of a second bubble.
 
     ::
 
         stage 0 | F0 F1 .. .. B1 B0 F2 F3 .. .. B3 B2
         stage 1 | .. F0 F1 B1 B0 .. .. F2 F3 B3 B2 ..
     """
-    del pipeline_ranks  # every stage does the same, as soon as it can
+    del pipeline_ranks  # every stage runs the same list, as early as it can
 
     def turns() -> Iterator[Action]:
         middle = (micro_batches + 1) // 2

@@ -1,4 +1,4 @@
-"""Large Model Support in a training loop of your own, one line more:
+"""A device memory limit in a training loop of your own, with one more line:
 
 python examples/swap_in_your_loop.py
 """
@@ -8,18 +8,18 @@ from torch import nn
 
 import parallax
 
-LIMIT = "40MiB"  # two fifths of what this loop holds without one
+LIMIT = "40MiB"  # two fifths of the memory that this loop holds without a limit
 
 
 def main() -> None:
-    """The same few steps twice: without a limit, and under one that makes activations and optimizer states move."""
+    """Train the same few steps without a limit, and with one that offloads activations and optimizer states."""
     without = train(limit="1GiB")
     limited = train(limit=LIMIT)
     print(f"losses are equal, bit for bit: {without == limited}")
 
 
 def train(limit: str) -> list[float]:
-    """A loop like any other, inside `with parallax.swap(...)`."""
+    """Return the losses of an ordinary training loop inside `with parallax.swap(...)`."""
     torch.manual_seed(0)
     model = nn.Sequential(
         *[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)], nn.Linear(512, 10)

@@ -5,17 +5,17 @@
 #   PROCESSES=3 launch/local.sh experiment=demo            two stages, the second with two replicas
 #   CUDA_VISIBLE_DEVICES=0,1 RESTARTS=3 launch/local.sh name=long trainer.steps=1000
 #
-# Results go to runs/NAME below the current folder. `parallax train` alone plans before it starts its processes and
-# so chooses their number itself; this script is for those who want torchrun's settings in their own hands.
+# Results go to runs/NAME in the current folder. `parallax train` alone plans before it starts its processes and
+# so chooses their number itself; use this script to control torchrun's settings.
 #
 # Environment:
 #   PROCESSES   ranks on this host (default: its CUDA devices; without any, its cores)
 #   RESTARTS    how often torchrun starts all ranks again after a failure (default: 0); give the run a name, so
 #               that they continue from its last checkpoint
 #   PYTHON      interpreter that has Parallax (default: the checkout's .venv, otherwise python3)
-#   OMP_NUM_THREADS   threads of each rank (default: the cores shared out among them)
+#   OMP_NUM_THREADS   threads of each rank (default: the cores divided among them)
 #
-# Ranks meet at files in a folder of their own: no port is opened. SIGTERM, SIGINT and SIGHUP go to torchrun, which
+# Ranks rendezvous at files in a private folder: no port is opened. SIGTERM, SIGINT and SIGHUP go to torchrun, which
 # stops every rank; the exit code is torchrun's.
 set -euo pipefail
 
@@ -42,7 +42,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 meeting=$(mktemp -d "${TMPDIR:-/tmp}/parallax.XXXXXX")
 trap 'rm -rf "$meeting"' EXIT
 export PARALLAX_RENDEZVOUS=$meeting/ranks
-# Otherwise torchrun opens a port for a store of the ranks, which meet at the file.
+# Otherwise torchrun opens a port for a store of the ranks, which rendezvous at the file.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 "$python" -m torch.distributed.run \

@@ -1,7 +1,7 @@
 """Parallax trains PyTorch models that are too large for their devices.
 
-A name is imported where it is first asked for. Torch alone takes seconds: a command that is interrupted meanwhile has
-begun by then and can say so, and what only plans does without it.
+A name is imported at its first use. Importing torch takes seconds: a command that is interrupted meanwhile can already
+report it, and commands that only plan do not import torch.
 """
 
 import importlib
@@ -64,7 +64,7 @@ _HOMES = {
     "swap": "swap",  # the package itself is called
 }
 
-if not TYPE_CHECKING:  # a type checker knows what there is, and what is not
+if not TYPE_CHECKING:  # so that a type checker knows the names
 
     def __getattr__(name: str) -> Any:
         """One of the names above, or a module of the package."""
@@ -80,5 +80,5 @@ if not TYPE_CHECKING:  # a type checker knows what there is, and what is not
         return found
 
     def __dir__() -> list[str]:
-        """What is there, asked for or not."""
+        """Return all names, imported or not."""
         return sorted({*globals(), *__all__})

@@ -31,24 +31,24 @@ from parallax.common.signals import (
 from parallax.errors import ConfigError, ParallaxError, UserError, printable
 
 COMMANDS = {
-    "train": "plan and train, with -m many runs; under torchrun, one rank of it",
-    "launch": "train as a job of Slurm: on its nodes, and again where it was ended early",
+    "train": "plan and train; with -m a sweep of runs; under torchrun, one rank",
+    "launch": "train as a Slurm job that saves before its time limit and is queued again",
     "plan": "measure, search, and print the plan; writes plan.yaml",
-    "profile": "measure, or derive, what each block costs; writes profile.json",
-    "estimate": "memory that training a model needs, without any device",
-    "simulate": "what every rank of a plan does when; draws and traces it",
-    "explain": "why a plan looks as it does, where its bytes and seconds go, and what a run's swap did",
-    "report": "a sweep's points, or a run: table, CSV, charts, and a page",
-    "calibrate": "correct a profile by what a run measured; the next plan uses it",
-    "export": "the weights of a run's last checkpoint, as others load them",
-    "import": "a run's first checkpoint, from weights that others have trained",
-    "doctor": "devices, memory, bandwidths, and what will go wrong",
+    "profile": "measure, or derive, the cost of each block; writes profile.json",
+    "estimate": "print the memory that training a model needs, without any device",
+    "simulate": "print, draw or trace the timeline of every rank of a plan",
+    "explain": "print the reasons for a plan, its bytes and seconds, and what a run offloaded",
+    "report": "report a sweep or a run: table, CSV, charts, and a page",
+    "calibrate": "correct a profile by a run's measurements; the next plan uses it",
+    "export": "write the weights of a run's last checkpoint in the format of another library",
+    "import": "make a run's first checkpoint from given weights",
+    "doctor": "print devices, memory, bandwidths, and the problems to expect",
 }
 """Commands and their descriptions; each is a module of :mod:`parallax.commands`, with ``_`` after a Python keyword."""
 
 
 # In the output, or in any other file or pipe.
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE}
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,15 +82,15 @@ def _main(arguments: Sequence[str] | None) -> int:
     try:
         code: int = parsed.call(parsed)
         if sys.stdout is not None:  # None: the caller has closed it
-            sys.stdout.flush()  # here, where it can be said that there is no room
+            sys.stdout.flush()  # here, where a full disk can still be reported
         return code
     except BaseException as error:  # also a call of exit() in what the user's own functions do
         # rich makes SystemExit of a broken pipe.
         pipe = error.__context__ if isinstance(error, SystemExit) else None
-        return _said(pipe if isinstance(pipe, BrokenPipeError) else error)
+        return _report_error(pipe if isinstance(pipe, BrokenPipeError) else error)
 
 
-def _said(error: BaseException) -> int:
+def _report_error(error: BaseException) -> int:
     """Print why the command failed; return the exit code."""
     if under_torchrun():
         from parallax.runtime.failure.exit_report import report_and_exit
@@ -106,7 +106,7 @@ def _said(error: BaseException) -> int:
         return UserError.exit_code
     if (
         isinstance(error, OSError)
-        and error.errno in _NO_ROOM
+        and error.errno in _NO_SPACE
         and (_give_up_output() or _printed(error))
     ):
         print(f"parallax: cannot write the output: {error.strerror}", file=sys.stderr)
@@ -152,9 +152,9 @@ def _give_up_output() -> bool:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
         return True
     return False
 

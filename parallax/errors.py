@@ -6,7 +6,7 @@
     ├── UserError                     the input is wrong: one line, exit code 2
     │   ├── ConfigError               a key, a value, a group, a size
     │   │   └── UnknownKeyError       a key that there is not
-    │   ├── DescribeError             a model that cannot be cut into blocks
+    │   ├── DescribeError             a model that cannot be partitioned into blocks
     │   ├── PlanError                 a plan, profile or cluster that contradicts itself
     │   │   └── InfeasiblePlan        nothing fits the budgets; carries the smallest fix
     │   ├── PreflightError            this host has less than the run takes
@@ -14,11 +14,11 @@
     │   ├── DataError                 no rows, unreadable folder, too little text
     │   │   └── EmptyBatchError       a batch of no rows: often those after the last
     │   └── CheckpointError           missing, damaged, or of another model
-    │       └── LaterStartError       another start of the run goes on
+    │       └── LaterStartError       another start of the run continues
     ├── BudgetExceeded                the swap manager has nothing left to move
     ├── SwapError                     a tier failed to write or read (path and bytes)
     ├── TransportError                a channel between stages broke its contract
-    │   └── AbsentError               ranks that never came
+    │   └── AbsentError               ranks that never started
     ├── DeadlockError                 action lists that can never finish
     ├── HangError                     work before the first step shows no sign of life
     └── NonFiniteError                the loss, a gradient or a weight is NaN or infinite
@@ -34,12 +34,12 @@ class ParallaxError(Exception):
     """Root of everything that Parallax raises on purpose."""
 
     exit_code = 1
-    common = False  # every rank raises the same: it does not matter which one says it
-    may_pass = False  # the trouble is a machine's, so another attempt may well go on
+    common = False  # every rank raises the same, so any one may report it
+    may_pass = False  # the fault is a machine's, so another attempt may succeed
 
 
 class HangError(ParallaxError):
-    """Work shows no sign of life. It is raised in whatever runs then, which must let it pass."""
+    """Work shows no sign of life. It is raised in the running code, which must not catch it."""
 
 
 class UserError(ParallaxError):
@@ -98,7 +98,7 @@ class DataError(UserError):
 
 
 class EmptyBatchError(DataError):
-    """A batch has no rows, as behind the last row of a data set."""
+    """A batch has no rows, for example after the end of the data set."""
 
 
 class CheckpointError(UserError):
@@ -106,7 +106,7 @@ class CheckpointError(UserError):
 
 
 class LaterStartError(CheckpointError):
-    """This run was started again, and goes on there: this start of it saves nothing any more."""
+    """A later start of this run has replaced this one, which therefore saves nothing more."""
 
 
 class BudgetExceeded(ParallaxError):
@@ -130,7 +130,7 @@ class TransportError(ParallaxError):
 
 
 class AbsentError(TransportError):
-    """Ranks that never came."""
+    """Ranks that never started."""
 
     common = True
 

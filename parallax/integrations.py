@@ -23,9 +23,9 @@ class Training:
         self.swapping: Swapping | None = None
 
     def begin(self, model: nn.Module, optimizers: Any) -> None:
-        """Enter. A training before it that failed where its library tells nobody is ended first."""
+        """Enter the scope. An earlier training that failed without a callback is ended first."""
         self.end()
-        # What else a library takes for an optimizer (a placeholder, None in an evaluation) has no states to move.
+        # Other objects in the list (a placeholder, None in an evaluation) have no states to offload.
         given = [optimizer for optimizer in optimizers if isinstance(optimizer, Optimizer)]
         self.swapping = swap(model, self._limit, optimizer=given, **self._options).__enter__()
 
@@ -38,8 +38,8 @@ def transformers_callback(limit: int | str = AUTO, **options: Any) -> Any:
     """A ``transformers.TrainerCallback``: ``Trainer(…, callbacks=[transformers_callback("8GiB")])``.
 
     ``limit`` and ``options`` are those of :func:`parallax.swap`; the trainer's own optimizer is given. The report is
-    ``callback.training.swapping.report()``. The trainer tells no callback of an exception: whoever catches one calls
-    ``callback.training.end()``, or trains again.
+    ``callback.training.swapping.report()``. The trainer calls no callback after an exception: if you catch one, call
+    ``callback.training.end()``, or train again.
     """
     base: Any = import_module("transformers").TrainerCallback
 

@@ -199,13 +199,14 @@ def _replica_groups(
     made: list[tuple[dist.ProcessGroup | None, ...]] = []
     for index, planned in enumerate(plan.stages[: plan.pipeline_ranks]):
         ranks = list(plan.ranks(index))
-        several, below = len(ranks) > 1, planned.optimizer_offload > 0
+        several, offloads_states = len(ranks) > 1, planned.optimizer_offload > 0
         backend = devices.reducing(ranks) if several else ""
         own = _group(ranks, backend) if several else None
-        updates = _group(ranks, "gloo") if several and below else None
+        updates = _group(ranks, "gloo") if several and offloads_states else None
         statistics = _group(ranks, backend) if several else None
-        streams = several and planned.parameter_offload > 0
-        made.append((own, updates, statistics, _group(ranks, backend) if streams else None))
+        offloads_parameters = several and planned.parameter_offload > 0
+        sums = _group(ranks, backend) if offloads_parameters else None
+        made.append((own, updates, statistics, sums))
     return made[pipeline_rank]
 
 
@@ -229,7 +230,7 @@ class RankDevices:
         if len(set(kinds)) > 1:
             other = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
             raise PlanError(
-                f"rank {other} has a device of kind {kinds[other]} and rank 0 one of kind {kinds[0]}: mend what hides "
+                f"rank {other} has a device of kind {kinds[other]} and rank 0 one of kind {kinds[0]}: fix what hides "
                 "the device, or use cluster.kind=cpu"
             )
         return cls(device.type, identities)

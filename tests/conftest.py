@@ -41,10 +41,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Before pytest-xdist hands the options to its workers."""
     if config.option.seed is None:
-        told = subprocess.run(
+        reported = subprocess.run(
             ["git", "log", "-1", "--format=%ct"], capture_output=True, text=True, check=False
         )
-        config.option.seed = int(told.stdout.strip() or 0)
+        config.option.seed = int(reported.stdout.strip() or 0)
 
 
 def pytest_terminal_summary(

@@ -63,7 +63,9 @@ def make_plan(
     blocks, stages = len(chain.blocks), len(replicas) * interleave
     bounds = [0, *cuts, blocks] if cuts else [blocks * s // stages for s in range(stages + 1)]
     whole = sum(p.numel() for block in chain.blocks for p in block.module.parameters())
-    room = 16 * whole * chain.dtype.itemsize  # more than any states, weights or gradients take
+    free_bytes = (
+        16 * whole * chain.dtype.itemsize
+    )  # more than any states, weights or gradients take
     counts = [replicas[named(schedule).pipeline_rank_of(s, len(replicas))] for s in range(stages)]
     parts = tuple(
         StagePlan(
@@ -73,8 +75,8 @@ def make_plan(
             directives=(Directive(directive),) * (high - low),
             swap_limit_bytes=swap_limit,
             tier_bytes=tier_bytes,
-            state_bytes=room,
-            streamed_bytes=room,
+            state_bytes=free_bytes,
+            streamed_bytes=free_bytes,
             optimizer_offload=optimizer_offload,
             parameter_offload=parameter_offload,
             shard_optimizer=shard,

@@ -52,7 +52,7 @@ def test_bytes_that_are_no_whole_number_fit_their_swap_limit() -> None:
 
 
 # Gaps between tensors are a share of the limit, rounded up. The limit that was taken out of the budget was a byte over,
-# and refused, or a byte short, and then there was no room to read ahead.
+# and refused, or a byte short, and then no memory was free to prefetch.
 def test_a_swap_limit_fills_its_budget_to_the_byte() -> None:
     model = profile([block(moved=1000)])
     for memory in range(2990, 3020):
@@ -89,7 +89,7 @@ def test_curves_are_loaded_without_a_trace(tmp_path: Path, monkeypatch: pytest.M
 
 
 # Each size of the swap file once had to wait for a place of its own size, so that ten sequence lengths needed ten times
-# the room.
+# the space.
 def test_new_sizes_fit_into_a_tier_that_grew_to_its_end() -> None:
     slots = SlotMap(100 * PAGE, "the tier")
     for pages in range(1, 30):
@@ -114,23 +114,23 @@ def test_a_shared_directory_is_left_alone(tmp_path: Path) -> None:
 # What a split linear layer returned was a view, and autograd forbids in-place changes of a view that a custom function
 # has made: nn.ReLU(inplace=True) after it stopped the step.
 def test_what_a_split_layer_returns_may_be_changed_in_place() -> None:
-    layer, halves = nn.Linear(4, 4), WeightGradStore()
-    with halves.splitting():
+    layer, weight_grads = nn.Linear(4, 4), WeightGradStore()
+    with weight_grads.splitting():
         outputs = torch.relu_(layer(torch.randn(2, 3, 4, requires_grad=True)))
     outputs.sum().backward()
-    halves.finish()
+    weight_grads.finish()
     assert layer.weight.grad is not None
 
 
 # The gradient of a channels_last input comes out channels_last, whatever the weight is. Fused optimizers walk along
 # memory, so the wrong numbers were added to the weight.
 def test_gradients_lie_in_memory_as_their_weights_do() -> None:
-    layer, halves = nn.Conv2d(3, 4, 3), WeightGradStore()
+    layer, weight_grads = nn.Conv2d(3, 4, 3), WeightGradStore()
     x = torch.randn(2, 3, 6, 6).to(memory_format=torch.channels_last)
-    with halves.splitting():
+    with weight_grads.splitting():
         outputs = layer(x)
     outputs.sum().backward()
-    halves.finish()
+    weight_grads.finish()
     assert layer.weight.grad is not None
     assert layer.weight.grad.stride() == layer.weight.stride()
 

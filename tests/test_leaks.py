@@ -78,8 +78,8 @@ def test_what_a_test_leaves_behind_fails_it(tmp_path: Path) -> None:
         timeout=100,
         check=False,
     )
-    said = [line for line in done.stdout.splitlines() if line.startswith("ERROR ")]
-    found = {line.split("::")[1].split()[0]: line for line in said}
+    output = [line for line in done.stdout.splitlines() if line.startswith("ERROR ")]
+    found = {line.split("::")[1].split()[0]: line for line in output}
     for name, what in {
         "process": "process ",
         "orphan": "process ",

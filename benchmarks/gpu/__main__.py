@@ -166,7 +166,7 @@ def _commit() -> str:
 
 @contextlib.contextmanager
 def _folder(given: Path | None, *, dry: bool) -> Iterator[Path]:
-    """Where the results go; those of a dry run nowhere, unless it is told."""
+    """Return the folder of results; none for a dry run, unless one is given."""
     if given is None and dry:
         with tempfile.TemporaryDirectory(prefix="parallax-benchmark-") as folder:
             yield Path(folder)

@@ -24,7 +24,7 @@ class Bar:
 
     @property
     def goal(self) -> str:
-        """In words."""
+        """Return the bar as text."""
         return f"≥ {self.least:g}" if self.least is not None else f"≤ {self.most:g}"
 
     @property

@@ -34,7 +34,7 @@ class CudaMeter:
         return torch.cuda.max_memory_allocated()
 
     def release(self) -> None:
-        """Give back what is not used, so that others can have it, and count anew."""
+        """Free unused memory for other processes, and reset the counters."""
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -44,7 +44,7 @@ class CudaMeter:
         torch.cuda.synchronize()
 
     def mark(self) -> torch.cuda.Event:
-        """A moment of the device: when it comes to it, not when the host says so."""
+        """A point in time on the device: when the device reaches it, not when the host queues it."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -99,7 +99,7 @@ class CountedMeter(TorchDispatchMode):
         return self._peak
 
     def release(self) -> None:
-        """Count anew."""
+        """Reset the counters."""
         gc.collect()
         self._peak = self._used
 

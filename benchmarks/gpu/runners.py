@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.gpu.setup import start_of
-from benchmarks.gpu.ways import Spec, Turn, train
+from benchmarks.gpu.variants import Spec, Turn, train
 from benchmarks.models import Task
 from benchmarks.ratios import ratios
 from benchmarks.workers import Deadline, WayFailed, Worker, rotated
@@ -115,7 +115,7 @@ def running(
 
 
 def half(deadline: Deadline) -> Deadline:
-    """For one way: whoever hangs leaves as much time to the others as it took."""
+    """For one variant: one that hangs leaves the others the time that they need."""
     return Deadline(deadline.left() / 2)
 
 

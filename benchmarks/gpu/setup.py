@@ -70,7 +70,7 @@ def row_bytes(task: GPTTask) -> int:
 class Room:
     """Free bytes of a device, and of its host for pinned copies.
 
-    All ways of a part are alive at once, so their weights must fit together; what they hold while they run is given
+    All variants of a part are alive at once, so their weights must fit together; what they hold while they run is given
     back after each turn. What they offload goes to pinned memory, together about three times plain's activations.
     """
 
@@ -88,17 +88,20 @@ class Room:
         return min(0.25 * self.device_bytes, 0.18 * self.host_bytes)
 
     def beside_plain(self, task: GPTTask) -> bool:
-        """Weights of all ways, gradients and activations of one; gradients are within half of plain's activations."""
+        """Weights of all variants, gradients and activations of one; gradients are within half of plain's
+        activations."""
         weights, contexts = (len(BARS) - 1) * 2 * task.parameters, len(BARS) * CONTEXT_BYTES
         held = weights + contexts + 2 * task.parameters + 1.5 * self.activations
-        below = 3 * self.activations + 6 * task.parameters
+        offloaded = 3 * self.activations + 6 * task.parameters
         few = 2 * task.parameters <= 0.4 * self.activations
-        return few and held <= self.usable and below <= 0.8 * self.host_bytes
+        return few and held <= self.usable and offloaded <= 0.8 * self.host_bytes
 
     def stepped(self, task: GPTTask) -> bool:
-        """Plain's states on the device beside the others' weights, and the states of two ways on the host."""
-        below = 2.5 * STATE_BYTES * task.parameters
-        return self.beside_states(task) >= 2 * row_bytes(task) and below <= 0.8 * self.host_bytes
+        """Plain's states on the device beside the others' weights, and the states of two variants on the host."""
+        offloaded = 2.5 * STATE_BYTES * task.parameters
+        return (
+            self.beside_states(task) >= 2 * row_bytes(task) and offloaded <= 0.8 * self.host_bytes
+        )
 
     def beside_states(self, task: GPTTask) -> float:
         """What is left beside plain's states and the others' weights."""
@@ -112,8 +115,8 @@ class Room:
     def capped(self, task: GPTTask) -> bool:
         """States of plain twice, once with two bytes each, and the weights of those that keep the cap, all at once."""
         held = 34 * task.parameters + 7 * CONTEXT_BYTES + 3 * row_bytes(task)
-        below = 3.5 * STATE_BYTES * task.parameters + 6 * row_bytes(task)
-        return held <= self.usable and below <= 0.8 * self.host_bytes
+        offloaded = 3.5 * STATE_BYTES * task.parameters + 6 * row_bytes(task)
+        return held <= self.usable and offloaded <= 0.8 * self.host_bytes
 
 
 def setup_for(device_bytes: int, host_bytes: int) -> Setup:
@@ -122,7 +125,7 @@ def setup_for(device_bytes: int, host_bytes: int) -> Setup:
     activations = room.activations
     few = (
         activations / 3
-    )  # each way of ``caps`` pins what it offloads anew for every limit that it tries
+    )  # each variant of ``caps`` pins its offloaded bytes again for every limit that it tries
     gpt = _first((*WIDE, *USUAL), room.beside_plain)
     caps = _first(USUAL, lambda task: 2 * task.parameters <= 0.22 * few)
     host = _first(USUAL, room.stepped)

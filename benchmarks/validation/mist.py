@@ -144,7 +144,7 @@ class Case:
 
     def stages(self, profile: ModelProfile) -> tuple[StagePlan, ...]:
         """The stages as a plan has them; the first holds the embedding too and the last the head. Offloaded
-        activations get room for two blocks: one that is written or fetched while another is used."""
+        activations get memory for two blocks: one that is written or fetched while another is used."""
         found, start, last = [], 0, len(self.partition) - 1
         for index, layers in enumerate(self.partition):
             recomputed = self.recomputed[index]
@@ -182,7 +182,7 @@ class Case:
                 stage.directives,
                 self.rows(index),
                 device=device,
-                below=OffloadFractions(stage.optimizer_offload),
+                offload=OffloadFractions(stage.optimizer_offload),
             )
             flight = SCHEDULE.in_flight(len(self.partition), index, self.micro_batches)
             widened = self.widened(profile, stage.start, stage.stop, replicas)

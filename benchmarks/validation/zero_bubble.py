@@ -1,8 +1,8 @@
 """The timeline against the Zero Bubble paper: bubble rates from the given times, and samples per second per GPU.
 
 Source of all measurements: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", ICLR, tables 3 to 6. A row gives the
-seconds of a forward, of both halves of a backward and of a message. A bubble rate is 1 − work / cost, where cost is the
-longest that any stage takes from its first start to its last end (section 5.3); nothing in it is fitted.
+seconds of a forward, of both passes of a split backward and of a message. A bubble rate is 1 − work / cost, where cost
+is the longest that any stage takes from its first start to its last end (section 5.3); nothing in it is fitted.
 
 The measured runs lose more than bubbles. After its last micro-batch a rank steps its optimizer, which is memory traffic
 (:data:`STEP_BYTES`). Two further figures cannot be known from a row: how long each message holds both of its ranks
@@ -157,12 +157,12 @@ class Case:
         )
 
     def _two_p(self) -> list[Order]:
-        """ZB-2p: ZB-H2 with weight halves put off by as many as fill the wait, not by two for each stage before, within
-        the memory of 2p micro-batches.
+        """ZB-2p: ZB-H2 with as many weight-gradient passes deferred as fill the wait, not two for each stage before,
+        within the memory of 2p micro-batches.
 
         A stage starts one forward and one message after the one before it, and gets its last gradient one backward and
-        one message earlier: so much more of its weight halves is left for the end. What is left for a weight half is
-        less than what a backward needs: 32·s·b·h of 34·s·b·h + 5·a·s²·b (table 1 of the paper).
+        one message earlier: so much more of its weight-gradient passes is left for the end. What is left for such a
+        pass is less than what a backward needs: 32·s·b·h of 34·s·b·h + 5·a·s²·b (table 1 of the paper).
         """
         share = 32 / (34 + 5 * self.heads * self.sequence / self.hidden)
         left = round((self.forward + self.backward + 2 * self.send) / self.weight)

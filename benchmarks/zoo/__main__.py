@@ -1,4 +1,4 @@
-"""``python -m benchmarks.zoo``: judge all models, or those that a pattern names."""
+"""``python -m benchmarks.zoo``: test all models, or those that a pattern names."""
 
 from __future__ import annotations
 

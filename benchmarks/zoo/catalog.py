@@ -103,7 +103,7 @@ OWN = {
     "practice": practice.ENTRIES,
     "science": science.ENTRIES,
 }
-"""Models that are written out, by the room they are in."""
+"""Models that are written out, by their group."""
 
 EXTRA = {
     "adapters": (adapters.ENTRIES, ("peft",)),

@@ -24,7 +24,7 @@ def line(number: int, count: int, verdict: Verdict) -> str:
 def markdown(verdicts: Sequence[Verdict]) -> str:
     """A table by name."""
     lines = [
-        "| model | blocks | way | result | initial weights | remarks |",
+        "| model | blocks | partition by | result | initial weights | remarks |",
         "|---|---|---|---|---|---|",
     ]
     for verdict in sorted(verdicts, key=lambda each: each.name):

@@ -46,7 +46,7 @@ _IMPORTED = ("torch.fx.experimental.symbolic_shapes", "torch._dynamo")
 
 @dataclass(frozen=True)
 class Job:
-    """One model to be judged, and how it is trained."""
+    """One model to test, and how it is trained."""
 
     name: str
     entry: Entry
@@ -173,7 +173,7 @@ def _means(chain: Chain) -> str:
     """How the model was cut."""
     kinds = {type(block.module).__module__ for block in chain.blocks}
     if any("recording" in kind for kind in kinds):
-        return "recorded"
+        return "traced"
     if any("families" in kind for kind in kinds):
         return "family"
     return "modules"
@@ -247,7 +247,7 @@ _OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "without 
 
 
 def _blame(failure: tuple[Result, str]) -> tuple[bool, int]:
-    """What comes of a peer's failure comes last."""
+    """Sort errors so that consequences of a peer's failure come last."""
     result, line = failure
     return any(each in line for each in _OF_A_PEER), _FIRST.index(result)
 

@@ -1,7 +1,7 @@
 """``parallax calibrate``: correct the profile that a run was planned with by its measured times.
 
-The corrected profile goes into the run's directory, and where the profiler looks before it measures: the next plan of
-the same model on this machine is made with it.
+The corrected profile is written into the run's directory and into the profiler's cache, so the next plan of the same
+model on this machine uses it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from parallax.commands.options import (
     RUNS,
+    add_class_paths,
     add_json,
-    add_words,
+    class_paths_of,
     console_of,
     print_json,
     trusting,
-    words_of,
 )
 from parallax.common.units import format_seconds
 from parallax.run.feedback import CALIBRATED, correct
@@ -26,14 +26,14 @@ from parallax.run.working import working
 EXAMPLES = """examples:
   parallax calibrate runs/deeper                        after `parallax train name=deeper`
   parallax calibrate deeper --json
-  parallax calibrate theirs model.target=mymodel:build  a run that was begun elsewhere, with a model of your own
+  parallax calibrate theirs model.target=mymodel:build  a run made elsewhere, with its model
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run, or its name")
-    add_words(parser)
+    add_class_paths(parser)
     add_json(parser)
 
 
@@ -42,7 +42,7 @@ def run(parsed: argparse.Namespace) -> int:
     console = console_of(parsed)
     directory = parsed.run if parsed.run.is_dir() else RUNS / parsed.run
     with working(console, "calibrating") as work:
-        found = PreparedRun.read(directory, trusting(words_of(parsed)))
+        found = PreparedRun.read(directory, trusting(class_paths_of(parsed)))
         work.limit(found.config.trainer)
         corrected = correct(found.directory, found.config, found.plan, work)
     if parsed.json:

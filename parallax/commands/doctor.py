@@ -12,7 +12,7 @@ from parallax.machine.doctor import run_doctor
 from parallax.machine.inventory import write_cluster
 
 EXAMPLES = """examples:
-  parallax doctor                                       what this machine has, and what will go wrong on it
+  parallax doctor                                       this machine's devices and memory, and the problems to expect
   parallax doctor --json
   parallax doctor --write-cluster ours.yaml             this host, or all nodes of Slurm, as a cluster to plan for
 """

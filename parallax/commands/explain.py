@@ -10,14 +10,14 @@ from typing import Any
 from rich.console import RenderableType
 
 from parallax.commands.options import (
+    add_class_paths,
     add_json,
     add_plan,
-    add_words,
+    class_paths_of,
     console_of,
-    know_schedule,
     plan_file,
     print_json,
-    words_of,
+    with_schedule,
     writing,
 )
 from parallax.common.documents import DOCUMENT_BYTES, read_json
@@ -33,7 +33,7 @@ from parallax.report.swap import swapped_ranks, worst_of_stages
 
 EXAMPLES = """examples:
   parallax explain plan.yaml                            a plan that `parallax plan` wrote
-  parallax explain runs/deeper                          and what the run swapped, when it stalled, what stayed and why
+  parallax explain runs/deeper                          also what the run offloaded, its stalls, what stayed and why
   parallax explain runs/deeper --png swap.png           bytes on the device and in the tier over its last step
   parallax explain runs/deeper --json | jq .swap
 """
@@ -42,9 +42,12 @@ EXAMPLES = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_plan(parser)
-    add_words(parser)
+    add_class_paths(parser)
     parser.add_argument(
-        "--png", type=Path, metavar="FILE", help="draw how full a run's swap was over its last step"
+        "--png",
+        type=Path,
+        metavar="FILE",
+        help="draw the bytes on the device and in the tier over the last step",
     )
     add_json(parser)
 
@@ -52,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Run the command; return the exit code."""
     console, plan = console_of(parsed), Plan.load(plan_file(parsed.plan))
-    if words := words_of(parsed):  # nothing below needs the schedule itself
-        plan = know_schedule(plan, plan_file(parsed.plan), words)
+    if class_paths := class_paths_of(parsed):  # without them the schedule itself is not needed
+        plan = with_schedule(plan, plan_file(parsed.plan), class_paths)
     lines = explain(plan, explain_figures(_profile_of(plan_file(parsed.plan))))
     directory = plan_file(parsed.plan).parent
     ranks, reason = _swapped(directory)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from parallax.commands.options import (
     RUNS,
+    add_class_paths,
     add_json,
-    add_words,
+    class_paths_of,
     console_of,
     print_json,
     trusting,
-    words_of,
 )
 from parallax.common.units import format_bytes
 from parallax.run.export import FORMS, export
@@ -25,7 +25,7 @@ EXAMPLES = """examples:
   parallax export deeper --to safetensors --out ~/weights   the weights alone, under the model's own names
   parallax export deeper --to dcp                       weights and optimizer states: torch.distributed.checkpoint.load
   parallax export tuned --to peft                       the adapters of a run with model.adapter
-  parallax export theirs --to safetensors model.target=mymodel:build   a run that was begun elsewhere
+  parallax export theirs --to safetensors model.target=mymodel:build   a run made elsewhere
 """
 
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="a new or empty folder; one of the run's by default"
     )
-    add_words(parser)
+    add_class_paths(parser)
     add_json(parser)
 
 
@@ -51,7 +51,7 @@ def run(parsed: argparse.Namespace) -> int:
     console = console_of(parsed)
     directory = parsed.run if parsed.run.is_dir() else RUNS / parsed.run
     out = parsed.out.expanduser() if parsed.out is not None else None
-    found = StoredRun.read(directory, trusting(words_of(parsed)))
+    found = StoredRun.read(directory, trusting(class_paths_of(parsed)))
     with console.status("exporting"):
         exported = export(found, FORMS[parsed.to], out)
     if parsed.json:

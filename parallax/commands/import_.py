@@ -14,7 +14,7 @@ EXAMPLES = """examples:
   parallax import ~/llama --from huggingface name=tuned      runs/tuned, with the model that its config.json names
   parallax import weights.safetensors --from safetensors name=mine model=custom model.target=mymodel:build
   parallax import step-2000 --from dcp --step 2000 name=theirs model=gpt model.layers=4   optimizer states, too
-  parallax train name=theirs                                 goes on from there
+  parallax train name=theirs                                 resumes from it
 """
 
 

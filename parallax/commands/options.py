@@ -21,11 +21,11 @@ from parallax.plan.cluster import Cluster
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
 from parallax.plan.schedule import SCHEDULES, named, register_schedule
-from parallax.plan.schedule.own import asked
+from parallax.plan.schedule.own import resolve_schedule
 
 RUNS = Path("runs")
 HOUR = 3600.0
-FILE_WIDTH = 120  # columns of what is not printed to a terminal
+FILE_WIDTH = 120  # columns of output that does not go to a terminal
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def with_options_of(folder: str, overrides: Sequence[str]) -> list[str]:
     return [searchpath(folder_of_options("--config-dir", folder)), *overrides]
 
 
-def add_words(parser: argparse.ArgumentParser) -> None:
+def add_class_paths(parser: argparse.ArgumentParser) -> None:
     """Add the option for class paths that are named in files and may be imported."""
     parser.add_argument(
         "overrides",
@@ -61,7 +61,7 @@ def add_words(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def words_of(parsed: argparse.Namespace) -> dict[str, str]:
+def class_paths_of(parsed: argparse.Namespace) -> dict[str, str]:
     """Return the class paths on the command line, by key."""
     named: dict[str, str] = {}
     for word in parsed.overrides:
@@ -75,26 +75,27 @@ def words_of(parsed: argparse.Namespace) -> dict[str, str]:
     return named
 
 
-def trusting(words: Mapping[str, str]) -> Callable[[Path, Mapping[str, str]], None]:
-    """Return the check of class paths in a stored configuration (:mod:`parallax.common.trust`). ``words`` are the paths
-    on this command line; the file must name each of them."""
+def trusting(class_paths: Mapping[str, str]) -> Callable[[Path, Mapping[str, str]], None]:
+    """Return the check of class paths in a stored configuration (:mod:`parallax.common.trust`). ``class_paths`` are the
+    paths on this command line; the file must name each of them."""
 
-    def ask(file: Path, found: Mapping[str, str]) -> None:
-        for key, typed in words.items():
+    def check(file: Path, found: Mapping[str, str]) -> None:
+        for key, typed in class_paths.items():
             if typed != found.get(key):
                 named = f"says {key}={found[key]}" if key in found else f"names no {key}"
                 raise ConfigError(
-                    f"{key}={printable(typed)}: {printable(f'{file} {named}')}, and its settings stand; leave that out"
+                    f"{key}={printable(typed)}: {printable(f'{file} {named}')}, and the file's settings apply; "
+                    "leave it out"
                 )
-        check_named(file, found, [f"{key}={typed}" for key, typed in words.items()])
+        check_named(file, found, [f"{key}={typed}" for key, typed in class_paths.items()])
 
-    return ask
+    return check
 
 
-def know_schedule(plan: Plan, file: Path, words: dict[str, str]) -> Plan:
-    """Return the plan after importing its schedule where that is a function of the user and is named on the command
-    line (:mod:`parallax.common.trust`)."""
-    key, typed, name = "plan.schedule", words.get("plan.schedule", ""), plan.schedule.name
+def with_schedule(plan: Plan, file: Path, class_paths: dict[str, str]) -> Plan:
+    """Return the plan with its schedule, which is imported if it is a function of the user and its path is on the
+    command line (:mod:`parallax.common.trust`)."""
+    key, typed, name = "plan.schedule", class_paths.get("plan.schedule", ""), plan.schedule.name
     if name in SCHEDULES or ":" in name:
         if typed not in ("", name):
             raise ConfigError(
@@ -102,11 +103,11 @@ def know_schedule(plan: Plan, file: Path, words: dict[str, str]) -> Plan:
             )
         if name not in SCHEDULES:
             check_named(file, {key: name}, [f"{key}={typed}"])
-        return replace(plan, schedule=asked(name))
-    # A name given by parallax.register_schedule says nothing of where the function is.
+        return replace(plan, schedule=resolve_schedule(name))
+    # A name given by parallax.register_schedule does not identify the function.
     if not typed:
         raise ConfigError(
-            f"{printable(str(file))} has the schedule {name}, which nobody has registered here: add "
+            f"{printable(str(file))} has the schedule {name}, which is not registered here: add "
             f"{key}=package.module:function, its function"
         )
     register_schedule(name, load_target(key, typed))
@@ -156,12 +157,12 @@ def plan_file(path: Path) -> Path:
         ) from error
 
 
-def read_plan(path: Path, words: dict[str, str]) -> tuple[Plan, Inputs]:
+def read_plan(path: Path, class_paths: dict[str, str]) -> tuple[Plan, Inputs]:
     """Load a plan and its :class:`Inputs`, and import its schedule."""
     file = plan_file(path)
     plan, inputs = Plan.load(file), Inputs.load(inputs_path(file))
     inputs.check(plan)
-    return know_schedule(plan, file, words), inputs
+    return with_schedule(plan, file, class_paths), inputs
 
 
 def check_writable(option: str, path: Path) -> None:

@@ -11,7 +11,7 @@ from parallax.report.scaling import WIDTH, results_table, write_report
 from parallax.run.sweep.results import find_folder, read_results
 
 EXAMPLES = """examples:
-  parallax report scaling                               the sweep below runs/scaling: runs/scaling/report/report.html
+  parallax report scaling                               the sweep in runs/scaling: runs/scaling/report/report.html
   parallax report runs/deeper                           one run, as a sweep of one point
 """
 

@@ -8,14 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from parallax.commands.options import (
+    add_class_paths,
     add_json,
     add_plan,
-    add_words,
+    class_paths_of,
     console_of,
     plan_file,
     print_json,
     read_plan,
-    words_of,
     writing,
 )
 from parallax.common.events import Span
@@ -28,18 +28,18 @@ from parallax.report.simulation import simulation_table
 from parallax.run.feedback import check_spans, measured_spans, typical_step
 
 EXAMPLES = """examples:
-  parallax simulate plan.yaml                           what every rank does in a step, and where its time goes
+  parallax simulate plan.yaml                           the actions of every rank in a step, and their times
   parallax simulate plan.yaml --trace trace.json        for https://ui.perfetto.dev or chrome://tracing
   parallax simulate plan.yaml --png timeline.png
-  parallax simulate runs/deeper --png timeline.png      beside what the run measured
-  parallax simulate theirs.yaml plan.schedule=own_schedule:halved   a schedule that somebody else's plan names
+  parallax simulate runs/deeper --png timeline.png      beside the run's measurements
+  parallax simulate theirs.yaml plan.schedule=own_schedule:halved   the schedule of somebody else's plan
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_plan(parser)
-    add_words(parser)
+    add_class_paths(parser)
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the timeline as a Chrome trace (Perfetto)"
     )
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Run the command; return the exit code."""
     console = console_of(parsed)
-    plan, inputs = read_plan(parsed.plan, words_of(parsed))
+    plan, inputs = read_plan(parsed.plan, class_paths_of(parsed))
     with console.status(f"simulating {plan.world_size} rank(s)"):
         forecast = predict(inputs.profile, inputs.cluster, plan)
     if parsed.trace is not None:

@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from parallax.commands.options import add_overrides, trusting, words_of
+from parallax.commands.options import add_overrides, class_paths_of, trusting
 from parallax.common.lock import locked
 from parallax.common.signals import handling_requests, interrupt, under_torchrun
 from parallax.common.terminal import safe_console
@@ -28,13 +28,13 @@ EXAMPLES = """examples:
   parallax train model.layers=12 trainer.steps=200 name=deeper
   parallax train data.path=~/texts cluster.devices=2 cluster.device_memory=400MiB trainer.steps=200
   parallax train model=custom model.target=mymodel:build trainer.steps=200
-  parallax train trainer.steps=200 plan.replan=auto     plans again, once, where steps are not as predicted
+  parallax train trainer.steps=200 plan.replan=auto     plans again, once, if steps differ from the prediction
   parallax train name=deeper                            continues runs/deeper from its last checkpoint
   parallax train -m model=gpt,mlp cluster.devices=1,2 trainer.steps=20 name=sizes   a sweep: each combination
   parallax train -m hydra/launcher=submitit_slurm swap=off,auto trainer.steps=20    as jobs of a batch system
   parallax train --config-dir mine experiment=long                   options of your own: mine/experiment/long.yaml
-  parallax train --cfg job model=mlp                    what the settings are; nothing is run
-  parallax train --run-dir theirs model.target=mymodel:build   a directory that was prepared elsewhere
+  parallax train --cfg job model=mlp                    prints the settings; runs nothing
+  parallax train --run-dir theirs model.target=mymodel:build   a directory prepared elsewhere
   torchrun --nproc-per-node=4 -m parallax train trainer.global_batch=32 trainer.steps=200
 """
 
@@ -59,11 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=CFG,
         help="print the settings of the job, of Hydra, or both; run nothing",
     )
+    parser.add_argument("--package", "-p", metavar="KEY", help="with --cfg: print only this key")
     parser.add_argument(
-        "--package", "-p", metavar="KEY", help="with --cfg: what is below this key alone"
-    )
-    parser.add_argument(
-        "--resolve", action="store_true", help="with --cfg: ${...} replaced by what they mean"
+        "--resolve", action="store_true", help="with --cfg: ${...} replaced by their values"
     )
 
 
@@ -77,8 +75,8 @@ def run(parsed: argparse.Namespace) -> int:
     if under_torchrun():
         return run_rank(parsed.overrides, parsed.run_dir, trusts)
     check_interfaces()
-    if words := leftover_warning():
-        print(f"parallax: {words}", file=sys.stderr)
+    if warning := leftover_warning():
+        print(f"parallax: {warning}", file=sys.stderr)
     with ExitStack() as held:
         if parsed.run_dir is None:
             with handling_requests(interrupt):
@@ -125,4 +123,4 @@ def _trusts(parsed: argparse.Namespace) -> Trusts:
             raise ConfigError(
                 f"{printable(word)}: --run-dir is prepared already; leave out one of them"
             )
-    return trusting(words_of(parsed))
+    return trusting(class_paths_of(parsed))

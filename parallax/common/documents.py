@@ -1,7 +1,7 @@
 """Strict reading of plain data from files that others may have written.
 
 A plan, a profile, a manifest or a stored configuration may be damaged or malicious: an endless file, a pipe that
-nobody writes to, aliases that expand a hundredfold, a number of a million digits. So files are read up to the
+no process writes to, aliases that expand a hundredfold, a number of a million digits. So files are read up to the
 size limit of their kind, values are counted before they are parsed, only plain data is parsed, and no data is
 dropped silently. Invalid JSON raises OSError or ValueError, which each reader turns into a message of one line.
 The last functions change such data by path."""
@@ -103,12 +103,14 @@ def _finite(largest: float, digits: str) -> float:
 
 def _whole(largest: float, digits: str) -> int:
     if len(digits) > MOST_DIGITS or abs(int(digits)) > largest:
-        raise ValueError(f"{digits[:40]}, of {len(digits)} digits, is no number up to {largest:g}")
+        raise ValueError(
+            f"{digits[:40]}, of {len(digits)} digits, is not a number up to {largest:g}"
+        )
     return int(digits)
 
 
 def _refused(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 # ---- stored configurations

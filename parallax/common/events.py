@@ -76,7 +76,7 @@ def read_events(path: Path) -> Iterator[Span]:
             yield span_of(plain_json(line))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"{printable(str(path))}, line {read}: cannot be read as what a rank did "
+            f"{printable(str(path))}, line {read}: is no valid event "
             f"({printable(str(error))[:200]}); restore it, or move it away"
         ) from error
 

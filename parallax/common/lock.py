@@ -96,7 +96,7 @@ def _check_no_links(directory: Path) -> None:
             path = os.path.join(folder, name)
             if os.path.islink(path):
                 raise ConfigError(
-                    f"{printable(path)} is a symbolic link, through which nothing is written: put what it leads to in "
+                    f"{printable(path)} is a symbolic link, and Parallax writes through no link: put its target in "
                     "its place, or remove it (checkpoint.directory=FOLDER keeps checkpoints elsewhere)"
                 )
 

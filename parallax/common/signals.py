@@ -47,8 +47,8 @@ def exit_code(number: int, *, saved: bool = False) -> int:
 
 @contextlib.contextmanager
 def handling_requests(handler: Handler, *others: int) -> Iterator[None]:
-    """Call ``handler`` on the main thread for each request, and for ``others``, inside the block; a no-op on other
-    threads."""
+    """Call ``handler`` on the main thread for each signal that asks to end, and for ``others``, inside the block;
+    a no-op on other threads."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -61,7 +61,7 @@ def handling_requests(handler: Handler, *others: int) -> Iterator[None]:
 
 
 def handled_signals() -> list[signal.Signals]:
-    """Return the requests that are meant for this process: under ``nohup``, SIGHUP is not."""
+    """Return the signals that ask this process to end: :data:`REQUESTS`, without SIGHUP under ``nohup``."""
     return [n for n in REQUESTS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
 
 
@@ -181,20 +181,20 @@ def ending_after_request(seconds: float, end: Callable[[int], object]) -> Iterat
         wake.send(bytes([_early.first]))
 
     def watch() -> None:
-        asked, deadline = 0, float("inf")
+        received, deadline = 0, float("inf")
         while time.monotonic() < deadline:
-            left = None if not asked else max(0.0, deadline - time.monotonic())
+            left = None if not received else max(0.0, deadline - time.monotonic())
             if not select.select([woken], [], [], left)[0]:
                 break
             if not (found := woken.recv(64)):
                 return
             for number in REQUESTS:
-                if number in found and (not asked or number == signal.SIGTERM):
-                    asked = number
+                if number in found and (not received or number == signal.SIGTERM):
+                    received = number
                     deadline = time.monotonic() + (0 if number == signal.SIGTERM else seconds)
-        end(asked)
+        end(received)
 
-    thread = threading.Thread(target=watch, name="parallax-asked", daemon=True)
+    thread = threading.Thread(target=watch, name="parallax-signals", daemon=True)
     thread.start()
     try:
         yield

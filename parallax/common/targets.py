@@ -63,7 +63,7 @@ def call_target(group: str, target: str, kwargs: Mapping[str, Any]) -> Any:
             raise
         name, (accepted, place) = found[2], _callee(error.__traceback__, found[1])
         raise ConfigError(
-            f"{group}.kwargs.{name}: {target} hands it on to {found[1]} ({place}), which takes no such argument"
+            f"{group}.kwargs.{name}: {target} passes it to {found[1]} ({place}), which takes no such argument"
             f"{_choice(name, accepted)}"
         ) from error
 

@@ -21,7 +21,7 @@ OURS = "parallax: "  # prefix of the line with the reason why a run ended
 
 
 def lines(text: str) -> str:
-    """Escape unprintable characters except line ends; only the first line can begin like one of Parallax."""
+    """Escape unprintable characters except line ends, and indent later lines that begin like Parallax's own."""
     first, *more = text.split("\n")
     return "\n".join([printable(first), *(_indented(printable(line)) for line in more)])
 

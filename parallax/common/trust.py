@@ -57,10 +57,10 @@ def check_named(file: Path, found: Mapping[str, str], typed: Collection[str] = (
     """Raise :class:`ConfigError` if ``file`` names class paths that the user has not typed. ``typed``: ``key=value``
     words of this command."""
     known = _known()
-    words = {f"{key}={target}" for key, target in found.items()}
+    named = {f"{key}={target}" for key, target in found.items()}
     unknown = [
         word
-        for word in words
+        for word in named
         if word not in typed and _line(file.parent, *word.split("=", 1)) not in known
     ]
     if unknown:

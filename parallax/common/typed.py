@@ -172,7 +172,7 @@ def _read_as(kind: Any, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Free values: whatever YAML writes and reads back as it was."""
+    """Values of any type that YAML restores exactly."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -184,7 +184,7 @@ def _plain(value: Any) -> Any:
 
 def _accepted(hint: Any, default: Any) -> str:
     """Return a text for the values that ``hint`` accepts."""
-    words = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
+    accepted = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
     if len(kinds := members(hint)) > 1:
         example = f" such as {default}" if isinstance(default, str) else ""
         return " or ".join(_accepted(member, None) for member in kinds) + example
@@ -194,7 +194,7 @@ def _accepted(hint: Any, default: Any) -> str:
         return f"a list of {len(inner)}{example}"
     if origin is list:
         return f"a list, each {_accepted(inner[0], None)}"
-    return words.get(origin, "keys and values, {key: value}")
+    return accepted.get(origin, "keys and values, {key: value}")
 
 
 def refuse(subject: str, why: str) -> NoReturn:

@@ -111,15 +111,15 @@ def compose(overrides: Sequence[str], base: RunConfig | None = None) -> RunConfi
     value, what is accepted, nearest name.
     """
     mistakes = Mistakes()
-    asked = _Asked.read(overrides, mistakes)
+    requested = _Requested.read(overrides, mistakes)
     if not all(isinstance(each, UnknownKeyError) for each in mistakes.collected):
         mistakes.raise_collected()  # an option that is not known has keys that are not known either
     try:
-        tree = asked.merge() if base is None else _onto(base, asked)
+        tree = requested.merge() if base is None else _onto(base, requested)
     except ConfigError:
         mistakes.raise_collected()
         raise
-    for key in asked.removed:
+    for key in requested.removed:
         with mistakes.collecting():
             _remove(tree, key)
     return _read_run(tree, mistakes)
@@ -128,18 +128,18 @@ def compose(overrides: Sequence[str], base: RunConfig | None = None) -> RunConfi
 def composed_tree(overrides: Sequence[str], *, resolve: bool) -> dict[str, Any]:
     """Return the settings of :func:`compose` as plain data, with interpolations as written or resolved."""
     mistakes = Mistakes()
-    asked = _Asked.read(overrides, mistakes)
+    requested = _Requested.read(overrides, mistakes)
     mistakes.raise_collected()
-    tree = asked.merge(resolve=resolve)
-    for key in asked.removed:
+    tree = requested.merge(resolve=resolve)
+    for key in requested.removed:
         _remove(tree, key)
     return tree
 
 
 def said(overrides: Sequence[str], key: str) -> str:
     """Return the text that ``overrides`` give ``key``, the last of several; empty where there is none."""
-    options, words = OptionFolders.of(overrides)
-    parsed = [parse(word, options) for word in words]
+    options, others = OptionFolders.of(overrides)
+    parsed = [parse(word, options) for word in others]
     found = [override for override in parsed if override.key_or_group == key]
     return "" if not found or found[-1].is_delete() else str(found[-1].value())
 
@@ -184,7 +184,7 @@ def changes(a: RunConfig, b: RunConfig) -> dict[str, tuple[str, str]]:
     }
 
 
-# ---- Overrides: what can be judged before anything is merged -------------------------------------
+# ---- Overrides: checks before anything is merged -------------------------------------------------
 
 
 def parse(text: str, options: OptionFolders, *, sweeps: bool = False) -> Override:
@@ -195,7 +195,7 @@ def parse(text: str, options: OptionFolders, *, sweeps: bool = False) -> Overrid
     key, groups = text.lstrip("+~").partition("=")[0], options.groups
     root = re.split(r"[./@:\[]", key)[0]
     roots = list(dict.fromkeys([*hints_of(RunConfig), *groups]))
-    # Judged before the grammar: "modle" says more than "no viable alternative".
+    # Checked before the grammar: "modle" says more than "no viable alternative".
     if root not in roots:
         of_hydra = "; settings of Hydra's own go with `parallax train -m`"
         hint = of_hydra if root == "hydra" else elsewhere(key) or nearest(root, roots)
@@ -274,7 +274,7 @@ def _kinds(group: str) -> list[type[Any]]:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Requested:
     """Parsed overrides: the option of each group, "" for none, values, and keys to remove."""
 
     options: OptionFolders
@@ -283,21 +283,21 @@ class _Asked:
     removed: list[str]
 
     @classmethod
-    def read(cls, overrides: Sequence[str], mistakes: Mistakes) -> _Asked:
+    def read(cls, overrides: Sequence[str], mistakes: Mistakes) -> _Requested:
         """Parse each override; of several for one key the last counts. Invalid ones are added to ``mistakes``."""
-        options, words = OptionFolders.of(overrides)
-        asked = cls(options, {}, {}, [])
-        for text in words:
+        options, others = OptionFolders.of(overrides)
+        requested = cls(options, {}, {}, [])
+        for text in others:
             with mistakes.collecting():
                 override = parse(text, options)
                 key = str(override.key_or_group)
                 if override.is_delete():
-                    asked.removed.append(key)
+                    requested.removed.append(key)
                 elif key in options.groups:
-                    asked.groups[key] = _option(text, override, options)
+                    requested.groups[key] = _option(text, override, options)
                 else:
-                    asked.values[key] = override
-        return asked
+                    requested.values[key] = override
+        return requested
 
     @property
     def chosen(self) -> tuple[str, ...]:
@@ -353,7 +353,7 @@ def _composed(options: OptionFolders, chosen: tuple[str, ...]) -> DictConfig:
     import hydra
 
     with opened(options, nodes()):
-        return hydra.compose("config", [*options.words, *chosen])
+        return hydra.compose("config", [*options.overrides, *chosen])
 
 
 def nodes() -> Nodes:
@@ -368,25 +368,25 @@ def nodes() -> Nodes:
     return found
 
 
-def _onto(base: RunConfig, asked: _Asked) -> dict[str, Any]:
+def _onto(base: RunConfig, requested: _Requested) -> dict[str, Any]:
     """Return ``base`` as plain data, with the groups whose option was chosen, the settings of other options, and the
     overrides.
 
     Hydra gets only the numbers of ``base``, for interpolations, and never its texts, which may come from a file.
     """
     tree: dict[str, Any] = yaml.safe_load(dump(base))
-    if asked.chosen:
+    if requested.chosen:
         plain, fresh = (
-            dataclasses.replace(asked, values={}, groups=groups).merge()
-            for groups in ({}, asked.groups)
+            dataclasses.replace(requested, values={}, groups=groups).merge()
+            for groups in ({}, requested.groups)
         )
-        take_options(tree, list(asked.groups), plain, fresh)
+        take_options(tree, list(requested.groups), plain, fresh)
     known = {
         path: value for path, value in leaf_values(tree).items() if isinstance(value, int | float)
     }
     numbers = {".".join(path): value for path, value in known.items() if "kwargs" not in path}
-    if asked.values:
-        take_keys(tree, list(asked.values), asked.merge(numbers))
+    if requested.values:
+        take_keys(tree, list(requested.values), requested.merge(numbers))
     return tree
 
 

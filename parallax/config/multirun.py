@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 Job = Callable[[list[str]], float]
-"""Runs a point, given by its overrides; the number is what a sweeper that searches makes smaller."""
+"""Runs a point, given by its overrides, and returns the number that a searching sweeper minimises."""
 
 _FOLDERS = ("hydra.sweep.", "hydra.run.", "hydra.output_subdir", "hydra.job.chdir")
-_LONGEST = 300  # letters of what Hydra says
+_LONGEST = 300  # characters of Hydra's message
 _BASIC = "BasicSweeper"
 _IN_TURN = "BasicLauncher"
 
@@ -48,7 +48,7 @@ def wants_sweep(overrides: Sequence[str]) -> bool:
 class Multirun:
     """A requested sweep.
 
-    ``name``: the value of ``name=``, or auto. ``words``: all other overrides, in Hydra's form. ``points``: the
+    ``name``: the value of ``name=``, or auto. ``overrides``: all other overrides, in Hydra's form. ``points``: the
     overrides of each point, where the sweeper knows them beforehand. ``alike``: keys that are equal in all points.
     ``in_turn``: points run one after the other in this process.
     """
@@ -56,7 +56,7 @@ class Multirun:
     name: str
     options: OptionFolders
     hydra: tuple[str, ...]
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     points: tuple[tuple[str, ...], ...] | None
     alike: frozenset[str]
     in_turn: bool
@@ -64,18 +64,18 @@ class Multirun:
     @classmethod
     def read(cls, overrides: Sequence[str]) -> Multirun:
         """Parse ``overrides``. Raises :class:`ConfigError` in one line where they are invalid."""
-        options, words = OptionFolders.of(overrides)
-        hydra = tuple(_own(word) for word in words if of_hydra(word))
-        name, typed = _typed([word for word in words if not of_hydra(word)], options)
-        asked = cls(name, options, hydra, tuple(typed.values()), None, frozenset(), False)
-        with asked._opened() as (hydra_, config):
+        options, others = OptionFolders.of(overrides)
+        hydra = tuple(_own(word) for word in others if of_hydra(word))
+        name, typed = _typed([word for word in others if not of_hydra(word)], options)
+        unswept = cls(name, options, hydra, tuple(typed.values()), None, frozenset(), False)
+        with unswept._opened() as (hydra_, config):
             in_turn = str(config.hydra.launcher._target_).endswith(f".{_IN_TURN}")
             points, alike = _product(hydra_, config, typed, options)
-        return cls(name, options, hydra, asked.words, points, alike, in_turn)
+        return cls(name, options, hydra, unswept.overrides, points, alike, in_turn)
 
     def check(self, points: Sequence[Sequence[str]]) -> None:
         """Raise :class:`ConfigError` where Hydra cannot compose one of the ``points`` for its launcher."""
-        with self._opened() as (hydra, config), _said_in_one_line(()):
+        with self._opened() as (hydra, config), _errors_in_one_line(()):
             for point in points:
                 hydra.config_loader.load_sweep_config(config, list(point))
 
@@ -86,7 +86,7 @@ class Multirun:
         from hydra.core.plugins import Plugins
         from hydra.types import HydraContext
 
-        with self._opened(folder) as (hydra, config), _said_in_one_line(self.hydra):
+        with self._opened(folder) as (hydra, config), _errors_in_one_line(self.hydra):
             task = _Task(job)
             if self.points is None:
                 hydra.multirun("config", task, self._overrides(folder), False)
@@ -111,7 +111,7 @@ class Multirun:
         from hydra.types import RunMode
 
         with opened(self.options, configuration.nodes()) as hydra:
-            with _said_in_one_line(self.hydra):
+            with _errors_in_one_line(self.hydra):
                 config = hydra.compose_config(
                     config_name="config",
                     overrides=self._overrides(folder),
@@ -121,7 +121,7 @@ class Multirun:
             yield hydra, config
 
     def _overrides(self, folder: Path) -> list[str]:
-        return [*self.options.words, *_settings(folder, self.hydra), *self.words]
+        return [*self.options.overrides, *_settings(folder, self.hydra), *self.overrides]
 
 
 def _settings(folder: Path, typed: Sequence[str]) -> list[str]:
@@ -157,12 +157,12 @@ def hydra_tree(overrides: Sequence[str], *, resolve: bool = False) -> dict[str, 
     from hydra.types import RunMode
     from omegaconf import OmegaConf
 
-    options, words = OptionFolders.of(overrides)
-    typed = [_own(word) for word in words if of_hydra(word)]
-    with opened(options, configuration.nodes()) as hydra, _said_in_one_line(tuple(typed)):
+    options, others = OptionFolders.of(overrides)
+    typed = [_own(word) for word in others if of_hydra(word)]
+    with opened(options, configuration.nodes()) as hydra, _errors_in_one_line(tuple(typed)):
         config = hydra.compose_config(
             config_name="config",
-            overrides=[*options.words, *_settings(Path("runs/SWEEP"), typed)],
+            overrides=[*options.overrides, *_settings(Path("runs/SWEEP"), typed)],
             run_mode=RunMode.RUN,
             with_log_configuration=False,
         )
@@ -211,11 +211,11 @@ def _own(word: str) -> str:
     return word
 
 
-def _typed(words: Sequence[str], options: OptionFolders) -> tuple[str, dict[str, str]]:
+def _typed(others: Sequence[str], options: OptionFolders) -> tuple[str, dict[str, str]]:
     """Return the name of the sweep, and by key all other overrides, the last of each, in Hydra's form: keys that may be
     new, as in ``model.kwargs``, need a prefix."""
     name, typed, mistakes = "auto", {}, Mistakes()
-    for word in words:
+    for word in others:
         with mistakes.collecting():
             override = configuration.parse(word, options, sweeps=True)
             key = str(override.key_or_group)
@@ -237,7 +237,9 @@ def _name(word: str, override: Any) -> str:
             word, "accepted is one folder name for the sweep; its points are named by what differs"
         )
     if "/" in (name := str(override.value())):
-        refuse(word, "a sweep has a name of its own; that of a point is made of what differs")
+        refuse(
+            word, "the name of a point is made of the settings that differ; name= names the sweep"
+        )
     return name
 
 
@@ -252,7 +254,7 @@ def _product(
     if basic:
         params = (config.hydra.sweeper.params or {}).items()
         typed = _typed([f"{key}={value}" for key, value in params], options)[1] | typed
-    with _said_in_one_line(()):
+    with _errors_in_one_line(()):
         parser = OverridesParser.create(config_loader=hydra.config_loader)
         found = parser.parse_overrides(list(typed.values()))
         several = {key for key, each in zip(typed, found) if each.is_sweep_override()}
@@ -270,7 +272,7 @@ def _batches(points: Sequence[Sequence[str]], most: int | None) -> Iterator[list
 
 
 @contextlib.contextmanager
-def _said_in_one_line(typed: tuple[str, ...]) -> Iterator[None]:
+def _errors_in_one_line(typed: tuple[str, ...]) -> Iterator[None]:
     """Turn errors of Hydra and its plug-ins into a :class:`ConfigError` in one line with a remedy."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
@@ -280,19 +282,19 @@ def _said_in_one_line(typed: tuple[str, ...]) -> Iterator[None]:
     except ParallaxError:
         raise
     except Exception as error:
-        shown, asked = _shown(error), printable(" ".join(typed))
-        if "submitit" in asked and "submitit" in shown:
+        shown, command = _shown(error), printable(" ".join(typed))
+        if "submitit" in command and "submitit" in shown:
             shown += "; is it installed? pip install 'parallax-train[slurm]'"
         known = isinstance(error, HydraException | OmegaConfBaseException)
-        text = f"{asked}: {shown}" if asked else shown
+        text = f"{command}: {shown}" if command else shown
         raise (ConfigError if known else ParallaxError)(text) from None
 
 
 def _shown(error: Exception) -> str:
     """Return the error's text without the parts for programmers of Hydra."""
-    words = " ".join(str(error).split()) or type(error).__name__
-    if words.startswith("Error merging override") and error.__cause__ is not None:
-        words = f"{words}: {' '.join(str(error.__cause__).split())}"
+    message = " ".join(str(error).split()) or type(error).__name__
+    if message.startswith("Error merging override") and error.__cause__ is not None:
+        message = f"{message}: {' '.join(str(error.__cause__).split())}"
     for rest in (" Config search path:", " full_key:", " To append to your config"):
-        words = words.partition(rest)[0]
-    return printable(words if len(words) <= _LONGEST else f"{words[: _LONGEST - 3]}...")
+        message = message.partition(rest)[0]
+    return printable(message if len(message) <= _LONGEST else f"{message[: _LONGEST - 3]}...")

@@ -27,11 +27,13 @@ class OptionFolders:
     versions: tuple[int, ...]
 
     @classmethod
-    def of(cls, words: Sequence[str] = ()) -> tuple[OptionFolders, list[str]]:
+    def of(cls, overrides: Sequence[str] = ()) -> tuple[OptionFolders, list[str]]:
         """Return the folders that overrides may choose from, and the other overrides."""
-        added = [word for word in words if adds_folders(word)]
+        added = [word for word in overrides if adds_folders(word)]
         folders = (_folder(), *(folder for word in added for folder in _folders(word)))
-        return cls(folders, _versions(folders)), [word for word in words if not adds_folders(word)]
+        return cls(folders, _versions(folders)), [
+            word for word in overrides if not adds_folders(word)
+        ]
 
     @functools.cached_property
     def groups(self) -> dict[str, list[str]]:
@@ -50,7 +52,7 @@ class OptionFolders:
         return f"{group}={option}" if ours else f"+{group}={option}"
 
     @property
-    def words(self) -> list[str]:
+    def overrides(self) -> list[str]:
         """Return the override by which Hydra finds the folders; none for ours alone."""
         return [searchpath(*self.folders[1:])] if self.folders[1:] else []
 

@@ -61,9 +61,9 @@ class Cuda(Accelerator):
     @property
     def _channels(self) -> dict[str, str]:
         usual = {_MOST_CHANNELS: CHANNELS, _MOST_EDGE_CHANNELS: EDGE_CHANNELS}
-        asked = {name: os.environ.get(name, "") for name in usual}
-        numbers = {name for name, text in asked.items() if text.isdigit() and int(text)}
-        return {name: asked[name] if name in numbers else str(usual[name]) for name in usual}
+        given = {name: os.environ.get(name, "") for name in usual}
+        numbers = {name for name, text in given.items() if text.isdigit() and int(text)}
+        return {name: given[name] if name in numbers else str(usual[name]) for name in usual}
 
     def arena(self, device: torch.device, count: int, remedy: str) -> Arena:
         """Return registered pages: torch's pinned allocator would round up to a power of two. ``device`` is made

@@ -149,11 +149,13 @@ def catalog_kind(name: str, memory_bytes: int = 0) -> str:
     ``memory_bytes``, or by the number in the name."""
     text = name.lower()
     families = sorted({kind.partition("-")[0] for kind in DEVICE_KINDS if kind != CPU})
-    words = {re.sub(r"([a-z])[ _-](?=\d)", r"\1", word) for word in (text, text.replace("_", "-"))}
+    variants = {
+        re.sub(r"([a-z])[ _-](?=\d)", r"\1", word) for word in (text, text.replace("_", "-"))
+    }
     fits = [
         family
         for family in families
-        if any(re.search(rf"(?<![a-z0-9]){family}(?![0-9a-z])", word) for word in words)
+        if any(re.search(rf"(?<![a-z0-9]){family}(?![0-9a-z])", word) for word in variants)
     ]
     if len(fits) != 1 or _SLICE.search(text):
         raise ConfigError(
@@ -215,7 +217,7 @@ def _option(sorts: Sorts, source: str) -> str:
     lines = [f"{key}: {value}" for key, value in keys.items() if value]
     return "\n".join(
         [
-            f"# To plan for, not to train on: what {source} has, {what}.",
+            f"# To plan for, not to train on: the devices of {source}, {what}.",
             "defaults: [/parallax/cluster/catalog@_here_]",
             *lines,
             f"remote: ethernet-10g  # unknown; one of {', '.join(LINK_KINDS)}",

@@ -56,8 +56,8 @@ def _here(addresses: Set[str]) -> bool:
 
 
 def _torch_knows(host: str, addresses: Set[str]) -> bool:
-    """Whether torchrun itself recognises this host as the rendezvous host. Then several agents on one host may meet,
-    of which one opens the port; ``is_host=1`` allows one agent only."""
+    """Return whether torchrun recognises this host as the rendezvous host without ``is_host``. Several agents on one
+    host can then join, and one of them opens the port; with ``is_host=1`` only one agent can."""
     if host in ("localhost", socket.gethostname()) or _is_loopback(host):
         return True
     try:

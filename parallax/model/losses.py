@@ -59,7 +59,8 @@ def _first(found: Any) -> Any:
 
 
 def _names_on_meta(loss: Any) -> list[str]:
-    """Return the parameters and buffers without values of the module that the loss is, or is a method of."""
+    """Return the names of parameters and buffers on the meta device. Their module is the loss itself, or the object
+    whose method the loss is."""
     module = loss if isinstance(loss, nn.Module) else getattr(loss, "__self__", None)
     if not isinstance(module, nn.Module):
         return []

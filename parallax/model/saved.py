@@ -54,7 +54,7 @@ class Selector:
         streams: Callable[[Tensor], bool] = lambda tensor: False,
     ) -> None:
         held = list(held)
-        self._streams = streams
+        self._is_offloaded = streams
         self._largest = max((tensor.numel() for tensor in held), default=0)
         # 0: the address of an empty storage
         self._held = {0, *(address(tensor.untyped_storage()) for tensor in held)}
@@ -76,7 +76,7 @@ class Selector:
         )
 
     def why_kept_itself(self, tensor: Tensor) -> str | None:
-        """Return why the storage of a saved ``tensor`` must stay resident, judged by the tensor alone and not by the
+        """Return why the storage of a saved ``tensor`` must stay resident, decided by the tensor alone and not by the
         graph behind it. For steps with very many tensors: torch frees graph nodes that Python has seen recursively,
         so 100,000 of them overflow the stack."""
         if type(tensor) is not self._plain or tensor.layout is not torch.strided:
@@ -93,7 +93,7 @@ class Selector:
         whole = storage.nbytes()
         if whole < self._minimum:
             return SMALL
-        if self._address(storage) in self._held or self._streams(tensor):
+        if self._address(storage) in self._held or self._is_offloaded(tensor):
             return "parameter or buffer"
         if part < whole and not tensor._is_view():
             return PART

@@ -20,7 +20,7 @@ from parallax.errors import UnfitHostError, UserError
 from parallax.nodes.places import Nodes
 from parallax.nodes.together import all_gather_result
 
-LEAST = "PARALLAX_LEAST_HOSTS"  # with which an elastic run goes on
+LEAST = "PARALLAX_LEAST_HOSTS"  # that an elastic run needs to continue
 AT_HEAD = "PARALLAX_AT_HEAD"  # "1" where this host is the one at which all meet
 
 _Found = TypeVar("_Found")

@@ -18,8 +18,8 @@ from parallax.machine.variables import unset_hint
 from parallax.nodes.meeting import OpenMeeting, ask
 
 TIMEOUT = datetime.timedelta(minutes=10)  # of an operation on any group
-JOIN_SECONDS = 300.0  # for all ranks to come
-NOTE_SECONDS = 10.0  # after which who waits says for whom
+JOIN_SECONDS = 300.0  # for all ranks to join
+NOTE_SECONDS = 10.0  # after which the missing ranks are named
 _POLL_SECONDS = 0.05
 _JOIN = "PARALLAX_JOIN_SECONDS"
 _NAMED = 5  # ranks that a message names
@@ -74,22 +74,22 @@ def _choose_card(own: str, addresses: Sequence[str]) -> None:
 
 
 def join_seconds() -> float:
-    """Return the seconds within which all ranks must come: ``PARALLAX_JOIN_SECONDS``, or :data:`JOIN_SECONDS`."""
-    said = os.environ.get(_JOIN, "")
-    if said and not said.isdecimal():
-        raise ConfigError(f"{_JOIN}={printable(said)}: accepted is a whole number of seconds")
-    return float(said or JOIN_SECONDS)
+    """Return the seconds within which all ranks must join: ``PARALLAX_JOIN_SECONDS``, or :data:`JOIN_SECONDS`."""
+    given = os.environ.get(_JOIN, "")
+    if given and not given.isdecimal():
+        raise ConfigError(f"{_JOIN}={printable(given)}: accepted is a whole number of seconds")
+    return float(given or JOIN_SECONDS)
 
 
 def _network_store() -> tuple[Any, Callable[[], object], int, int]:
-    """Return torch's store at MASTER_ADDR, the work to do there until all ranks have come, this rank and the number of
-    ranks. Until rank 0 is there nobody can list the missing ranks, so the others name rank 0. torch alone waits
+    """Return torch's store at MASTER_ADDR, the work to do there until all ranks have joined, this rank and the number
+    of ranks. Until rank 0 has joined no rank can list the missing ones, so the others name rank 0. torch alone waits
     without a message, and forever where another program listens at the port."""
     limit = join_seconds()
     rank, size = (os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE"))
     place = printable(":".join(os.environ.get(key, "") for key in ("MASTER_ADDR", "MASTER_PORT")))
     absent = (
-        f"rank 0 of {size} has not come to {place} within {limit:g} s: see what hinders its process from starting, or "
+        f"rank 0 of {size} has not joined at {place} within {limit:g} s: check why its process does not start, or "
         f"its host, or whether another program has that port{unset_hint()}"
     )
 
@@ -121,7 +121,7 @@ def _network_store() -> tuple[Any, Callable[[], object], int, int]:
 
 def _store(rank: int, size: int, limit: float) -> tuple[Any, Callable[[], object]]:
     """Return the store that rank 0 opens without waiting for others; or this meeting's part of the store of torchrun's
-    agent, which outlives its ranks, and rank 0's work there until all have come."""
+    agent, which outlives its ranks, and rank 0's work there until all have joined."""
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     end = time.monotonic() + limit
@@ -178,8 +178,8 @@ def wait_for_all(
             absent = [each for each in range(size) if not store.check([f"rank {each}"])]
             if seconds > join_seconds and absent:
                 raise AbsentError(
-                    f"{_names(absent)} of {size} {'has' if len(absent) == 1 else 'have'} not come within "
-                    f"{join_seconds:g} s: see what hinders its process from starting, or its host{unset_hint()}"
+                    f"{_names(absent)} of {size} {'has' if len(absent) == 1 else 'have'} not joined within "
+                    f"{join_seconds:g} s: check why its process does not start, or its host{unset_hint()}"
                 )
             if absent and rank < min(set(range(size)) - set(absent) - {rank}, default=size):
                 who = f"{len(absent)} of {size} ranks: {_names(absent)}"
@@ -207,7 +207,7 @@ def _check_size(store: Any, rank: int, size: int) -> None:
             "the same number"
         )
         store.set("another size", text)
-        time.sleep(1.0 if rank == 0 else 0.0)  # its store goes with it
+        time.sleep(1.0 if rank == 0 else 0.0)  # its store ends with it
         raise ConfigError(text)
 
 

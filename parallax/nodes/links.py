@@ -28,16 +28,16 @@ from parallax.plan.cluster import Link
 _PINGS = 20
 _FIRST_BYTES = 2**20
 _MOST_BYTES = 2**28
-_LONG_SECONDS = 0.2  # a message that takes as long says what the link carries
+_LONG_SECONDS = 0.2  # a message of this duration shows the bandwidth
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteLink:
-    """The link between ranks of two nodes. ``ways``: how many ranks of a node can use it at full speed at once; 0 where
-    each has its own."""
+    """The link between ranks of two nodes. ``full_speed_ranks``: how many ranks of a node can use it at full speed at
+    once; 0 if each has a link of its own."""
 
     link: Link
-    ways: float
+    full_speed_ranks: float
 
     @classmethod
     def slowest(cls, found: Sequence[RemoteLink]) -> RemoteLink:
@@ -47,7 +47,7 @@ class RemoteLink:
                 bytes_per_second=min(each.link.bytes_per_second for each in found),
                 latency_seconds=max(each.link.latency_seconds for each in found),
             ),
-            min((each.ways for each in found if each.ways), default=0.0),
+            min((each.full_speed_ranks for each in found if each.full_speed_ranks), default=0.0),
         )
 
 
@@ -87,8 +87,8 @@ def _low(nodes: Nodes, pair: tuple[int, int]) -> int:
 
 def _path(nodes: Nodes, pair: tuple[int, int], backend: str) -> Path:
     hosts = [nodes.hosts[nodes.first(node)] for node in pair]
-    told = [hosts, _alike(nodes, pair), backend, os.environ.get("GLOO_SOCKET_IFNAME", "")]
-    mark = hashlib.sha256(json.dumps([*told, torch.__version__]).encode()).hexdigest()[:16]
+    key = [hosts, _alike(nodes, pair), backend, os.environ.get("GLOO_SOCKET_IFNAME", "")]
+    mark = hashlib.sha256(json.dumps([*key, torch.__version__]).encode()).hexdigest()[:16]
     return cache_directory() / f"link-{mark}.json"
 
 
@@ -115,7 +115,7 @@ def _keep(path: Path, found: RemoteLink) -> None:
     }
     # A home that cannot be written costs a second.
     with contextlib.suppress(OSError), replacing(path) as file:
-        file.write(json.dumps({"link": link, "ways": found.ways}).encode())
+        file.write(json.dumps({"link": link, "ways": found.full_speed_ranks}).encode())
 
 
 def _measured(
@@ -124,36 +124,40 @@ def _measured(
     """Measure pairs without a common node, all at the same time."""
     mine = next((pair for pair in pairs if nodes.mine in pair), None)
     place = nodes.rank - nodes.first(nodes.mine)
-    way = None
+    connection = None
     for pair in pairs:
         for step in range(_alike(nodes, pair)):
             low, high = (nodes.first(node) + step for node in pair)
             # Made by all ranks: torch would name a group that only its members make by what else they have made.
             group = dist.new_group([low, high], backend=backend) if backend else None
             if nodes.rank in (low, high):
-                way = _Way(low, high, nodes.rank == low, device, group)
-    if way is not None:
-        way.open()
-    latency, alone = way.alone() if way is not None and place == 0 else (0.0, 0.0)
+                connection = _Connection(low, high, nodes.rank == low, device, group)
+    if connection is not None:
+        connection.open()
+    latency, alone = connection.alone() if connection is not None and place == 0 else (0.0, 0.0)
     dist.barrier()
-    together = way.rate(latency) if way is not None else 0.0
-    if way is not None:
-        way.close()
-    told = all_gather_result(lambda: (mine, latency, alone, together if way and way.low else 0.0))
+    together = connection.rate(latency) if connection is not None else 0.0
+    if connection is not None:
+        connection.close()
+    gathered = all_gather_result(
+        lambda: (mine, latency, alone, together if connection and connection.low else 0.0)
+    )
     found = {}
     for pair in pairs:
         latency, alone = next(
-            (seconds, rate) for each, seconds, rate, _ in told if each == pair and rate
+            (seconds, rate) for each, seconds, rate, _ in gathered if each == pair and rate
         )
-        rates = [rate for each, _, _, rate in told if each == pair and rate]
+        rates = [rate for each, _, _, rate in gathered if each == pair and rate]
         share = sum(rates) / alone
         each_alone = len(rates) > 1 and share > 0.9 * len(rates)
-        ways = 0.0 if each_alone else min(max(1.0, share), len(rates))
-        found[pair] = RemoteLink(Link(bytes_per_second=alone, latency_seconds=latency), ways)
+        full_speed_ranks = 0.0 if each_alone else min(max(1.0, share), len(rates))
+        found[pair] = RemoteLink(
+            Link(bytes_per_second=alone, latency_seconds=latency), full_speed_ranks
+        )
     return found
 
 
-class _Way:
+class _Connection:
     """One end of the connection between two ranks."""
 
     def __init__(
@@ -195,9 +199,9 @@ class _Way:
         count, rate = _FIRST_BYTES, 0.0
         answer = torch.zeros(1, dtype=torch.uint8, device=self._device)
         while True:
-            told = torch.tensor([float(count), rate], dtype=torch.float64)
-            (dist.send if sends else dist.recv)(told, self._peer)
-            count, rate = int(told[0]), float(told[1])
+            header = torch.tensor([float(count), rate], dtype=torch.float64)
+            (dist.send if sends else dist.recv)(header, self._peer)
+            count, rate = int(header[0]), float(header[1])
             if count == 0:
                 return rate
             message = torch.zeros(count, dtype=torch.uint8, device=self._device)
@@ -227,11 +231,11 @@ def clock_offset(nodes: Nodes) -> float:
                 dist.recv(clock, leader)
                 dist.send(clock.fill_(time.perf_counter()), leader)
                 continue
-            asked = time.perf_counter()
+            sent = time.perf_counter()
             dist.send(clock, 0)
             dist.recv(clock, 0)
             answered = time.perf_counter()
-            if answered - asked < soonest:
-                soonest, found = answered - asked, float(clock) - (asked + answered) / 2
+            if answered - sent < soonest:
+                soonest, found = answered - sent, float(clock) - (sent + answered) / 2
     offsets = all_gather_result(lambda: found)
     return offsets[nodes.first(nodes.mine)]

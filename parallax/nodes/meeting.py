@@ -1,14 +1,14 @@
-"""A meeting of ranks in a store that outlives them, separate from earlier meetings.
+"""A rendezvous of ranks in a store that outlives them, separate from earlier ones.
 
 torchrun's agent keeps one store for all starts of its ranks. Values of an earlier start look like values of the present
-one: its ranks would be counted as present, at addresses where nobody listens. The number of restarts does not identify
-a meeting either: hosts count differently, and a host that joins or leaves does not count. So rank 0 gives each meeting
-a random name, and sends it to every rank that asks, as long as ranks may come::
+one: its ranks would be counted as present, at addresses where no process listens. The number of restarts does not
+identify a rendezvous either: hosts count differently, and a host that joins or leaves does not count. So rank 0 gives
+each rendezvous a random name, and sends it to every rank that asks, as long as ranks may join::
 
     rank r    appends a nonce ──> store ──> rank 0 writes the name under a key of that nonce
     rank r    reads the name  <── store
 
-No nonce is used twice, so only a living rank 0 can have answered. Nonces of dead ranks get answers that nobody reads.
+No nonce is used twice, so only a living rank 0 can have answered. Nonces of dead ranks get answers that no rank reads.
 Everything else is kept in the part of the store with that name.
 """
 

@@ -1,6 +1,6 @@
 """Python objects between ranks: values and records of this package as JSON, never code.
 
-Torch's own collectives of objects unpickle whatever they receive, so whoever reaches a rank's port could run code
+Torch's own collectives of objects unpickle whatever they receive, so anybody who reaches a rank's port could run code
 there. JSON has no code. It lacks tuples, sets, bytes and keys that are no strings, so these, records (dataclasses,
 named tuples, enumerations), types of errors, paths and torch's dtypes travel as ``{"#": kind, "of": content}``.
 """

@@ -20,7 +20,7 @@ from parallax.nodes.together import all_gather_result, broadcast_result, rank_an
 _SEEN_SECONDS = 2.0  # in which a network's file system shows what another host has written
 _POLL_SECONDS = 0.05
 _MARK = ".seen-"
-_OLD_SECONDS = 3600.0  # of a mark that nobody looks for any more
+_OLD_SECONDS = 3600.0  # after which a marker file is left over from a killed process
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +35,17 @@ class Nodes:
 
     @classmethod
     def gather(cls) -> Nodes:
-        """Ask all ranks; called by every rank of torch's world."""
+        """Return the nodes of all ranks of torch's world; every rank calls it."""
         found = all_gather_result(lambda: (host_identity(), node_name()))
         hosts = tuple(host for host, _ in found)
         firsts = [rank for rank in range(len(hosts)) if rank == 0 or hosts[rank] != hosts[rank - 1]]
         names = [found[rank][1] for rank in firsts]
         alike = Counter(names)
-        told = [f"{name}-{index}" if alike[name] > 1 else name for index, name in enumerate(names)]
+        labels = [
+            f"{name}-{index}" if alike[name] > 1 else name for index, name in enumerate(names)
+        ]
         of = tuple(sum(first <= rank for first in firsts) - 1 for rank in range(len(hosts)))
-        return cls(rank_and_size()[0], tuple(told), of, hosts)
+        return cls(rank_and_size()[0], tuple(labels), of, hosts)
 
     @property
     def several(self) -> bool:
@@ -75,12 +77,12 @@ class Nodes:
 
 
 ALONE = Nodes(0, ("here",), (0,), ("",))
-"""One rank, which asks nobody."""
+"""One rank without torch's world."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sites:
-    """The ranks that see the same directory: ``leaders[r]`` is the rank that writes there for rank r."""
+class DirectoryGroups:
+    """The groups of ranks that see the same directory: ``leaders[r]`` is the rank that writes there for rank r."""
 
     rank: int
     leaders: tuple[int, ...]
@@ -92,21 +94,21 @@ class Sites:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank writes for its site."""
+        """Whether this rank writes for its group."""
         return self.leaders[self.rank] == self.rank
 
     @property
-    def at_first(self) -> bool:
+    def sees_rank_0(self) -> bool:
         """Whether this rank sees the directory of rank 0."""
         return self.leaders[self.rank] == 0
 
 
-def find_sites(directory: Path, nodes: Nodes) -> Sites:
-    """Return which ranks see the same ``directory``, which is made where it is missing. The first rank of each node
+def find_directory_groups(directory: Path, nodes: Nodes) -> DirectoryGroups:
+    """Return which ranks see the same ``directory``, which is made if it is missing. The first rank of each node
     writes a marker file, and a rank that sees a marker shares the directory with its author. Called by every rank of
     torch's world. Raises :class:`ConfigError` where the directory cannot be made."""
     if not nodes.several:
-        return Sites(nodes.rank, (0,) * len(nodes.of))
+        return DirectoryGroups(nodes.rank, (0,) * len(nodes.of))
     prefix = broadcast_result(lambda: f"{_MARK}{secrets.token_hex(8)}-")
     path = directory / f"{prefix}{nodes.rank}"
 
@@ -120,8 +122,8 @@ def find_sites(directory: Path, nodes: Nodes) -> Sites:
             path.touch()
         except OSError as error:
             raise ConfigError(
-                f"cannot write {printable(str(directory))} on node {node_name()}: {error.strerror}; make room or make "
-                "it writable, choose another name, or start from another folder"
+                f"cannot write {printable(str(directory))} on node {node_name()}: {error.strerror}; free space or "
+                "make it writable, choose another name, or start from another folder"
             ) from error
 
     all_gather_result(lambda: put() if nodes.leads else None)
@@ -130,7 +132,7 @@ def find_sites(directory: Path, nodes: Nodes) -> Sites:
     finally:
         if nodes.leads:
             path.unlink(missing_ok=True)
-    return Sites(nodes.rank, tuple(leaders))
+    return DirectoryGroups(nodes.rank, tuple(leaders))
 
 
 def _first_mark(directory: Path, prefix: str) -> int:
@@ -142,7 +144,7 @@ def _first_mark(directory: Path, prefix: str) -> int:
             return min(ranks)
         if time.monotonic() > end:
             raise ConfigError(
-                f"what node {node_name()} has just written into {printable(str(directory))} is not seen by all its "
+                f"the files of node {node_name()} in {printable(str(directory))} are not visible to all its "
                 "ranks: give them one file system"
             )
         time.sleep(_POLL_SECONDS)

@@ -22,8 +22,8 @@ def all_gather_result(call: Callable[[], _Found]) -> list[_Found]:
     """Return the results of ``call`` on every rank, or raise the first rank's error; called by all ranks of torch's
     world. Results are values and records (:mod:`parallax.nodes.objects`)."""
     mine = _tried(call)
-    told = all_gather_object(mine) if rank_and_size()[1] > 1 else [mine]
-    return [_found(each) for each in told]
+    outcomes = all_gather_object(mine) if rank_and_size()[1] > 1 else [mine]
+    return [_found(each) for each in outcomes]
 
 
 def broadcast_result(call: Callable[[], _Found]) -> _Found:
@@ -41,8 +41,8 @@ def _tried(call: Callable[[], Any]) -> tuple[Any, type[ParallaxError] | None, st
         return None, type(error), str(error)
 
 
-def _found(told: tuple[Any, type[ParallaxError] | None, str]) -> Any:
-    found, kind, text = told
+def _found(outcome: tuple[Any, type[ParallaxError] | None, str]) -> Any:
+    found, kind, text = outcome
     if kind is not None:
         raise kind(text)
     return found

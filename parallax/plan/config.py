@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from parallax.errors import ConfigError, check_choice, check_count
 from parallax.plan.plan import Directive
 from parallax.plan.schedule import SCHEDULES, Schedule
-from parallax.plan.schedule.own import asked
+from parallax.plan.schedule.own import resolve_schedule
 
 AUTO = "auto"
 
@@ -86,19 +86,19 @@ class PlanConfig:
     def freed(self) -> str:
         """Return the options that let the planner choose everything. An option that was typed overrides ``plan=auto``,
         so each that is not auto is named."""
-        asked = [key.name for key in fields(self) if getattr(self, key.name) != key.default]
-        return " ".join(f"plan.{name}=auto" for name in asked if name != "replan") or "plan=auto"
+        changed = [key.name for key in fields(self) if getattr(self, key.name) != key.default]
+        return " ".join(f"plan.{name}=auto" for name in changed if name != "replan") or "plan=auto"
 
     def load_schedule(self) -> None:
         """Import the user's own schedule, so that its errors are raised before any other work."""
         if self.schedule != AUTO:
-            asked(self.schedule)
+            resolve_schedule(self.schedule)
 
     @property
     def schedules(self) -> list[Schedule]:
         """Return the schedules to try. The user's own is imported where it is not registered yet."""
         if self.schedule != AUTO:
-            return [asked(self.schedule)]
+            return [resolve_schedule(self.schedule)]
         tried = [schedule for schedule in SCHEDULES.values() if schedule.searched]
         if self.interleave == AUTO:
             return tried

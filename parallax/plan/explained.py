@@ -47,14 +47,16 @@ def _explain_pipeline_rank(plan: Plan, pipeline_rank: int) -> str:
     if rank.offloaded_bytes:
         moved = format_bytes(rank.offloaded_bytes)
         text += f"; {moved} to {plan.tier} per step, {rank.stall_seconds:.2f} s not hidden"
-    below = {
-        "the optimizer's states": max(stage.optimizer_offload for stage in stages),
+    offloaded = {
+        "the optimizer states": max(stage.optimizer_offload for stage in stages),
         "the parameters": max(stage.parameter_offload for stage in stages),
     }
     text += "".join(
-        f"; {share:.0%} of {what} in {plan.tier}" for what, share in below.items() if share
+        f"; {share:.0%} of {what} in {plan.tier}" for what, share in offloaded.items() if share
     )
-    return text + ("; replicas share the optimizer's states." if stages[0].shard_optimizer else ".")
+    return text + (
+        "; optimizer states are sharded over replicas." if stages[0].shard_optimizer else "."
+    )
 
 
 def explain_choice(plan: Plan) -> list[str]:

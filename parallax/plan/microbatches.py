@@ -22,7 +22,7 @@ def sizes(global_batch: int, microbatch: int | str) -> list[int]:
     return found
 
 
-def dealt(global_batch: int, replicas: int, step: int = 1) -> list[int]:
+def balanced_sizes(global_batch: int, replicas: int, step: int = 1) -> list[int]:
     """Return rows per micro-batch such that each of ``replicas`` has a row or more: for every number of rows of a rank
     the fewest micro-batches whose number ``step`` divides, with as few rows as these need."""
     found: list[int] = []

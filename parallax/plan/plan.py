@@ -311,8 +311,8 @@ class Plan(Pipeline):
         _check_numbers(self, int, "global_batch", "microbatch", "candidates", "interleave")
         _check_numbers(self, int, "spare_devices")
         _check_numbers(self, float, "bound_seconds")
-        words = self.model, self.fingerprint, self.tier, self.schedule.name
-        if not all(isinstance(text, str) for text in words):
+        texts = self.model, self.fingerprint, self.tier, self.schedule.name
+        if not all(isinstance(text, str) for text in texts):
             raise PlanError("a plan's model, fingerprint, schedule and tier must be strings")
         if not isinstance(self.gather_loss, bool):
             found = printable(str(self.gather_loss))

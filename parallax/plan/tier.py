@@ -130,13 +130,13 @@ def usual_tier(*, device_is_ram: bool) -> Tier:
     return DISK if device_is_ram else HOST
 
 
-def choose_tier(key: str, asked: str, *, device_is_ram: bool) -> Tier:
+def choose_tier(key: str, requested: str, *, device_is_ram: bool) -> Tier:
     """Return the tier of the setting ``key``. Raises :class:`ConfigError` for an unknown name, or for a tier in the RAM
     that is the device itself."""
-    check_tier(key, asked)
-    if asked == AUTO:
+    check_tier(key, requested)
+    if requested == AUTO:
         return usual_tier(device_is_ram=device_is_ram)
-    found = TIERS[asked]
+    found = TIERS[requested]
     if device_is_ram and found.in_ram:
         raise ConfigError(
             f"{key}={found.name}: on a CPU the RAM is the device itself; use {key}={DISK.name}"
@@ -144,6 +144,8 @@ def choose_tier(key: str, asked: str, *, device_is_ram: bool) -> Tier:
     return found
 
 
-def check_tier(key: str, asked: str, *, without: Tier | None = None) -> None:
-    """Raise :class:`ConfigError` unless ``asked`` is auto or the name of a tier other than ``without``."""
-    check_choice(key, asked, [AUTO, *(name for name, tier in TIERS.items() if tier is not without)])
+def check_tier(key: str, requested: str, *, without: Tier | None = None) -> None:
+    """Raise :class:`ConfigError` unless ``requested`` is auto or the name of a tier other than ``without``."""
+    check_choice(
+        key, requested, [AUTO, *(name for name, tier in TIERS.items() if tier is not without)]
+    )

@@ -8,7 +8,7 @@ from parallax.report.plan import (
     placement_table,
     plan_table,
     save_placement,
-    ways_in_words,
+    transports_text,
 )
 from parallax.report.profile import profile_table, tell_noise
 from parallax.report.run import summary_table
@@ -31,5 +31,5 @@ __all__ = [
     "swap_tables",
     "tell_noise",
     "timeline_png",
-    "ways_in_words",
+    "transports_text",
 ]

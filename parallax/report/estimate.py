@@ -27,7 +27,7 @@ def estimate_table(found: Estimate) -> RenderableType:
     sums = (sum(found.keep.values()), sum(found.recompute.values()))
     terms.add_row("sum", *map(format_bytes, sums), style="bold")
     pipelines = Text(
-        f"bytes of the fullest stage under {found.schedule}, blocks cut so that it needs the least:"
+        f"bytes of the fullest stage under {found.schedule}, partitioned so that it needs the least:"
     )
     stages = _table("stages")
     for need in found.pipelines:
@@ -37,7 +37,7 @@ def estimate_table(found: Estimate) -> RenderableType:
     least, most = map(format_bytes, usual_contexts())
     uncounted = Text(
         f"a plan counts {', '.join(found.uncounted)} in a device's budget, too, which are not here: they depend on "
-        f"the device (a context of an accelerator takes {least} to {most}) and on who talks to whom; parallax explain "
+        f"the device (a context of an accelerator takes {least} to {most}) and on the connections; parallax explain "
         "shows them all"
     )
     return Group(about, terms, pipelines, stages, uncounted)

@@ -116,7 +116,7 @@ def occupancy_png(steps: Sequence[Occupancy], path: Path) -> None:
         Line2D([], [], color=DEVICE, linewidth=2, label="offloadable activations on the device")
     ]
     lines += [Line2D([], [], color=LIMIT, linewidth=2, linestyle="--", label="their limit")]
-    lines += [Line2D([], [], color=TIER, linewidth=2, label="in the tier below")]
+    lines += [Line2D([], [], color=TIER, linewidth=2, label="in the offload tier")]
     kinds = {span.kind for step in shown for span in step.spans}
     lines += [Patch(color=COLOURS[kind], label=kind) for kind in _ACTIONS if kind in kinds]
     figure.legend(

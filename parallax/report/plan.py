@@ -87,11 +87,11 @@ def _unused(plan: Plan) -> str:
 def _alike(plan: Plan) -> Iterator[tuple[int, int]]:
     """Return the first and last stage of each run of stages that differ only in their first block."""
 
-    def look(index: int) -> tuple[object, ...]:
+    def key(index: int) -> tuple[object, ...]:
         stage = plan.stages[index]
         return stage.stop - stage.start, stage.replicas, _doing(plan, index)
 
-    for _, indices in groupby(range(len(plan.stages)), key=look):
+    for _, indices in groupby(range(len(plan.stages)), key=key):
         run = list(indices)
         yield run[0], run[-1]
 
@@ -103,7 +103,9 @@ def _doing(plan: Plan, index: int) -> str:
         ("optimizer states", stage.optimizer_offload),
         ("parameters", stage.parameter_offload),
     )
-    return ", ".join(counts + [f"{share:.0%} of {what} below" for what, share in shares if share])
+    return ", ".join(
+        counts + [f"{share:.0%} of {what} offloaded" for what, share in shares if share]
+    )
 
 
 def _span(first: int, last: int) -> str:
@@ -133,9 +135,9 @@ def placement_table(plan: Plan, cluster: Cluster) -> Table:
     return table
 
 
-def placement(plan: Plan, names: Sequence[str], ways: Mapping[str, str]) -> dict[str, object]:
-    """Return the placement as data. ``names``: the node of each rank; ``ways``: the transport of each edge, by "0 ->
-    1"."""
+def placement(plan: Plan, names: Sequence[str], transports: Mapping[str, str]) -> dict[str, object]:
+    """Return the placement as data. ``names``: the node of each rank; ``transports``: the transport of each edge, by
+    "0 -> 1"."""
     return {
         "stages": [
             {
@@ -148,7 +150,7 @@ def placement(plan: Plan, names: Sequence[str], ways: Mapping[str, str]) -> dict
             }
             for index, stage in enumerate(plan.stages)
         ],
-        "messages": dict(ways),
+        "messages": dict(transports),
     }
 
 
@@ -157,15 +159,15 @@ def save_placement(directory: Path, found: Mapping[str, object]) -> None:
     (directory / PLACEMENT).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def ways_in_words(ways: Mapping[str, str]) -> str:
+def transports_text(transports: Mapping[str, str]) -> str:
     """Return ``gloo 0 -> 1, 1 -> 0; shared memory 2 -> 3``, by transport."""
     by_way: dict[str, list[str]] = {}
-    for edge, way in ways.items():
-        by_way.setdefault(way, []).append(edge)
+    for edge, transport in transports.items():
+        by_way.setdefault(transport, []).append(edge)
     parts = []
-    for way, edges in by_way.items():
+    for transport, edges in by_way.items():
         more = f" and {len(edges) - 4} more" if len(edges) > 5 else ""
-        parts.append(f"{way} {', '.join(edges[: 4 if more else 5])}{more}")
+        parts.append(f"{transport} {', '.join(edges[: 4 if more else 5])}{more}")
     return "; ".join(parts)
 
 
@@ -223,7 +225,7 @@ def _columns(prediction: Prediction) -> list[tuple[int, int]]:
     runs: the first, the last, and those with the largest peaks."""
     stages = prediction.stages
 
-    def look(index: int) -> tuple[object, ...]:
+    def key(index: int) -> tuple[object, ...]:
         seconds = (
             round(value / (prediction.step_seconds or 1), 2)
             for value in stages[index].seconds.values()
@@ -231,7 +233,7 @@ def _columns(prediction: Prediction) -> list[tuple[int, int]]:
         return stages[index].memory, tuple(seconds)
 
     runs = []
-    for _, indices in groupby(range(len(stages)), key=look):
+    for _, indices in groupby(range(len(stages)), key=key):
         run = list(indices)
         runs.append((run[0], run[-1]))
     if len(runs) <= MOST_COLUMNS:

@@ -107,10 +107,10 @@ def _stalled(rank: Row) -> float:
 def _rank_table(ranks: Sequence[Row]) -> Table:
     """Return means and peaks by rank. Memory that the tier allocated without use is shown where there is any."""
     headings = ["rank", "stage", "out", "in", "stalled", "over-\nlapped", "limit", "filled", "tier"]
-    below = ["tier_high_water_bytes"]
+    tier_keys = ["tier_high_water_bytes"]
     if any(rank["swap"]["pinned_waste_bytes"] for rank in ranks):
         headings.append("tier\nwaste")
-        below.append("pinned_waste_bytes")
+        tier_keys.append("pinned_waste_bytes")
     rows = []
     for rank in ranks:
         found = rank["swap"]
@@ -123,7 +123,7 @@ def _rank_table(ranks: Sequence[Row]) -> Table:
                 f"{found['overlap']:.0%}",
                 format_bytes(limit),
                 f"{found['device_high_water_bytes'] / limit:.0%}" if limit else "",
-                *(format_bytes(found[key]) for key in below),
+                *(format_bytes(found[key]) for key in tier_keys),
             )
         )
     return _filled(_table("swap, mean step and largest bytes", *headings), rows)

@@ -85,7 +85,7 @@ def correct(
         cluster = cluster.slowed(shown)
         before = predict(inputs.profile, cluster, plan)
     profile = calibrate(inputs.profile, before.spans, measured, plan, cluster)
-    profile = replace(profile, disturbance=1.0)  # its seconds are now those of the run
+    profile = replace(profile, disturbance=1.0)  # the run has measured its seconds
     after = predict(profile, cluster, plan)
     replace_text(directory / CALIBRATED, profile.to_json() + "\n")
     return CorrectedProfile(

@@ -151,7 +151,7 @@ def join_nodes(
             local=_slowest([each.cluster.local for each in offers]),
             remote=between.link,
             local_over_host=any(each.cluster.local_over_host for each in offers),
-            remote_ways=between.ways,
+            remote_ways=between.full_speed_ranks,
         )
     )
     least = tuple(min(device.memory_bytes for device in each.cluster.devices) for each in offers)

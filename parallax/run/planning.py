@@ -122,9 +122,9 @@ def plan_model(
     """
     cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
     batch = RowCheck(chain.dtype).of(batch, "the batch to plan with")
-    asked: dict[str, Any] = {"microbatch": microbatch, "gather_loss": gather_loss}
+    requested: dict[str, Any] = {"microbatch": microbatch, "gather_loss": gather_loss}
     used = check_model(
-        chain, len(batch), cluster=cluster, plan=plan, swap=swap, present=present, **asked
+        chain, len(batch), cluster=cluster, plan=plan, swap=swap, present=present, **requested
     )
     choice = _settled(cluster, used if present is None else len(present.nodes[0].devices))
     profile = profile or measure_model(
@@ -143,9 +143,9 @@ def plan_model(
     found = present or measured_cluster(cluster, choice, swap, scratch)
     progress(f"searching plans for {len(found.devices)} device(s)")
     profile = stepped_by(profile, optimizer or OptimizerConfig())
-    asked |= {"global_batch": len(batch), "swap": swap.offloads, "progress": progress}
+    requested |= {"global_batch": len(batch), "swap": swap.offloads, "progress": progress}
     fixed = present is not None or _started(cluster)
-    best, forecast = search(profile, found, plan, spare=not fixed, **asked)
+    best, forecast = search(profile, found, plan, spare=not fixed, **requested)
     given = len(found.devices) if present else _given(cluster, plan)
     processes = dataclasses.replace(choice, count=best.world_size)
     remarks = (_unused(given, used), "" if present else processes_of(processes))
@@ -153,13 +153,13 @@ def plan_model(
     return Planned(best, forecast, profile, used_devices, tuple(filter(None, remarks)))
 
 
-def as_planned(cluster: ClusterConfig, asked: PlanConfig, plan: Plan) -> ClusterConfig:
+def as_planned(cluster: ClusterConfig, requested: PlanConfig, plan: Plan) -> ClusterConfig:
     """Return the settings of ``cluster`` for the ranks of ``plan``: as many devices as it uses, and on a CPU as many
     threads for each as were measured, also where the planner found that fewer devices are as fast."""
     counted = dataclasses.replace(cluster, devices=plan.world_size)
-    if asked.ranks is not None or cluster.threads != AUTO or chosen_kind(cluster) != "cpu":
+    if requested.ranks is not None or cluster.threads != AUTO or chosen_kind(cluster) != "cpu":
         return counted
-    most = min(_given(cluster, asked), plan.global_batch * plan.stages[-1].stop)
+    most = min(_given(cluster, requested), plan.global_batch * plan.stages[-1].stop)
     if plan.world_size >= most:
         return counted
     threads = choose_devices(dataclasses.replace(cluster, devices=most)).threads

@@ -137,7 +137,7 @@ def _checkpoints(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
     kept = run.config.checkpoint.keep or len(there) + 1
     kept += run.config.checkpoint.best
     most = min(kept + 1, len(there) + _saves_to_come(run, there))
-    # What an interrupted save left goes before the next one begins.
+    # Files of an interrupted save are removed before the next save begins.
     size = most * one - sum(_folder_bytes(path) for path in folder.glob("*step-*"))
     if size <= 0:
         return []

@@ -87,7 +87,7 @@ def prepare(
         if found.changed is not None:
             changed = f", but {'; '.join(found.changed)}" if found.changed else ""
             console.print(
-                f"{directory} goes on with its own settings{changed}", highlight=False, markup=False
+                f"{directory} resumes with its own settings{changed}", highlight=False, markup=False
             )
             if found.rate:
                 console.print(found.rate, highlight=False, markup=False, soft_wrap=True)
@@ -180,7 +180,7 @@ def _place(directory: Path, fill: Callable[[Path], None]) -> None:
     except OSError as error:
         where = printable(str(error.filename or directory))
         raise ConfigError(
-            f"cannot write the run directory {directory}: {where}: {error.strerror} (on {node_name()}); make room or "
+            f"cannot write the run directory {directory}: {where}: {error.strerror} (on {node_name()}); free space or "
             "make it writable, or choose another name"
         ) from error
 

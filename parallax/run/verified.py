@@ -28,32 +28,32 @@ def verify_run(
 
 
 def check_rows(config: RunConfig, verdict: Verdict, plan: Plan) -> None:
-    """Raise :class:`ConfigError` where ``plan`` splits a batch whose parts have another loss than the whole."""
+    """Raise :class:`ConfigError` if ``plan`` splits a batch whose loss then differs from that of the whole batch."""
     rows = config.trainer.global_batch
     micro_batches = plan.micro_batches(rows)
     replicas = max(stage.replicas for stage in plan.stages)
     how = verdict.gathered if plan.gather_loss else verdict.coupled
     if not how or (micro_batches == 1 and replicas == 1):
         return
-    cut = f"the plan has {micro_batches} micro-batch(es) and {replicas} replica(s)"
+    splits = f"the plan has {micro_batches} micro-batch(es) and {replicas} replica(s)"
     whole = f"trainer.microbatch={rows} plan.replicas=1"
     if verdict.gathered:
         raise ConfigError(
-            f"rows of a batch meet in the model, and {cut}: {how}; use {whole}, or let the model return a value for "
-            "each row, and the loss compare them, with trainer.gather_loss=true; where it has a loss of its own, of "
-            "labels among its inputs, let the rows' targets be these instead, and the inputs have none; "
-            "model.verify=false trains it so"
+            f"rows of a batch interact in the model, and {splits}: {how}; use {whole}, or return a value for each row "
+            "from the model and compare the values in the loss, with trainer.gather_loss=true; if the model computes "
+            "its loss from labels among its inputs, give the labels as targets instead; model.verify=false trains it "
+            "as it is"
         )
     raise ConfigError(
-        f"the loss depends on how a batch is cut, and {cut}: {how}; use {_gathering(config)}, which computes it once, "
-        f"of all rows, or {whole}, or, where it is a mean over some of the targets, give the loss count(targets) and "
-        "let it return the sum; model.verify=false trains it so"
+        f"the loss depends on how a batch is split, and {splits}: {how}; use {_gathering(config)}, which computes it "
+        f"once, over all rows, or {whole}, or, if it is a mean over some of the targets, give the loss count(targets) "
+        "and return the sum; model.verify=false trains it as it is"
     )
 
 
 def _gathering(config: RunConfig) -> str:
     """Return the settings under which the loss gets the outputs of all micro-batches."""
-    asked = config.plan
-    schedule = "" if asked.schedule in (AUTO, "gpipe") else " plan.schedule=gpipe"
-    interleave = "" if asked.interleave in (AUTO, 1) else " plan.interleave=auto"
+    requested = config.plan
+    schedule = "" if requested.schedule in (AUTO, "gpipe") else " plan.schedule=gpipe"
+    interleave = "" if requested.interleave in (AUTO, 1) else " plan.interleave=auto"
     return f"trainer.gather_loss=true{schedule}{interleave}"

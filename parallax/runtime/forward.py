@@ -40,7 +40,7 @@ from parallax.runtime.optim.copies import mark_copy
 from parallax.runtime.optim.tiers import Tiers
 from parallax.runtime.plan_check import accepted, check_gathering
 from parallax.runtime.stage import Stage
-from parallax.runtime.weights import assign_weights, open_checkpoint, sites_of
+from parallax.runtime.weights import assign_weights, groups_of, open_checkpoint
 from parallax.swap.config import SwapConfig
 
 
@@ -180,8 +180,8 @@ class ForwardEngine:
 
         All ranks fail together, before anything is changed, where one cannot read its part.
         """
-        stage, sites = self._built.stage, sites_of(directory.parent, self.mesh.nodes)
-        reader = open_checkpoint(self._chain, stage, directory, sites)
+        stage, groups = self._built.stage, groups_of(directory.parent, self.mesh.nodes)
+        reader = open_checkpoint(self._chain, stage, directory, groups)
         assign_weights(self._chain, stage, reader)
 
     def predict(self, batch: Rows, step: int = 0) -> list[tuple[int, Any]]:

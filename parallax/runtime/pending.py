@@ -25,7 +25,7 @@ from typing import Any
 
 from parallax.errors import ParallaxError
 from parallax.mesh import Mesh
-from parallax.nodes.places import Sites
+from parallax.nodes.places import DirectoryGroups
 from parallax.nodes.together import all_gather_result, broadcast_result
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint import Retention, WrittenParts
@@ -52,7 +52,7 @@ class SaveInProgress:
 
     directory: Path
     step: int
-    sites: Sites
+    groups: DirectoryGroups
     fence: Fence
     entries: dict[str, Any]
     retention: Retention
@@ -173,7 +173,7 @@ class PendingSaves:
         assert self._save is not None
         save, parts = self._save, self._parts(self._save)
         index = broadcast_result(lambda: {**save.entries, **self._contents(save, parts)})
-        if save.sites.leads:
+        if save.groups.leads:
             save.naming = save.thread.submit(save.give_name, index)
         else:
             save.naming = Future()
@@ -188,7 +188,7 @@ class PendingSaves:
         }
         return {
             **contents_of(parts),
-            **({} if save.sites.shared else {"nodes": by_node}),
+            **({} if save.groups.shared else {"nodes": by_node}),
         }
 
     def _end(self) -> Path:
@@ -201,14 +201,13 @@ class PendingSaves:
         held[save.step] = _metric(save.retention, save.entries.get("metrics", {}))
         gone = self._superseded(save.directory, save.retention, save.step)
         self._save = None
-        if save.sites.leads and gone:
+        if save.groups.leads and gone:
             self._removing = save.thread.submit(checkpoint.remove, save.directory, gone)
         save.thread.shutdown(wait=False)
         return save.final
 
     def _superseded(self, directory: Path, retention: Retention, step: int) -> list[int]:
-        """Return the steps whose checkpoints may be removed after that of ``step``, and drop them from the held
-        ones."""
+        """Return the steps whose checkpoints the checkpoint of ``step`` supersedes, and forget these steps."""
         held = self._held_in(directory, retention, step)
         gone = retention.superseded(held, step)
         for each in gone:
@@ -216,13 +215,13 @@ class PendingSaves:
         return gone
 
     def _held_in(self, directory: Path, retention: Retention, step: int) -> dict[int, float | None]:
-        """Return the steps of which every node has a checkpoint → their metric."""
+        """Return the metric of each step whose checkpoint is on every node."""
         if directory not in self._held:
-            judged = retention.best > 0
+            has_metric = retention.best > 0
 
             def read() -> dict[int, float | None]:
                 return {
-                    each: _metric(retention, checkpoint.read_metrics(path) if judged else {})
+                    each: _metric(retention, checkpoint.read_metrics(path) if has_metric else {})
                     for path in checkpoint.list_checkpoints(directory)
                     if (each := checkpoint.step_of(path)) is not None
                 }
@@ -247,7 +246,7 @@ class PendingSaves:
             assert self._save is not None
             save, self._save = self._save, None
             save.thread.shutdown()
-            if save.sites.leads:
+            if save.groups.leads:
                 checkpoint.remove_partial(save.directory)
             raise
 

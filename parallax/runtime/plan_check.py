@@ -40,8 +40,8 @@ def check_gathering(plan: Plan, rows: int) -> None:
         plan.pipeline_ranks, count, plan.interleave
     ):
         raise PlanError(
-            f"the plan computes the loss of all rows at once, and {plan.schedule} goes backward before all {count} "
-            f"micro-batches of {rows} rows have gone forward: plan with trainer.gather_loss=true plan.schedule=gpipe"
+            f"the plan computes the loss of all rows at once, and {plan.schedule} runs backward before all {count} "
+            f"micro-batches of {rows} rows have run forward: plan with trainer.gather_loss=true plan.schedule=gpipe"
         )
 
 

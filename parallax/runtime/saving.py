@@ -20,7 +20,7 @@ from parallax.machine.pinned import ApartArena
 from parallax.machine.preflight.needs import PROCESS_BYTES
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain
-from parallax.nodes.places import Sites
+from parallax.nodes.places import DirectoryGroups
 from parallax.nodes.together import all_gather_result
 from parallax.plan.plan import Plan
 from parallax.plan.tier import tier_named
@@ -37,9 +37,9 @@ from parallax.runtime.pending import PendingSaves, SaveInProgress
 from parallax.runtime.stage import Stage
 from parallax.runtime.weights import (
     assign_weights,
+    groups_of,
     open_checkpoint,
     saved_tensors,
-    sites_of,
 )
 
 logger = logging.getLogger("parallax")
@@ -65,7 +65,7 @@ class Saving:
         self._stage, self._optimizer, self._later = stage, optimizer, later
         self._scale = scale
         self._reported = not chain.left_out or mesh.rank > 0
-        self._sites: dict[Path, Sites] = {}
+        self._groups: dict[Path, DirectoryGroups] = {}
         self._above: dict[
             Path, Path
         ] = {}  # directory → its nearest parent that existed at first use
@@ -79,15 +79,15 @@ class Saving:
         """Return the checkpoints in ``directory`` of which the nodes have all parts, the best to resume from last, and
         messages about the others. Files of interrupted saves are removed. A checkpoint of a later start of the run
         counts as better. Raises :class:`CheckpointError` where there are checkpoints and none is whole."""
-        fence, sites = self._fence_of(directory), self._sites_of(directory)
+        fence, groups = self._fence_of(directory), self._groups_of(directory)
 
         def clean() -> None:
             fence.hold(directory)
             if directory.is_dir():
                 checkpoint.remove_partial(directory)
 
-        all_gather_result(clean if sites.leads else lambda: None)
-        whole, others = whole_checkpoints(directory, sites, self._mesh.nodes)
+        all_gather_result(clean if groups.leads else lambda: None)
+        whole, others = whole_checkpoints(directory, groups, self._mesh.nodes)
         if others and not whole:
             raise CheckpointError(
                 f"{others[-1]} (no other checkpoint is whole; another name=NAME starts a new run)"
@@ -109,7 +109,7 @@ class Saving:
     def trim(self, directory: Path, step: int, retention: Retention) -> None:
         """Remove the checkpoints in ``directory`` that ``retention`` does not keep after that of ``step``, the last
         one. All ranks call it, after resuming from a checkpoint of an earlier start."""
-        leads = self._sites_of(directory).leads
+        leads = self._groups_of(directory).leads
         self.pending.trim(directory, retention, step, leads=leads)
 
     def save(
@@ -132,7 +132,7 @@ class Saving:
         self._report_left_out()
         # A copy: the caller may change its state while the checkpoint is written.
         kept = entries | {"state": json.loads(checkpoint.state_text(entries["state"]))}
-        partial, sites = checkpoint.partial_folder(directory, step), self._sites_of(directory)
+        partial, groups = checkpoint.partial_folder(directory, step), self._groups_of(directory)
         fence = self._fence_of(directory)
 
         def begin() -> None:
@@ -140,7 +140,7 @@ class Saving:
             self._check_there(directory)
             checkpoint.begin(partial)
 
-        all_gather_result(lambda: begin() if sites.leads else None)
+        all_gather_result(lambda: begin() if groups.leads else None)
         thread = ThreadPoolExecutor(1, WRITER)
         writer = self._writer(partial, step, thread)
         try:
@@ -149,14 +149,14 @@ class Saving:
             writer.cancel()
             thread.shutdown()
             self._mesh.barrier()
-            if sites.leads:
+            if groups.leads:
                 checkpoint.remove_partial(directory)
             raise
         self.pending.begin(
             SaveInProgress(
                 directory=directory,
                 step=step,
-                sites=sites,
+                groups=groups,
                 fence=fence,
                 entries=self._known(step, fence, marks) | kept,
                 retention=retention,
@@ -199,12 +199,12 @@ class Saving:
         self.pending.abandon()
         self._memory.close()
 
-    def _sites_of(self, directory: Path) -> Sites:
-        """Return the sites that share ``directory``, found on the first call."""
-        if directory not in self._sites:
-            self._sites[directory] = sites_of(directory, self._mesh.nodes)
+    def _groups_of(self, directory: Path) -> DirectoryGroups:
+        """Return the groups of ranks that share ``directory``, found on the first call."""
+        if directory not in self._groups:
+            self._groups[directory] = groups_of(directory, self._mesh.nodes)
             self._above[directory] = next(each for each in directory.parents if each.is_dir())
-        return self._sites[directory]
+        return self._groups[directory]
 
     def _check_there(self, directory: Path) -> None:
         """Raise where the parent folder was removed or moved: a new folder would hold a part of the run and look like
@@ -232,7 +232,7 @@ class Saving:
             self._chain,
             self._stage,
             directory,
-            self._sites_of(directory.parent),
+            self._groups_of(directory.parent),
             lambda found: found.check_optimizer(self._optimizer.name),
         )
         held = HeldMasters(reader)

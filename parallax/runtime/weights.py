@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parallax.model.describe import Chain, parameter_names
-from parallax.nodes.places import Nodes, Sites, find_sites
+from parallax.nodes.places import DirectoryGroups, Nodes, find_directory_groups
 from parallax.nodes.together import all_gather_result, broadcast_result
 from parallax.runtime.checkpoint import CheckpointReader, mark
 from parallax.runtime.checkpoint.masters import HeldMasters
@@ -17,26 +17,26 @@ from parallax.runtime.parts.collecting import collect
 from parallax.runtime.stage import Stage
 
 
-def sites_of(directory: Path, nodes: Nodes) -> Sites:
-    """Return the sites that share ``directory``; all ranks call it."""
+def groups_of(directory: Path, nodes: Nodes) -> DirectoryGroups:
+    """Return the groups that share ``directory``; all ranks call it."""
     # A relative directory stays relative: nodes may start in different working directories.
     nearest = broadcast_result(
         lambda: next(folder for folder in (directory, *directory.parents) if folder.is_dir())
     )
-    return find_sites(nearest, nodes)
+    return find_directory_groups(nearest, nodes)
 
 
 def open_checkpoint(
     chain: Chain,
     stage: Stage,
     directory: Path,
-    sites: Sites,
+    groups: DirectoryGroups,
     check_more: Callable[[CheckpointReader], None] = lambda _: None,
 ) -> CheckpointReader:
     """Return the reader of a checkpoint when every rank has checked the tensors that its ``stage`` needs. All ranks
     call it."""
     left_out, names = chain.left_out, saved_tensors(chain, stage)
-    collect(directory, names, sites)
+    collect(directory, names, groups)
 
     def check() -> CheckpointReader:
         reader = CheckpointReader(directory)

@@ -221,8 +221,8 @@ class _Run:
                 logger.note(f"skipped: {refused}")
             if resumed:
                 logger.note(f"continuing after step {self._engine.completed_steps} from {resumed}")
-            self._stopping.ask()  # requests that arrived while the engine was built
-            while self._engine.completed_steps < total and not self._stopping.now:
+            self._stopping.exchange()  # requests that arrived while the engine was built
+            while self._engine.completed_steps < total and not self._stopping.ends_run:
                 if (batch := self._next_batch()) is None:
                     self._end_of_rows(logger)
                     break
@@ -252,7 +252,7 @@ class _Run:
         """Evaluate and save; raise :class:`DataError` if the rows must not end here. If some ranks still have rows, the
         state of their source is a batch ahead of the weights, so nothing is saved."""
         step, metrics = self._engine.completed_steps, dict[str, float | None]()
-        self._stopping.ask()
+        self._stopping.exchange()
         if self._rows_end.everywhere:
             logger.note(f"the rows end after step {step} of {self._trainer.steps}: training ends")
             if step and self._evaluated != step:
@@ -274,7 +274,7 @@ class _Run:
         self._record.write_occupancy(self._engine.completed_steps)
         self._nodes.gather(self._unwritten)
         summary = self._summary()
-        self._record.write(summary, picture=not self._stopping.at_once)
+        self._record.write(summary, picture=not self._stopping.is_last_step)
         lines = [
             line
             for found in self._mesh.all_gather_object(self._unwritten.lines())
@@ -285,14 +285,17 @@ class _Run:
     def _reasons(self, on_drift: OnDrift) -> list[StopReason]:
         """Return the reasons that may end this run early."""
 
-        heeded, ends = on_drift is not OnDrift.IGNORE, on_drift is OnDrift.STOP
+        at_checkpoints, ends = on_drift is not OnDrift.IGNORE, on_drift is OnDrift.STOP
 
-        def judge() -> str:
+        def evaluate() -> str:
             slow = self._health.slow() if ends else ""  # otherwise it has been reported
             predicted = self._engine.plan.prediction.step_seconds
             return slow or drift(self._record.seconds, predicted)
 
-        return [Requested(self._watchdog), Drifted(judge, judges=heeded, ends=ends)]
+        return [
+            Requested(self._watchdog),
+            Drifted(evaluate, at_checkpoints=at_checkpoints, ends=ends),
+        ]
 
     def _resume(self) -> Path | None:
         """Load the last valid checkpoint of the run directory; return its path."""
@@ -318,20 +321,20 @@ class _Run:
     def _report(self, logger: RankZeroLogger, result: StepResult) -> None:
         """Gather the statistics of the step from every rank; rank 0 prints and writes them."""
         budgets = self._budgets
-        told: tuple[dict[str, float], ...] = (
+        contributed: tuple[dict[str, float], ...] = (
             {"peak_bytes": result.peak_bytes, "unwritten": self._unwritten.has_news},
             result.swap.columns(),
             self._saves.columns(),
             self._health.columns(),
             self._stopping.columns(),
         )
-        mine = {name: number for each in told for name, number in each.items()}
-        assert len(mine) == sum(map(len, told)), "two contributors use one name"
+        mine = {name: number for each in contributed for name, number in each.items()}
+        assert len(mine) == sum(map(len, contributed)), "two contributors use one name"
         columns = self._mesh.gather_columns(mine)
-        said = self._health.agree(columns, saving=any(columns["saving_progress"]))
+        messages = self._health.agree(columns, saving=any(columns["saving_progress"]))
         self._stopping.agree(columns)
         if any(columns["unwritten"]):
-            self._tell_unwritten(logger)
+            self._report_unwritten(logger)
         peaks, stalls = columns["peak_bytes"], columns["stall_seconds"]
         offloaded, fetched = sum(columns["offloaded_bytes"]), sum(columns["fetched_bytes"])
         swapping = sum(columns["swap_limit_bytes"]) + offloaded + fetched > 0
@@ -359,11 +362,11 @@ class _Run:
             "checkpoint_seconds": max(columns["checkpoint_seconds"]),
         }
         logger.step(line, _metrics(line, result) | moved | self._health.metrics())
-        for words in filter(None, (_trouble(result), *said)):
-            logger.note(f"step {line.step}{words}")
+        for message in filter(None, (_trouble(result), *messages)):
+            logger.note(f"step {line.step}{message}")
         self._saves.advance(logger, columns)
 
-    def _tell_unwritten(self, logger: RankZeroLogger) -> None:
+    def _report_unwritten(self, logger: RankZeroLogger) -> None:
         for rank, lines in enumerate(self._mesh.all_gather_object(self._unwritten.news())):
             for line in lines:
                 logger.note(f"rank {rank} {line}; training continues without it")
@@ -372,31 +375,31 @@ class _Run:
         step = self._engine.completed_steps
         last, trainer = step == total, self._trainer
         saves, found = last or _due(trainer.checkpoint_every, step), None
-        if last or _due(trainer.eval_every, step) or (saves and self._checkpoint.judges):
+        if last or _due(trainer.eval_every, step) or (saves and self._checkpoint.needs_validation):
             with self._watchdog.phase("evaluating"):
                 found = self._evaluate(logger, step)
-        if saves or self._stopping.at_once:
+        if saves or self._stopping.is_last_step:
             with self._watchdog.phase("saving a checkpoint"):
                 state = self._state()
             self._saves.save(
                 logger,
                 state,
                 finite({"loss": result.loss, "validation_loss": found}),
-                last=last or self._stopping.at_once,
+                last=last or self._stopping.is_last_step,
             )
-            self._stopping.ask()
-            for words in self._stopping.judge() if not last else ():
-                logger.note(f"step {step}: {words}")
+            self._stopping.exchange()
+            for message in self._stopping.evaluate() if not last else ():
+                logger.note(f"step {step}: {message}")
 
     def _evaluate(self, logger: RankZeroLogger, step: int) -> float | None:
         """Return the loss of the held-out rows; None if a rank has been asked to end."""
 
         def progress(done: int, count: int | None) -> bool:
             logger.evaluating(step, done, count)
-            self._stopping.ask()
-            return not self._stopping.at_once
+            self._stopping.exchange()
+            return not self._stopping.is_last_step
 
-        found = None if self._stopping.at_once else self._held_out.evaluate(progress)
+        found = None if self._stopping.is_last_step else self._held_out.evaluate(progress)
         self._unfinished = found is None
         if found is None:
             return None

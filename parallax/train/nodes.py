@@ -13,7 +13,7 @@ from pathlib import Path
 from parallax.mesh import Mesh
 from parallax.nodes.links import clock_offset
 from parallax.nodes.objects import gather_object
-from parallax.nodes.places import find_sites
+from parallax.nodes.places import find_directory_groups
 from parallax.report.occupancy import occupancy_path
 from parallax.runtime.meters.step import StepResult
 from parallax.train.monitor import Unwritten
@@ -31,7 +31,7 @@ class NodeRecords:
 
     def __init__(self, mesh: Mesh, directory: Path) -> None:
         self._rank, self._directory = mesh.rank, directory
-        self._sites = find_sites(directory, mesh.nodes)
+        self._groups = find_directory_groups(directory, mesh.nodes)
         self._offset_seconds = clock_offset(mesh.nodes) if mesh.nodes.several else 0.0
 
     def on_common_clock(self, result: StepResult) -> StepResult:
@@ -44,7 +44,7 @@ class NodeRecords:
 
     def gather(self, unwritten: Unwritten) -> None:
         """Copy the files of other nodes into rank 0's directory; called by every rank."""
-        if self._sites.shared:
+        if self._groups.shared:
             return
         found = gather_object(self._own_files())
         for name, content in (each for files in found if files for each in files.items()):
@@ -56,7 +56,7 @@ class NodeRecords:
                     path.write_bytes(content)
 
     def _own_files(self) -> dict[str, bytes | None]:
-        if self._sites.at_first:
+        if self._groups.sees_rank_0:
             return {}
         events = events_path(self._directory, self._rank)
         occupancy = occupancy_path(self._directory, self._rank)

@@ -66,7 +66,7 @@ class RowsEnd:
         if mistaken:
             raise DataError(
                 f"{done}, batch({self._rows}) of the data source raised {next(text for _, text in found if text)}: "
-                "where its rows end there, let it raise StopIteration, and the run ends in order, or begin them again"
+                "at the end of its rows, raise StopIteration to end the run properly, or start the rows again"
             )
         raise DataError(
             f"{done}, batch({self._rows}) of the data source raised StopIteration: it has no rows to train on"

@@ -21,7 +21,7 @@ from parallax.mesh import Mesh
 from parallax.train.record import COMPLETE, WARM_UP
 from parallax.train.watchdog import Watchdog
 
-JUDGED = 5  # steps after the warm-up before a prediction is evaluated
+STEPS_TO_EVALUATE = 5  # steps after the warm-up before a prediction is evaluated
 DRIFT = 0.2  # relative error of a prediction that justifies another plan
 # Ratio to the prediction, or its inverse: far above the error with a good profile, about an eighth.
 CONTRADICTED = 1.5
@@ -31,18 +31,18 @@ LEAST_DIFFERENCE = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The agreed state of one reason: the maximum ``number`` of all ranks, and the ``words`` of rank 0."""
+    """The agreed state of one reason: the maximum ``number`` of all ranks, and the ``message`` of rank 0."""
 
     number: int = 0
-    words: str = ""
+    message: str = ""
 
 
 class StopReason(Protocol):
-    """One reason. ``name`` is the summary's ``ended``. ``judges``: it is evaluated at checkpoints; ``ends``: a text
-    found there ends the run, and ``then`` describes the next action. All are equal on every rank."""
+    """One reason. ``name`` is the summary's ``ended``. ``at_checkpoints``: it is evaluated at checkpoints; ``ends``: a
+    text found there ends the run, and ``then`` describes the next action. All are equal on every rank."""
 
     name: str
-    judges: bool
+    at_checkpoints: bool
     ends: bool
     then: str
 
@@ -50,17 +50,17 @@ class StopReason(Protocol):
         """Return a number above 0 if this rank wants the run to end after this step, such as the number of a signal; 0
         otherwise."""
 
-    def judged(self) -> str:
+    def verdict(self) -> str:
         """Return, at a checkpoint, why the run should end with it; empty if it should not."""
 
-    def facts(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:
+    def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:
         """Return entries of the summary; ``ended`` tells whether this reason ended the run."""
 
 
 class Requested:
     """A rank was asked to end by a signal; the number is the signal's."""
 
-    name, judges, ends, then = "stopped", False, True, ""
+    name, at_checkpoints, ends, then = "stopped", False, True, ""
 
     def __init__(self, watchdog: Watchdog) -> None:
         self._watchdog = watchdog
@@ -68,39 +68,39 @@ class Requested:
     def stop_requested(self) -> int:
         return self._watchdog.stop_requested()
 
-    def judged(self) -> str:
+    def verdict(self) -> str:
         return ""
 
-    def facts(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:
+    def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:
         """Return the signal, if it ended the run."""
         return {"stopped": agreed.number if ended else 0}
 
 
 class Drifted:
-    """Steps differ from the plan's prediction, or a rank stays slow, as found by ``judge``; if the reason ``ends`` the
-    run, it resumes under another plan."""
+    """Steps differ from the plan's prediction, or a rank stays slow, as found by ``evaluate``; if the reason ``ends``
+    the run, it resumes under another plan."""
 
     name, then = "drift", "another plan continues from here"
 
-    def __init__(self, judge: Callable[[], str], *, judges: bool, ends: bool) -> None:
-        self._judge, self.judges, self.ends = judge, judges, ends
+    def __init__(self, evaluate: Callable[[], str], *, at_checkpoints: bool, ends: bool) -> None:
+        self._evaluate, self.at_checkpoints, self.ends = evaluate, at_checkpoints, ends
 
     def stop_requested(self) -> int:
         return 0
 
-    def judged(self) -> str:
+    def verdict(self) -> str:
         """Evaluate all steps so far."""
-        return self._judge()
+        return self._evaluate()
 
-    def facts(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:  # noqa: ARG002
+    def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:  # noqa: ARG002
         """Return the error of the prediction, or the slow ranks."""
-        return {"drift": agreed.words}
+        return {"drift": agreed.message}
 
 
 def drift(seconds: Sequence[float], predicted: float) -> str:
     """Return why steps of ``seconds``, in order, show that a prediction is wrong; empty if they do not, or not yet."""
     timed = seconds[WARM_UP:]
-    if len(timed) < JUDGED or predicted <= 0:
+    if len(timed) < STEPS_TO_EVALUATE or predicted <= 0:
         return ""
     measured = statistics.median(timed)
     if abs(measured / predicted - 1) <= DRIFT:
@@ -111,7 +111,7 @@ def drift(seconds: Sequence[float], predicted: float) -> str:
 def contradiction(measured: float, predicted: float, steps: int) -> str:
     """Return why ``steps`` steps of typically ``measured`` seconds show that the profile behind ``predicted`` is wrong;
     empty if they do not."""
-    if steps < WARM_UP + JUDGED or min(measured, predicted) <= 0:
+    if steps < WARM_UP + STEPS_TO_EVALUATE or min(measured, predicted) <= 0:
         return ""
     ratio = measured / predicted
     if max(ratio, 1 / ratio) <= CONTRADICTED or abs(measured - predicted) < LEAST_DIFFERENCE:
@@ -128,12 +128,12 @@ class Stopping:
         self._agreed = [Agreed() for _ in self._reasons]
 
     @property
-    def at_once(self) -> bool:
+    def is_last_step(self) -> bool:
         """Whether this step is the last."""
         return any(agreed.number for agreed in self._agreed)
 
     @property
-    def now(self) -> bool:
+    def ends_run(self) -> bool:
         """Whether the loop ends here."""
         return self._first() is not None
 
@@ -145,22 +145,24 @@ class Stopping:
         """Accept ``columns``, the numbers of all ranks by name, including those of :meth:`columns`."""
         for n, known in enumerate(self._agreed):
             number = known.number or int(max(columns[f"stop_{n}"]))
-            self._agreed[n] = Agreed(number, known.words)
+            self._agreed[n] = Agreed(number, known.message)
 
-    def ask(self) -> None:
+    def exchange(self) -> None:
         """Agree without a step that exchanges the numbers; all ranks call it."""
-        if not self.at_once:
+        if not self.is_last_step:
             self.agree(self._mesh.gather_columns(self.columns()))
 
-    def judge(self) -> list[str]:
+    def evaluate(self) -> list[str]:
         """Return, at a checkpoint, the new texts; all ranks call it."""
         found = []
         for index, reason in enumerate(self._reasons):
             known = self._agreed[index]
-            if reason.judges and not known.words:
-                words = str(self._mesh.all_gather_object(reason.judged())[0])
-                self._agreed[index] = Agreed(known.number, words)
-                found += [f"{words}; {reason.then}" if reason.ends else words] if words else []
+            if reason.at_checkpoints and not known.message:
+                message = str(self._mesh.all_gather_object(reason.verdict())[0])
+                self._agreed[index] = Agreed(known.number, message)
+                found += (
+                    [f"{message}; {reason.then}" if reason.ends else message] if message else []
+                )
         return found
 
     def summary(self, *, complete: bool) -> dict[str, Any]:
@@ -169,12 +171,12 @@ class Stopping:
         facts = {
             key: value
             for reason, agreed in zip(self._reasons, self._agreed)
-            for key, value in reason.facts(agreed, ended=reason is first).items()
+            for key, value in reason.summary_entries(agreed, ended=reason is first).items()
         }
         return {"ended": first.name if first is not None else COMPLETE, **facts}
 
     def _first(self) -> StopReason | None:
         for reason, agreed in zip(self._reasons, self._agreed):
-            if agreed.number or (reason.ends and agreed.words):
+            if agreed.number or (reason.ends and agreed.message):
                 return reason
         return None

@@ -39,7 +39,11 @@ def test_what_a_refusal_says_to_type_works(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["plan", *MODEL, *words]) == 2
     (message,) = capfd.readouterr().err.splitlines()
-    ways = advised(message)
-    assert ways, message
-    for way in ways:
-        assert cli.main(["plan", *MODEL, *words, *way]) == 0, (message, way, capfd.readouterr().err)
+    variants = advised(message)
+    assert variants, message
+    for variant in variants:
+        assert cli.main(["plan", *MODEL, *words, *variant]) == 0, (
+            message,
+            variant,
+            capfd.readouterr().err,
+        )

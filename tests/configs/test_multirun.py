@@ -45,8 +45,8 @@ def test_points(words: list[str], expected: list[str]) -> None:
 
 
 def test_what_differs_and_what_is_alike() -> None:
-    asked = Multirun.read(["seed=1,2", "swap=off", "name=x", "hydra.job.name=y"])
-    assert (asked.name, asked.alike, asked.in_turn) == ("x", frozenset({"swap"}), True)
+    requested = Multirun.read(["seed=1,2", "swap=off", "name=x", "hydra.job.name=y"])
+    assert (requested.name, requested.alike, requested.in_turn) == ("x", frozenset({"swap"}), True)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_what_differs_and_what_is_alike() -> None:
     [
         ("modle=gpt,mlp", "did you mean 'model'?"),
         ("name=a,b", "one folder name for the sweep"),
-        ("name=a/b", "a sweep has a name of its own"),
+        ("name=a/b", "the name of a point is made of"),
         ("name=../a", "one folder name"),
         ("hydra.sweep.dir=/x", "runs/SWEEP/POINT; accepted is name=SWEEP"),
         ("hydra/launcher=basik", "hydra/launcher=basik: "),
@@ -94,16 +94,16 @@ def test_a_sweep_in_a_file(own: Path) -> None:
 
 @pytest.mark.slow
 def test_jobs_of_the_basic_launcher(own: Path) -> None:
-    asked = Multirun.read([searchpath(own), "experiment=several"])
+    requested = Multirun.read([searchpath(own), "experiment=several"])
     jobs: list[str] = []
 
     def job(words: list[str]) -> float:
         jobs.append(" ".join(words))
         return 0.0
 
-    assert asked.points is not None
-    asked.check(asked.points)
-    asked.launch(own / "out", job, asked.points[1:])
+    assert requested.points is not None
+    requested.check(requested.points)
+    requested.launch(own / "out", job, requested.points[1:])
     assert jobs == points(searchpath(own), "experiment=several")[1:]
     assert [path.name for path in (own / "out").iterdir()] == [], "no folder or log of Hydra's"
     assert not GlobalHydra.instance().is_initialized()
@@ -111,11 +111,11 @@ def test_jobs_of_the_basic_launcher(own: Path) -> None:
 
 def test_a_launcher_or_job_that_fails_says_so_in_one_line(tmp_path: Path) -> None:
     def job(words: list[str]) -> float:
-        raise OSError(f"no room for\n{words}")
+        raise OSError(f"disk full for\n{words}")
 
     with pytest.raises(ParallaxError) as caught:
         Multirun.read(["seed=1"]).launch(tmp_path / "out", job, [["seed=1"]])
-    assert str(caught.value) == "no room for ['seed=1']"
+    assert str(caught.value) == "disk full for ['seed=1']"
 
 
 class Halving(Sweeper):
@@ -154,8 +154,8 @@ def test_a_sweeper_that_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "hydra" / "sweeper" / "halving.yaml").write_text(
         f"# @package hydra.sweeper\n_target_: {target}\nlow: 1\nhigh: 16\n"
     )
-    asked = Multirun.read([searchpath(tmp_path), "hydra/sweeper=halving", "seed=3"])
-    assert (asked.points, asked.alike) == (None, {"seed"})
+    requested = Multirun.read([searchpath(tmp_path), "hydra/sweeper=halving", "seed=3"])
+    assert (requested.points, requested.alike) == (None, {"seed"})
     tried: list[int] = []
 
     def job(words: list[str]) -> float:
@@ -163,7 +163,7 @@ def test_a_sweeper_that_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         tried.append(int(words[1].removeprefix("trainer.steps=")))
         return float((tried[-1] - 11) ** 2)
 
-    asked.launch(tmp_path / "out", job, [])
+    requested.launch(tmp_path / "out", job, [])
     assert 11 in tried
     assert len(tried) == 8
 

@@ -288,8 +288,8 @@ def test_an_option_does_not_accept_the_keys_of_another() -> None:
     )
 
 
-def test_errors_of_keys_are_told_to_other_ranks_by_their_message() -> None:
-    """Ranks under torchrun raise the first one's error anew, from its class and text."""
+def test_errors_of_keys_reach_other_ranks_with_their_message() -> None:
+    """Ranks under torchrun raise the first rank's error, rebuilt from its class and text."""
     with pytest.raises(ConfigError) as caught:
         compose(["trainer.stps=3"])
     assert str(type(caught.value)(str(caught.value))) == str(caught.value)

@@ -36,7 +36,7 @@ FIELD = {
 
 @pytest.mark.parametrize("group", ["", "trainer."])
 @pytest.mark.parametrize("word", FIELD)
-def test_words_of_the_field_point_to_ours(word: str, group: str) -> None:
+def test_terms_of_the_field_point_to_our_keys(word: str, group: str) -> None:
     assert f"(did you mean '{FIELD[word]}" in error_of(f"{group}{word}=1")
 
 
@@ -56,7 +56,7 @@ def test_what_is_pointed_to_exists() -> None:
 
 
 @pytest.mark.parametrize("word", ["num_workers", "dataloader_num_workers", "tensor_parallel_size"])
-def test_words_without_a_counterpart_say_what_is_done_instead(word: str) -> None:
+def test_terms_without_a_counterpart_name_the_alternative(word: str) -> None:
     assert error_of(f"{word}=4").endswith(f"; {words.remark(word)}")
 
 

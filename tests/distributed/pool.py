@@ -103,7 +103,7 @@ class Pool:
                 if not good and CONSEQUENCE in value:
                     consequence = value
                 elif not good:
-                    self.close()  # its peers wait for it: start anew
+                    self.close()  # its peers wait for it: restart the pool
                     raise WorkerError(value)
                 results[connection] = value
         if consequence:

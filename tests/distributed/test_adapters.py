@@ -41,7 +41,7 @@ from tests.plans import described
 from tests.unit.plan_fakes import cluster
 
 LINK = Link(bytes_per_second=10**10)
-BELOW = {"optimizer_offload": 1.0, "parameter_offload": 1.0}
+OFFLOADED = {"optimizer_offload": 1.0, "parameter_offload": 1.0}
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["qkv", "up", "linear"]}
 
 
@@ -86,13 +86,13 @@ def tensors_in(folder: Path) -> set[str]:
     ("before", "after"),
     [
         (((1, 2), {}), ((2, 1), {})),
-        (((1,), BELOW), ((1, 1), {})),
-        (((1, 1), {}), ((1, 1), {**BELOW, "parameter_offload": 0.5})),
-        (((2,), {"shard": True}), ((1,), BELOW)),
+        (((1,), OFFLOADED), ((1, 1), {})),
+        (((1, 1), {}), ((1, 1), {**OFFLOADED, "parameter_offload": 0.5})),
+        (((2,), {"shard": True}), ((1,), OFFLOADED)),
     ],
     ids=str,
 )
-def test_a_checkpoint_holds_what_is_trained_and_goes_on_over_the_base(
+def test_a_checkpoint_holds_trained_parameters_and_resumes_over_the_base(
     pool: Pool, tmp_path: Path, before: Any, after: Any
 ) -> None:
     first, second = (FROZEN.under(replicas, **more) for replicas, more in (before, after))
@@ -191,13 +191,13 @@ def plain_peft(case: Case) -> Outcome:
         ((2, 1), {}),
         ((1, 2), {"schedule": "zb-h1"}),
         ((2,), {"directive": "recompute", "shard": True}),
-        ((1, 2), {**BELOW, "directive": "offload"}),
+        ((1, 2), {**OFFLOADED, "directive": "offload"}),
         ((1, 1), {"optimizer_offload": 0.5}),
         # Each of these is a part of one above.
         pytest.param((1, 1), {}, marks=pytest.mark.thorough),
         pytest.param((1, 1), {"schedule": "zb-h1"}, marks=pytest.mark.thorough),
         pytest.param((1, 1), {"directive": "offload"}, marks=pytest.mark.thorough),
-        pytest.param((1, 1), BELOW, marks=pytest.mark.thorough),
+        pytest.param((1, 1), OFFLOADED, marks=pytest.mark.thorough),
     ],
     ids=str,
 )
@@ -228,7 +228,7 @@ def test_peft_loads_the_adapters_of_a_checkpoint(pool: Pool, tmp_path: Path) -> 
 
 
 def planned(case: Case, memory: int) -> Plan:
-    """The plan for one device with so much memory, beside a host with room for everything."""
+    """Return the plan for one device of this memory, and a host whose memory holds everything."""
     chain = case.chain()
     batch = case.batches()[0]
     work = count(
@@ -239,7 +239,7 @@ def planned(case: Case, memory: int) -> Plan:
         minimum_bytes=1,
     )
     machine = cluster(
-        1, memory, below="host", tier=10**9, write=LINK, read=LINK, host_update_seconds=1e-9
+        1, memory, tier_name="host", tier=10**9, write=LINK, read=LINK, host_update_seconds=1e-9
     )
     profile = price(work, device_kind("cpu-core"))
     plan, _ = search(profile, machine, PlanConfig(), global_batch=8, microbatch=1)
@@ -247,9 +247,7 @@ def planned(case: Case, memory: int) -> Plan:
 
 
 @pytest.mark.slow
-def test_the_plan_for_a_device_without_room_for_the_base_trains_the_same(
-    pool: Pool, tmp_path: Path
-) -> None:
+def test_a_plan_that_offloads_the_base_trains_the_same(pool: Pool, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed (it comes with the peft extra)")
     case = OverBase(partial(lora, layers=6, hidden=64))
     model = case.chain().model

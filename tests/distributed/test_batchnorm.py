@@ -213,7 +213,7 @@ def test_every_replica_normalises_its_own_rows(
                 assert torch.allclose(value, wanted[name], rtol=1e-9, atol=1e-12), name
 
 
-def test_statistics_agree_and_do_not_depend_on_who_is_asked(pool: Pool) -> None:
+def test_statistics_agree_on_all_ranks(pool: Pool) -> None:
     case = replace(pictures("replica"), options={"replicas": (3,), "microbatch": 4})
     outcomes = pool.run(losses_and_states, 3, case)
     assert len({tuple(outcome.losses) for outcome in outcomes}) == 1

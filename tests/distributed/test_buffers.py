@@ -110,6 +110,6 @@ def test_recomputation_changes_buffers_once(
     found, expected = (pool.run(training, kept.world, each) for each in (repeated, kept))
     for a, b in zip(found, expected, strict=True):
         for name, tensor in a.weights.items():
-            # Weight halves that are put off are added up in another order.
+            # Deferred weight-gradient passes are summed in another order.
             torch.testing.assert_close(tensor, b.weights[name], rtol=1e-9, atol=1e-12)
         assert a.losses == pytest.approx(b.losses, rel=1e-12)

@@ -350,7 +350,7 @@ def test_loop_keeps_the_last_checkpoints_and_falls_back(pool: Pool, tmp_path: Pa
         assert "step-00000006 has no readable" in message
 
 
-def test_what_was_passed_over_takes_nobodys_place(pool: Pool, tmp_path: Path) -> None:
+def test_skipped_checkpoints_do_not_count_as_kept(pool: Pool, tmp_path: Path) -> None:
     """The last one was damaged; counted among those that are kept, it would have cost the one that the run went on
     from."""
     case = CASE.under((1, 1))

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: equal to those it waits for, and never half a checkpoint."""
+"""Checkpoints written while training continues equal those that training waits for, and are never incomplete."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ class Mixed:
 KINDS: dict[str, Any] = {
     "stages and replicas": CASE.under((1, 2)),
     "tied": SINGLE.under((1, 1)),
-    "optimizer below": SINGLE.under((1,), optimizer_offload=1.0),
-    "half of it below, shared": replace(SINGLE, factory=of_many_buckets).under(
+    "optimizer offloaded": SINGLE.under((1,), optimizer_offload=1.0),
+    "half of it offloaded, sharded": replace(SINGLE, factory=of_many_buckets).under(
         (2,), optimizer_offload=0.5
     ),
     "optimizer on the host": SINGLE.under((2,), optimizer_offload=1.0, tier="host"),
     "streamed": SINGLE.under((1, 1), optimizer_offload=1.0, parameter_offload=1.0),
     "sharded": SINGLE.under((2,), shard=True),
     "mixed": Mixed((1, 1), {}),
-    "mixed, below": Mixed((1,), {"optimizer_offload": 1.0}),
+    "mixed, offloaded": Mixed((1,), {"optimizer_offload": 1.0}),
     "mixed, sharded": Mixed((2,), {"shard": True}),
     "accumulating": SINGLE.under((1, 1), microbatch=1),
     "batch norm": pictures("sync", sizes=(8, 8, 8, 8)).under((2,)),
@@ -72,7 +72,7 @@ KINDS: dict[str, Any] = {
 }
 SAMPLED = (
     "stages and replicas",
-    "half of it below, shared",
+    "half of it offloaded, sharded",
     "streamed",
     "mixed, sharded",
     "accumulating",
@@ -156,8 +156,8 @@ def test_the_same_as_one_that_is_waited_for(pool: Pool, tmp_path: Path, kind: st
 
 
 def named_by_one_exchange(folder: Path) -> tuple[list[str], list[int]]:
-    """The checkpoints that a start would find when ranks have told each other once that all is written, and the steps
-    in the index of the last."""
+    """The checkpoints that a start would find when the ranks have exchanged once that everything is written, and the
+    steps in the index of the last."""
     case = CASE.under((1, 2))
     engine = case.engine(folder / "scratch")
     engine.step(case.batches()[0])
@@ -169,17 +169,17 @@ def named_by_one_exchange(folder: Path) -> tuple[list[str], list[int]]:
     engine.saving.pending._save.naming.result(30)
     engine.mesh.barrier()
     found = list_checkpoints(folder)
-    told = [path.name for path in found], [CheckpointReader(path).step for path in found]
+    reported = [path.name for path in found], [CheckpointReader(path).step for path in found]
     engine.mesh.barrier()
     engine.saving.pending.finish()
     engine.close()
-    return told
+    return reported
 
 
 def test_a_checkpoint_counts_from_the_first_exchange_after_its_last_byte(
     pool: Pool, tmp_path: Path
 ) -> None:
-    """Only what is said of it, and the removal of older ones, waits for the next."""
+    """Only its message, and the removal of older checkpoints, wait for the next step."""
     assert pool.run(named_by_one_exchange, 3, tmp_path) == [([checkpoint_name(1)], [1])] * 3
 
 
@@ -187,9 +187,9 @@ def test_a_checkpoint_counts_from_the_first_exchange_after_its_last_byte(
 
 
 def failing_behind(case: Case, folder: Path, how: str, rank: int) -> tuple[list[str], list[str]]:
-    """What each rank is told where ``rank`` cannot write, or writes what is no number, and what is left; the engine
-    goes on."""
-    engine, plain, told = case.engine(folder / "scratch"), writing.write_file, list[str]()
+    """Return the error of each rank if ``rank`` cannot write, or writes NaN, and the files that are left; the engine
+    continues."""
+    engine, plain, reported = case.engine(folder / "scratch"), writing.write_file, list[str]()
     engine.step(case.batches()[0])
     engine.save(folder, STATE)
     engine.step(case.batches()[1])
@@ -208,7 +208,7 @@ def failing_behind(case: Case, folder: Path, how: str, rank: int) -> tuple[list[
         while path is None:
             path = engine.saving.pending.advance(progresses(engine))
     except (CheckpointError, NonFiniteError) as error:
-        told.append(f"{type(error).__name__}: {error}")
+        reported.append(f"{type(error).__name__}: {error}")
     finally:
         writing.write_file = plain
     engine.mesh.barrier()
@@ -219,7 +219,7 @@ def failing_behind(case: Case, folder: Path, how: str, rank: int) -> tuple[list[
         engine.save(folder, STATE)
         assert list_checkpoints(folder)[-1].name == checkpoint_name(2)
     engine.close()
-    return told, left
+    return reported, left
 
 
 @pytest.mark.parametrize(("how", "rank"), [("disk", 0), ("disk", 2), ("nan", 1)])
@@ -227,7 +227,7 @@ def test_all_ranks_learn_what_failed_behind(
     pool: Pool, tmp_path: Path, how: str, rank: int
 ) -> None:
     found = pool.run(failing_behind, 3, CASE.under((1, 2)), tmp_path, how, rank)
-    ((line,),) = {tuple(told) for told, _ in found}
+    ((line,),) = {tuple(reported) for reported, _ in found}
     assert ("No space left on device" if how == "disk" else "holds nan") in line
     assert f"stage-0{min(rank, 1)}" in line or how == "nan"
     assert "\n" not in line
@@ -253,7 +253,7 @@ def test_an_engine_that_is_closed_leaves_no_half_checkpoint(pool: Pool, tmp_path
 
 
 def short_of_memory(folder: Path) -> tuple[bool, int]:
-    """Whether a checkpoint is the same where there is room for one small buffer, and the most that was held."""
+    """Return whether a checkpoint is equal with memory for one small buffer only, and the most bytes held."""
     engine = replace(SINGLE, factory=of_many_buckets).under((1,)).engine(folder)
     engine.step(SINGLE.batches()[0])
     waited = engine.save(folder / "waited", STATE)
@@ -281,7 +281,7 @@ def short_of_memory(folder: Path) -> tuple[bool, int]:
 
 
 def test_little_memory_takes_time_instead(pool: Pool, tmp_path: Path) -> None:
-    """A tensor that is larger than the room is held alone."""
+    """A tensor larger than the free memory is held alone."""
     ((same, most),) = pool.run(short_of_memory, 1, tmp_path)
     assert same
     assert most <= 1024 * 1024 * 4 + 2**16

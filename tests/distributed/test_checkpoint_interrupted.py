@@ -1,4 +1,4 @@
-"""Saving that is killed, or that finds no room: what was saved before stays."""
+"""A save that is killed, or finds the disk full, keeps the previous checkpoint."""
 
 from __future__ import annotations
 
@@ -173,8 +173,8 @@ def test_a_new_save_takes_nothing_from_an_interrupted_one(pool: Pool, tmp_path: 
 
 
 def saved_without_room(folder: Path, limit: int) -> list[str]:
-    """What is said of saves where no file may be longer than ``limit`` bytes, between two that have room."""
-    engine, told = CASE.under((1,)).engine(folder), []
+    """Return the errors of saves in which no file may exceed ``limit`` bytes, between two unlimited saves."""
+    engine, reported = CASE.under((1,)).engine(folder), []
     engine.step(CASE.batches()[0])
     engine.save(folder, STATE)
     engine.step(CASE.batches()[1])
@@ -182,10 +182,10 @@ def saved_without_room(folder: Path, limit: int) -> list[str]:
     try:
         engine.save(folder, STATE)
     except CheckpointError as error:
-        told.append(str(error))
+        reported.append(str(error))
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     engine.save(folder, STATE)
-    return told
+    return reported
 
 
 def test_disk_full(tmp_path: Path) -> None:

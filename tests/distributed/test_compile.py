@@ -44,9 +44,9 @@ def trained(case: Case) -> tuple[Outcome, int]:
     return training(case), dynamo.counters["stats"]["unique_graphs"]
 
 
-BELOW = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
+OFFLOADED = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
 PLANS: list[Any] = [
-    # As with all below the device.
+    # As with everything offloaded.
     pytest.param({"replicas": (1,), "directive": "keep"}, marks=pytest.mark.thorough),
     # As with zb-h1 below, but whole.
     pytest.param(
@@ -69,7 +69,7 @@ PLANS: list[Any] = [
     pytest.param(
         {"replicas": (1, 2), "directive": "recompute", "microbatch": 3}, marks=pytest.mark.thorough
     ),
-    {"replicas": (1,), **BELOW},
+    {"replicas": (1,), **OFFLOADED},
 ]
 
 
@@ -146,7 +146,7 @@ print(before, "torch._dynamo" in sys.modules,
 """
 
 
-def test_the_compiler_is_loaded_only_when_asked_for() -> None:
+def test_the_compiler_is_loaded_only_on_request() -> None:
     """It takes as long as torch itself. A constructor that is recorded, an optimizer that is made and one that steps
     loaded it."""
     found = subprocess.run(

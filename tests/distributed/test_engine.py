@@ -402,9 +402,11 @@ def freezing(case: Case) -> tuple[list[bool], list[float]]:
     return [bias.requires_grad for bias in biases], losses
 
 
-@pytest.mark.parametrize("below", [0.0, 1.0])
-def test_parameters_may_be_frozen_between_steps(pool: Pool, below: float) -> None:
-    for frozen, losses in pool.run(freezing, 2, Case(gpt()).under((1, 1), optimizer_offload=below)):
+@pytest.mark.parametrize("offloaded", [0.0, 1.0])
+def test_parameters_may_be_frozen_between_steps(pool: Pool, offloaded: float) -> None:
+    for frozen, losses in pool.run(
+        freezing, 2, Case(gpt()).under((1, 1), optimizer_offload=offloaded)
+    ):
         assert frozen
         assert not any(frozen)
         assert losses[1] < losses[0]

@@ -1,4 +1,4 @@
-"""What some hosts lack is told apart from what all do, on every rank alike."""
+"""Every rank distinguishes faults of some hosts from faults of all."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def test_whose_error_it_is(pool: Pool) -> None:
 
 
 def meets_head(odd: int) -> tuple[list[str], bool]:
-    """Versions of ``odd`` differ, and the last host is HEAD: whose they are, and whether the others go on."""
+    """Versions of ``odd`` differ, and the last host is HEAD: the unfit hosts, and whether the others continue."""
     found, plain, own = nodes(), preflight.versions, preflight.versions()
-    told = {LEAST: "1", AT_HEAD: str(int(found.rank == 2)), "TORCHELASTIC_MAX_RESTARTS": "1"}
-    os.environ.update(told)
+    environment = {LEAST: "1", AT_HEAD: str(int(found.rank == 2)), "TORCHELASTIC_MAX_RESTARTS": "1"}
+    os.environ.update(environment)
     if found.rank == odd:
         preflight.versions = lambda: {**own, "torch": "2.9.1"}  # type: ignore[assignment]
     try:
@@ -53,12 +53,12 @@ def meets_head(odd: int) -> tuple[list[str], bool]:
         return [*error.why], Elastic.gather(found).goes_on(error.why, found)
     finally:
         preflight.versions = plain
-        for key in told:
+        for key in environment:
             del os.environ[key]
     return [], False
 
 
-def test_whoever_differs_from_head_is_unfit(pool: Pool) -> None:
+def test_a_host_that_differs_from_head_is_unfit(pool: Pool) -> None:
     assert pool.run(meets_head, 3, -1) == [([], False)] * 3
     assert pool.run(meets_head, 3, 0) == [(["host a"], True)] * 3
     assert pool.run(meets_head, 3, 2) == [(["host a"], True)] * 3

@@ -196,9 +196,9 @@ def _gradients(engine: Engine) -> dict[str, Tensor | None]:
     return {name: found.get(name) for name in engine.parameters}
 
 
-def all_of(ways: list[tuple[str, torch.dtype, dict[str, Any]]]) -> list[Found]:
+def all_of(variants: list[tuple[str, torch.dtype, dict[str, Any]]]) -> list[Found]:
     """In one world: making one takes as long as a step."""
-    return [train(*way) for way in ways]
+    return [train(*variant) for variant in variants]
 
 
 def compare(results: list[Found], loss: str, dtype: torch.dtype) -> None:
@@ -241,17 +241,19 @@ ODD: list[dict[str, Any]] = [
 )
 def test_a_gathered_loss_is_that_of_plain_training(pool: Pool, replicas: tuple[int, ...]) -> None:
     plans = [{"replicas": replicas, **each} for each in EASY + ODD]
-    ways = [(loss, torch.float64, plan) for loss in COMPARED for plan in plans]
-    ways = [way for number, way in enumerate(ways) if number % 3 == sum(replicas) % 3]
-    ways += [("similar", torch.float32, plans[0])]
-    for (loss, dtype, _), *results in zip(ways, *pool.run(all_of, sum(replicas), ways)):
+    variants = [(loss, torch.float64, plan) for loss in COMPARED for plan in plans]
+    variants = [
+        variant for number, variant in enumerate(variants) if number % 3 == sum(replicas) % 3
+    ]
+    variants += [("similar", torch.float32, plans[0])]
+    for (loss, dtype, _), *results in zip(variants, *pool.run(all_of, sum(replicas), variants)):
         compare(results, loss, dtype)
 
 
 @pytest.mark.thorough
 def test_a_recorded_model_gathers_its_outputs(pool: Pool) -> None:
-    ways = [("similar", torch.float64, {"replicas": (1, 2), "model": Recorded})]
-    (results,) = zip(*pool.run(all_of, 3, ways))
+    variants = [("similar", torch.float64, {"replicas": (1, 2), "model": Recorded})]
+    (results,) = zip(*pool.run(all_of, 3, variants))
     compare(list(results), "similar", torch.float64)
 
 
@@ -343,7 +345,7 @@ def test_outputs_that_cannot_be_gathered_are_one_line(
 
 
 def test_a_schedule_that_goes_backward_too_soon_is_refused() -> None:
-    with pytest.raises(PlanError, match="1f1b goes backward before all 3 micro-batches of 7 rows"):
+    with pytest.raises(PlanError, match="1f1b runs backward before all 3 micro-batches of 7 rows"):
         engine_of(plain, schedule="1f1b")
     engine = engine_of(plain, schedule="1f1b", microbatch=ROWS)
     assert engine.gradients(rows_of()) > 0

@@ -1,4 +1,5 @@
-"""Masters go on in any number format that has them: the same masters and states, weights rounded from them."""
+"""A run resumes in any number format with the same master weights: equal masters and states, weights rounded from
+them."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tests.held import held
 PLANS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "one rank": ((1,), {}),
     "sharded": ((1, 2), {"shard": True}),
-    "states below": ((1, 1), {"optimizer_offload": 1.0, "tier": "disk"}),
+    "states offloaded": ((1, 1), {"optimizer_offload": 1.0, "tier": "disk"}),
     "streamed": ((1,), STREAMED),
 }
 PAIRS = list(itertools.permutations(FORMATS, 2))
@@ -118,9 +119,9 @@ def refused(precision: PrecisionConfig, folder: Path, loaded: Path) -> str:
 def test_other_masters_are_refused(pool: Pool, tmp_path: Path, before: str, after: str) -> None:
     formats = [PrecisionConfig(parameters=name, compute=name) for name in (before, after)]
     pool.run(taking_over, 1, formats[0], "one rank", tmp_path, None, 1)
-    (said,) = pool.run(refused, 1, formats[1], tmp_path, tmp_path / checkpoint_name(1))
-    assert f"is {before}, and no master of {after}: resume with" in said
-    assert f"precision.parameters={before}" in said
+    (output,) = pool.run(refused, 1, formats[1], tmp_path, tmp_path / checkpoint_name(1))
+    assert f"is {before}, and no master of {after}: resume with" in output
+    assert f"precision.parameters={before}" in output
 
 
 def of_large_weights(folder: Path) -> None:
@@ -131,7 +132,7 @@ def of_large_weights(folder: Path) -> None:
     built.close()
 
 
-def test_what_a_format_has_no_number_for_is_refused(pool: Pool, tmp_path: Path) -> None:
+def test_values_that_a_format_cannot_represent_are_refused(pool: Pool, tmp_path: Path) -> None:
     pool.run(of_large_weights, 1, tmp_path)
-    (said,) = pool.run(refused, 1, FORMATS["fp16"], tmp_path, tmp_path / checkpoint_name(0))
-    assert "head.norm.weight holds 100000, which is too large for fp16" in said
+    (output,) = pool.run(refused, 1, FORMATS["fp16"], tmp_path, tmp_path / checkpoint_name(0))
+    assert "head.norm.weight holds 100000, which is too large for fp16" in output

@@ -1,4 +1,4 @@
-"""Optimizer states below the device: steps on the host, beside the next forward, change nothing but where bytes are."""
+"""Offloaded optimizer states: steps on the host during the next forward change only where the bytes are."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def many_steps(
 
 
 FACTORIES = {"gpt": gpt(), "of_many_buckets": of_many_buckets, "half_frozen": half_frozen}
-TELLING = [("gpt", (2,)), ("of_many_buckets", (1, 2))]  # one rank takes a hundred steps below
+TELLING = [("gpt", (2,)), ("of_many_buckets", (1, 2))]  # one rank takes a hundred offloaded steps
 OTHERS = [
     pair for pair in itertools.product(FACTORIES, [(1,), (2,), (1, 2), (3,)]) if pair not in TELLING
 ]
@@ -56,18 +56,20 @@ OTHERS = [
     [*TELLING, *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in OTHERS)],
     ids=str,
 )
-def test_steps_below_the_device_equal_steps_on_it(
+def test_offloaded_steps_equal_steps_on_the_device(
     pool: Pool, tmp_path: Path, model: str, replicas: tuple[int, ...]
 ) -> None:
     case, world = Case(FACTORIES[model], dtype=torch.float32), sum(replicas)
     for clip in (0.0, LOW):
         expected = pool.run(many_steps, world, case.under(replicas), tmp_path, STEPS, clip)
         for share in (0.5, 1.0):
-            below = case.under(replicas, optimizer_offload=share)
-            found = pool.run(many_steps, world, below, tmp_path, STEPS, clip)
-            for (losses, weights, none), (losses_below, weights_below, _) in zip(expected, found):
-                assert losses_below == losses
-                assert all(torch.equal(weights_below[name], weights[name]) for name in weights)
+            offloaded = case.under(replicas, optimizer_offload=share)
+            found = pool.run(many_steps, world, offloaded, tmp_path, STEPS, clip)
+            for (losses, weights, none), (losses_offloaded, weights_offloaded, _) in zip(
+                expected, found
+            ):
+                assert losses_offloaded == losses
+                assert all(torch.equal(weights_offloaded[name], weights[name]) for name in weights)
                 assert none == 0
             assert sum(stored for _, _, stored in found) > 0
         if len(replicas) == 1:  # shared, not copied: together they hold what one would
@@ -81,9 +83,11 @@ def test_a_hundred_steps_with_clipping_and_accumulation_are_bit_identical(
 ) -> None:
     case = Case(gpt(), dtype=torch.float32)
     (plain,) = pool.run(many_steps, 1, case.under((1,)), tmp_path, 100, 0.5)
-    (below,) = pool.run(many_steps, 1, case.under((1,), optimizer_offload=1.0), tmp_path, 100, 0.5)
-    assert plain[0] == below[0]
-    assert all(torch.equal(below[1][name], weight) for name, weight in plain[1].items())
+    (offloaded,) = pool.run(
+        many_steps, 1, case.under((1,), optimizer_offload=1.0), tmp_path, 100, 0.5
+    )
+    assert plain[0] == offloaded[0]
+    assert all(torch.equal(offloaded[1][name], weight) for name, weight in plain[1].items())
 
 
 @pytest.mark.parametrize("name", ["sgd", "lion"])
@@ -93,10 +97,10 @@ def test_other_optimizers(pool: Pool, tmp_path: Path, name: str) -> None:
         optimizer=OptimizerConfig(name=name, lr=1e-2, clip_norm=1.0),
     )
     plain = pool.run(training, 1, case.under((1,)), tmp_path / "plain", 0, 3, None)
-    below = pool.run(
-        training, 1, case.under((1,), optimizer_offload=1.0), tmp_path / "below", 0, 3, None
+    offloaded = pool.run(
+        training, 1, case.under((1,), optimizer_offload=1.0), tmp_path / "offloaded", 0, 3, None
     )
-    same(below, plain)
+    same(offloaded, plain)
     assert plain[0].losses[-1] != plain[0].losses[0]
 
 
@@ -126,7 +130,7 @@ def test_a_checkpoint_does_not_know_where_states_were(
         assert all(torch.equal(other.weights[name], weight) for name, weight in one.weights.items())
 
 
-def poisoned_below(case: Case, folder: Path) -> tuple[bool, float, float, list[str]]:
+def poisoned_on_the_host(case: Case, folder: Path) -> tuple[bool, float, float, list[str]]:
     """Whether a step on NaN changed anything; evaluation while a step is under way and after it; threads left."""
     engine = case.engine(folder)
     engine.step(make_batch(8, 0))
@@ -156,7 +160,7 @@ def test_nan_updates_nothing_and_evaluation_sees_the_new_weights(
     pool: Pool, tmp_path: Path
 ) -> None:
     case = Case(gpt(), loss=poisoned).under((1,), optimizer_offload=1.0)
-    ((changed, at_once, later, threads),) = pool.run(poisoned_below, 1, case, tmp_path)
+    ((changed, at_once, later, threads),) = pool.run(poisoned_on_the_host, 1, case, tmp_path)
     assert not changed
     assert at_once == later
     assert not threads

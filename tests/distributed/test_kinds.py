@@ -127,7 +127,7 @@ def wide() -> nn.Module:
 
 
 def test_a_slice_of_a_batch_moves_alone(tmp_path: Path) -> None:
-    """Half of a batch took the whole batch's memory with it, for which there was no room."""
+    """A slice of a batch once kept the memory of the whole batch, which did not fit."""
     chain = describe(wide, seed=3, dtype=torch.float64)
     plan = make_plan(chain, directive="offload", microbatch=4, swap_limit=4 * 512 * 8 + 4096)
     engine = Engine.build(

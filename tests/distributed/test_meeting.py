@@ -1,4 +1,4 @@
-"""Ranks that are started again meet in a store that has all that those before them said."""
+"""Restarted ranks join in a store that still has the entries of their predecessors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SECONDS = 60.0
 LATE_SECONDS = 1.0
 
 
-def rank(connection: Connection, number: int, told: int, variables: dict[str, str]) -> None:
-    """What the ranks told, summed up by torch; or why they have not met."""
+def rank(connection: Connection, number: int, counted: int, variables: dict[str, str]) -> None:
+    """Return the sum of the ranks' numbers by torch, or why the ranks have not joined."""
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "RANK": str(number),
@@ -35,23 +35,23 @@ def rank(connection: Connection, number: int, told: int, variables: dict[str, st
     except ParallaxError as error:
         connection.send(str(error))
         return
-    sum_of_all = torch.tensor(told)
+    sum_of_all = torch.tensor(counted)
     dist.all_reduce(sum_of_all)
     connection.send(int(sum_of_all))
     connection.recv()  # until it is killed
 
 
 def answers(
-    told: int, port: int, size: int = 2, late: int | None = None, **variables: str
+    counted: int, port: int, size: int = 2, late: int | None = None, **variables: str
 ) -> set[Any]:
-    """Of all ranks, before they are killed; ``late`` comes when the others have had time to go on without it."""
+    """Of all ranks, before they are killed; ``late`` joins when the others have had time to continue without it."""
     where = {"MASTER_PORT": str(port), "WORLD_SIZE": str(size), **variables}
     with ExitStack() as stack:
         ranks = []
         for number in sorted(range(size), key=lambda number: number == late):
             if number == late:
                 time.sleep(LATE_SECONDS)
-            ranks.append(stack.enter_context(running(rank, number, told, where)))
+            ranks.append(stack.enter_context(running(rank, number, counted, where)))
         return {each.recv() for each in ranks if each.poll(SECONDS)}
 
 
@@ -69,10 +69,10 @@ def test_ranks_meet_again(before: int, count: str, late: int) -> None:
         assert again == {20}
 
 
-def test_who_asked_before_there_was_a_rank_0_and_died_is_not_waited_for() -> None:
+def test_a_dead_rank_that_joined_before_rank_0_is_not_waited_for() -> None:
     """The next to come as rank 1 is another."""
     with agents_store() as port:
         where = {"MASTER_PORT": str(port), "WORLD_SIZE": "2", "PARALLAX_JOIN_SECONDS": "1"}
         with running(rank, 1, 1, where) as gone:
-            assert f"rank 0 of 2 has not come to 127.0.0.1:{port} within 1 s" in gone.recv()
+            assert f"rank 0 of 2 has not joined at 127.0.0.1:{port} within 1 s" in gone.recv()
         assert answers(10, port) == {20}

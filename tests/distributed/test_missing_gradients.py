@@ -134,9 +134,9 @@ def test_a_gradient_that_only_some_rows_have(
 
 
 @pytest.mark.parametrize("replicas", [(2,), (2, 3)], ids=str)
-def test_a_gradient_below_the_device_that_only_some_rows_have(
+def test_an_offloaded_gradient_that_only_some_rows_have(
     pool: Pool, replicas: tuple[int, ...]
 ) -> None:
-    below = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
-    case = Case(ignored_by_some_rows).under(replicas, microbatch=3, **below)
+    offloaded = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
+    case = Case(ignored_by_some_rows).under(replicas, microbatch=3, **offloaded)
     compare(pool.run(training, case.world, case), plain_training(case), 1e-9)

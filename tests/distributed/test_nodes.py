@@ -1,4 +1,4 @@
-"""Several hosts as one, with processes of this one that are told to be on others, each in a folder of its own."""
+"""Several hosts as one, simulated by processes of this host, each in a folder of its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from parallax.errors import CheckpointError, ConfigError
 from parallax.machine.local import ClusterConfig
 from parallax.machine.probes import ALONE
 from parallax.nodes import links
-from parallax.nodes.places import Nodes, find_sites
+from parallax.nodes.places import Nodes, find_directory_groups
 from parallax.nodes.together import all_gather_result, broadcast_result
 from parallax.run.nodes import _between
 from parallax.run.processes import together
@@ -65,19 +65,19 @@ def gathered() -> tuple[Any, ...]:
     return nodes.names, nodes.of, nodes.mine, nodes.local_count, nodes.leads
 
 
-def sites(directory: Path) -> tuple[bool, bool, bool]:
-    found = find_sites(directory, Nodes.gather())
+def groups(directory: Path) -> tuple[bool, bool, bool]:
+    found = find_directory_groups(directory, Nodes.gather())
     assert directory.is_dir()
     dist.barrier()  # each takes its mark away
     assert not list(directory.iterdir())
-    return found.shared, found.leads, found.at_first
+    return found.shared, found.leads, found.sees_rank_0
 
 
 def unwritable(directory: Path) -> str:
     if dist.get_rank() == 1:
         directory.parent.write_text("no folder")
     try:
-        find_sites(directory, Nodes.gather())
+        find_directory_groups(directory, Nodes.gather())
     except ConfigError as error:
         return str(error)
     return ""
@@ -88,14 +88,14 @@ def refusing() -> tuple[str, str]:
         if dist.get_rank() == 1:
             raise ConfigError("of rank 1")
 
-    told = []
+    reported = []
     for call in (lambda: all_gather_result(second), lambda: broadcast_result(second)):
         try:
             call()
-            told.append("")
+            reported.append("")
         except ConfigError as error:
-            told.append(str(error))
-    return told[0], told[1]
+            reported.append(str(error))
+    return reported[0], reported[1]
 
 
 def probed() -> tuple[float, float, float, bool]:
@@ -103,14 +103,19 @@ def probed() -> tuple[float, float, float, bool]:
     with mock.patch.object(links, "_LONG_SECONDS", 0.002):
         first = links.probe_links(nodes, cpu)
         again = links.probe_links(nodes, cpu)
-    return first.link.bytes_per_second, first.link.latency_seconds, first.ways, again == first
+    return (
+        first.link.bytes_per_second,
+        first.link.latency_seconds,
+        first.full_speed_ranks,
+        again == first,
+    )
 
 
 def timed_before_anything_came() -> bool:
     """Whether the first message between two ranks is one that is timed."""
     early = []
 
-    class Way(links._Way):
+    class Connection(links._Connection):
         carried = False
 
         def rate(self, latency: float, *, down: bool = False) -> float:
@@ -121,7 +126,10 @@ def timed_before_anything_came() -> bool:
             super()._carry(tensor, sends=sends)
             self.carried = True
 
-    with mock.patch.object(links, "_Way", Way), mock.patch.object(links, "_LONG_SECONDS", 0.002):
+    with (
+        mock.patch.object(links, "_Connection", Connection),
+        mock.patch.object(links, "_LONG_SECONDS", 0.002),
+    ):
         links.probe_links(Nodes.gather(), torch.device("cpu"), fresh=True)
     assert early
     return any(early)
@@ -177,7 +185,7 @@ def joined(kinds: list[str]) -> Any:
 
 def between(link: str) -> tuple[float, float, float]:
     found = _between(ClusterConfig(link=link), Nodes.gather())
-    return found.link.bytes_per_second, found.link.latency_seconds, found.ways
+    return found.link.bytes_per_second, found.link.latency_seconds, found.full_speed_ranks
 
 
 # ---- tests
@@ -194,11 +202,11 @@ def test_ranks_that_follow_each_other_on_a_host_are_a_node(pool: Pool, tmp_path:
 
 
 def test_a_directory_is_shared_where_all_see_the_same_file(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(there, 2, ["x", "y"], tmp_path, sites, tmp_path / "shared") == [
+    assert pool.run(there, 2, ["x", "y"], tmp_path, groups, tmp_path / "shared") == [
         (True, True, True),
         (True, False, True),
     ]
-    assert pool.run(there, 3, ["x", "y", "y"], tmp_path, sites, Path("own")) == [
+    assert pool.run(there, 3, ["x", "y", "y"], tmp_path, groups, Path("own")) == [
         (False, True, True),
         (False, True, False),
         (False, False, False),
@@ -206,9 +214,9 @@ def test_a_directory_is_shared_where_all_see_the_same_file(pool: Pool, tmp_path:
 
 
 def test_a_node_that_cannot_write_is_named_on_all(pool: Pool, tmp_path: Path) -> None:
-    told = pool.run(there, 2, ["x", "y"], tmp_path, unwritable, Path("runs/one"))
-    assert told[0] == told[1]
-    assert told[0].startswith("cannot write runs/one on node")
+    reported = pool.run(there, 2, ["x", "y"], tmp_path, unwritable, Path("runs/one"))
+    assert reported[0] == reported[1]
+    assert reported[0].startswith("cannot write runs/one on node")
 
 
 def test_the_error_of_one_is_that_of_all(pool: Pool) -> None:
@@ -218,10 +226,10 @@ def test_the_error_of_one_is_that_of_all(pool: Pool) -> None:
 def test_links_are_measured_once(pool: Pool, tmp_path: Path) -> None:
     found = pool.run(there, 4, ["x", "x", "y", "y"], tmp_path, probed)
     assert len(set(found)) == 1
-    rate, latency, ways, kept = found[0]
+    rate, latency, full_speed_ranks, kept = found[0]
     assert 1e6 < rate < 1e12
     assert 0 < latency < 1
-    assert ways == 0 or 1 <= ways <= 2
+    assert full_speed_ranks == 0 or 1 <= full_speed_ranks <= 2
     assert kept
     assert len(list((tmp_path / "cache").rglob("link-*.json"))) == 1
 
@@ -243,13 +251,13 @@ def test_neighbours_are_measured_without_a_node_in_two_pairs(count: int) -> None
     assert sum(map(len, rounds)) == len(pairs)
 
 
-def test_clocks_are_told_apart(pool: Pool, tmp_path: Path) -> None:
+def test_clock_offsets_between_nodes_are_measured(pool: Pool, tmp_path: Path) -> None:
     found = pool.run(there, 3, ["x", "y", "y"], tmp_path, offset, 1000.0)
     assert found[0] == 0
     assert found[1] == found[2] == pytest.approx(-1000, abs=0.1)
 
 
-def test_checkpoints_lie_on_the_nodes_and_go_on_on_others(pool: Pool, tmp_path: Path) -> None:
+def test_checkpoints_on_nodes_resume_on_other_nodes(pool: Pool, tmp_path: Path) -> None:
     """Stages that share a parameter, and replicas that have theirs on another node, need what others have saved."""
     hosts = ["x", "x", "y"]
     pool.run(there, 3, hosts, tmp_path, trained, tmp_path, 0, 2)

@@ -41,7 +41,7 @@ def batches() -> list[TensorRows]:
 
 
 def skipping(case: Case, given: bool) -> tuple[Weights, list[StepResult], float]:
-    """Training in which one step's batch is bad, or is not ``given`` at all; the weights, what was said, and the loss
+    """Training in which one step's batch is bad, or is not ``given`` at all; the weights, the messages, and the loss
     of an evaluation."""
     with tempfile.TemporaryDirectory() as folder:
         engine = case.engine(folder)
@@ -83,8 +83,8 @@ def test_a_skipped_step_is_as_if_it_had_not_been(
         assert [result.skipped_steps for result in results] == [0, 1, 1, 1]
         assert [bool(result.trouble) for result in results] == [False, True, False, False]
         rows = f"row {ROW}" if replicas[-1] == 2 else "rows 4 to 5"
-        said = f"the loss becomes nan on the last stage, from {rows} of the batch (micro-batch 2)"
-        assert said in results[BAD].trouble
+        output = f"the loss becomes nan on the last stage, from {rows} of the batch (micro-batch 2)"
+        assert output in results[BAD].trouble
         for name, weight in weights.items():
             assert torch.equal(weight, others[name])
             assert torch.allclose(weight, expected[name], rtol=1e-8, atol=1e-12)
@@ -150,7 +150,7 @@ def test_gradients_that_are_none_where_the_loss_is_one() -> None:
     )
 
 
-def test_inputs_that_are_none_are_said_and_statistics_stay() -> None:
+def test_nan_inputs_are_named_and_statistics_stay() -> None:
     """A NaN in running statistics would stay for ever."""
     trained = engine(normed, 1)
     before = {name: tensor.detach().clone() for name, tensor in trained.parameters.items()}

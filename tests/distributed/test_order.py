@@ -28,7 +28,7 @@ SEEN: list[str] = []  # cells of a picture: F, B or W and the number of the micr
 
 
 class _Gradient(Tensor):
-    """A weight's gradient, which is told of each product that is added by a weight half."""
+    """A weight's gradient that records each product added by a weight-gradient pass."""
 
     letter: str
 

@@ -100,7 +100,7 @@ def same(one: Outcome, other: Outcome) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "fp16",  # has masters, and a loss scale; bf16 is streamed below, and under autocast in test_engine.py
+        "fp16",  # with masters and a loss scale; test_engine.py has bf16, with offloaded parameters and autocast
         *(
             pytest.param(name, marks=pytest.mark.thorough)
             for name in ("fp32", "bf16", "bf16 autocast", "fp16 autocast", "tf32")

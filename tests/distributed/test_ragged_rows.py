@@ -134,7 +134,7 @@ def test_rows_of_two_sizes_do_not_meet(pool: Pool) -> None:
         pool.run(train, 3, (2, 1), False)
 
 
-def test_a_nested_tensor_does_not_cross_a_cut() -> None:
+def test_a_nested_tensor_does_not_cross_a_boundary() -> None:
     nested = torch.nested.nested_tensor_from_jagged(torch.zeros(3, WIDTH), torch.tensor([0, 1, 3]))
     with pytest.raises(TransportError, match="a block returned a nested tensor") as caught:
         lay_out(spec_of([nested]))

@@ -1,4 +1,4 @@
-"""The master property on models that nobody wrote: random graphs under random plans equal the plain model."""
+"""Random graphs under random plans equal the plain model."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_a_replica_without_rows_sums_gradients_where_they_lie(pool: Pool) -> Non
     assert pool.run(copied_buckets, case.world, case) == [0, 0]
 
 
-def test_short_gradients_of_parameters_below_the_device(pool: Pool) -> None:
+def test_short_gradients_of_offloaded_parameters(pool: Pool) -> None:
     options = {"replicas": (2,), "parameter_offload": 1.0, "optimizer_offload": 1.0, "tier": "disk"}
     case = Case(gpt(tied=False), dtype=torch.float32, sizes=(8,), options=options)
     exact = pool.run(gradients, 2, case)

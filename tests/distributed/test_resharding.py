@@ -87,7 +87,7 @@ class Kind:
         return sum(self.replicas)
 
 
-def below(share: float, tier: str, streamed: float = 0.0) -> dict[str, Any]:
+def offloaded(share: float, tier: str, streamed: float = 0.0) -> dict[str, Any]:
     return {"optimizer_offload": share, "parameter_offload": streamed, "tier": tier}
 
 
@@ -102,10 +102,10 @@ KINDS = {
     "interleaved": Kind((1, 1), {"schedule": "interleaved", "interleave": 2}),
     "split backward": Kind((2, 1), {"schedule": "zb-h1"}),
     "V": Kind((1, 1), {"schedule": "zb-v", "interleave": 2}),
-    "states on the host": Kind((1, 1), below(1.0, "host")),
-    "states on disk, shared": Kind((2,), below(0.5, "disk")),
-    "streamed": Kind((1, 1), below(1.0, "disk", 1.0), tied=False),
-    "streamed to replicas": Kind((2,), below(1.0, "host", 0.5), tied=False),
+    "states on the host": Kind((1, 1), offloaded(1.0, "host")),
+    "states on disk, shared": Kind((2,), offloaded(0.5, "disk")),
+    "streamed": Kind((1, 1), offloaded(1.0, "disk", 1.0), tied=False),
+    "streamed to replicas": Kind((2,), offloaded(1.0, "host", 0.5), tied=False),
 }
 OPTIMIZERS = {
     "adamw": OptimizerConfig(lr=3e-3, warmup_steps=2, clip_norm=0.5),
@@ -226,7 +226,7 @@ def table(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Table:
         for pair in itertools.product(KINDS, KINDS)
     ],
 )
-def test_any_plan_goes_on_from_any_other(
+def test_any_plan_resumes_from_any_other(
     table: Table, before: str, after: str, optimizer: str
 ) -> None:
     tied = KINDS[before].tied and KINDS[after].tied

@@ -73,17 +73,17 @@ def trained(kind: str, replicas: tuple[int, ...]) -> tuple[str, int, list[float]
     chain = describe(lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, COUNT)))
     plan = make_plan(chain, replicas=replicas, global_batch=ROWS)
     engine = Engine.build(chain, plan, loss=nn.functional.cross_entropy)
-    said, before = "", []
+    output, before = "", []
     try:
         for batch in batches(kind, dist.get_rank()):
             before = [each.detach().clone() for each in engine.parameters.values()]
             engine.step(batch)
     except DataError as error:
-        said = str(error)
+        output = str(error)
     moved = [float((new - old).abs().max()) for new, old in zip(engine.parameters.values(), before)]
     done = engine.completed_steps
     engine.close()
-    return said, done, moved
+    return output, done, moved
 
 
 @pytest.mark.sampled
@@ -103,16 +103,16 @@ def trained(kind: str, replicas: tuple[int, ...]) -> tuple[str, int, list[float]
 def test_ranks_with_other_rows_are_named_before_an_update(
     pool: Pool, replicas: tuple[int, ...], kind: str, ranks: str, parts: str, done: int
 ) -> None:
-    for said, steps, moved in pool.run(trained, 3, kind, replicas):
-        assert said.startswith(
+    for output, steps, moved in pool.run(trained, 3, kind, replicas):
+        assert output.startswith(
             f"{ranks} other {parts} than the other ranks in the batch of step {done}: "
         )
-        assert "random.Random(0)" in said
+        assert "random.Random(0)" in output
         assert steps == done
         assert max(moved) == 0
 
 
 @pytest.mark.parametrize("kind", ["equal", "random rows"])
 def test_equal_rows_and_rows_that_are_random_each_time_train(pool: Pool, kind: str) -> None:
-    for said, steps, _ in pool.run(trained, 3, kind, (1, 2)):
-        assert (said, steps) == ("", 3)
+    for output, steps, _ in pool.run(trained, 3, kind, (1, 2)):
+        assert (output, steps) == ("", 3)

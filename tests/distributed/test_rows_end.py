@@ -94,15 +94,15 @@ def trained(
     usual = {"steps": 6, "global_batch": ROWS, "eval_every": 0, "checkpoint_every": 0}
     source = Source(counts.get(rank, counts[0]), ENDS[end])
     logger = LoggerConfig(tensorboard=False, events=False)
-    summary, said = None, ""
+    summary, output = None, ""
     try:
         trainer = TrainerConfig(**{**usual, **options})  # type: ignore[arg-type]
         summary = train(engine, source, trainer, logger, folder, tokens_per_row=1)
     except DataError as error:
-        said = str(error)
+        output = str(error)
     finally:
         engine.close()
-    return summary, said, [each.name for each in list_checkpoints(folder / "checkpoints")]
+    return summary, output, [each.name for each in list_checkpoints(folder / "checkpoints")]
 
 
 @pytest.mark.sampled
@@ -112,8 +112,8 @@ def trained(
 def test_a_run_whose_rows_end_is_saved_and_evaluated(
     pool: Pool, tmp_path: Path, world: int, end: str, options: dict[str, Any]
 ) -> None:
-    for summary, said, saved in pool.run(trained, world, tmp_path, {0: 3}, end, options):
-        assert said == ""
+    for summary, output, saved in pool.run(trained, world, tmp_path, {0: 3}, end, options):
+        assert output == ""
         assert (summary["ended"], summary["steps"], summary["stopped"]) == ("rows", 3, 0)
         assert saved == ["step-00000003"]
     metrics = read_metrics(tmp_path / "metrics.jsonl")
@@ -121,10 +121,10 @@ def test_a_run_whose_rows_end_is_saved_and_evaluated(
     assert [each["step"] for each in metrics if "validation_loss" in each] == [3]
     assert json.loads((tmp_path / "summary.json").read_text())["ended"] == "rows"
     # The same command again takes no step twice, and ends in the same way.
-    for summary, said, saved in pool.run(trained, world, tmp_path, {0: 3}, end, options):
-        assert (said, summary["ended"], summary["steps"]) == ("", "rows", 3)
+    for summary, output, saved in pool.run(trained, world, tmp_path, {0: 3}, end, options):
+        assert (output, summary["ended"], summary["steps"]) == ("", "rows", 3)
         assert saved == ["step-00000003"]
-    # With more rows it goes on.
+    # With more rows the run continues.
     for summary, _, saved in pool.run(trained, world, tmp_path, {0: 9}, end, options):
         assert (summary["ended"], summary["steps"]) == ("steps", 6)
         assert saved[-1] == "step-00000006"
@@ -160,9 +160,9 @@ def test_rows_that_must_not_end_here_are_one_line(
     saves: bool,
 ) -> None:
     """Where only some ranks have rows nothing is saved: the state of the source would be a batch ahead."""
-    for _, said, saved in pool.run(trained, 2, tmp_path, counts, end, options):
-        assert expected in said
-        assert "\n" not in said
+    for _, output, saved in pool.run(trained, 2, tmp_path, counts, end, options):
+        assert expected in output
+        assert "\n" not in output
         assert saved == (["step-00000002"] if saves else [])
 
 

@@ -33,7 +33,7 @@ def eager(pipeline_ranks: int, pipeline_rank: int, micro_batches: int) -> list[A
 
 
 def weights_last(pipeline_ranks: int, pipeline_rank: int, micro_batches: int) -> list[Action]:
-    """1F1B of input halves, then all weight halves, the latest first."""
+    """1F1B of input-gradient passes, then all weight-gradient passes, the latest first."""
     listed = []
     for turn in range(micro_batches + pipeline_ranks - pipeline_rank - 1):
         if turn < micro_batches:

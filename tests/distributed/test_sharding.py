@@ -30,7 +30,7 @@ class Setting:
 
     config: OptimizerConfig
     dtype: torch.dtype = torch.float32
-    below: float = 0.0
+    offloaded: float = 0.0
     scale: float = 1.0
     bucket_bytes: int = 3000
 
@@ -85,11 +85,11 @@ def stepping(setting: Setting, first: int, last: int, saved: Saved | None, shard
         parameters,
         setting.config,
         torch.device("cpu"),
-        offload=setting.below,
+        offload=setting.offloaded,
         always_offloaded=(),
         copies=CpuCopies(),
         open_store=lambda needed, places: None,
-        share=partial(deal, dist.new_group(ranks)) if setting.below else None,
+        share=partial(deal, dist.new_group(ranks)) if setting.offloaded else None,
         streamed=ResidentParameters(),
         shard=spread,
     )
@@ -124,7 +124,7 @@ def stepping(setting: Setting, first: int, last: int, saved: Saved | None, shard
 
 
 def collected(outcomes: Sequence[Outcome]) -> Saved:
-    """As a checkpoint has it: the first replica's weights, and states from whoever knows them."""
+    """As a checkpoint has it: the first replica's weights, and each state from the replica that holds it."""
     found: Saved = []
     for index, weight in enumerate(outcomes[0].weights):
         writers = [o for replica, o in enumerate(outcomes) if replica == 0 or o.alone[index]]
@@ -165,9 +165,15 @@ def test_shared_steps_are_those_of_one(
 ) -> None:
     setting = Setting(OPTIMIZERS[name], dtype)
     (plain,) = pool.run(stepping, 1, setting, 0, STEPS, None, False)
-    for below, scale in ((0.0, 1.0), (0.0, 2.0**16), (0.5, 2.0**16)):
+    for offloaded, scale in ((0.0, 1.0), (0.0, 2.0**16), (0.5, 2.0**16)):
         found = pool.run(
-            stepping, replicas, replace(setting, below=below, scale=scale), 0, STEPS, None, True
+            stepping,
+            replicas,
+            replace(setting, offloaded=offloaded, scale=scale),
+            0,
+            STEPS,
+            None,
+            True,
         )
         assert all(
             torch.equal(a, b)
@@ -214,7 +220,7 @@ def test_what_is_new_is_sent_once_for_each_owner(pool: Pool) -> None:
     ],
     ids=str,
 )
-def test_a_checkpoint_does_not_know_who_had_the_states(
+def test_a_checkpoint_does_not_depend_on_the_holder_of_states(
     pool: Pool, before: int, after: int, dtype: torch.dtype
 ) -> None:
     setting = Setting(OPTIMIZERS["adamw"], dtype)

@@ -29,7 +29,7 @@ Job = Callable[[Contact, Connection], Any]
 
 @pytest.fixture(autouse=True)
 def timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not noticed until then is told in other words: that a peer did not answer."""
+    """A fault that is noticed only then has another message: that a peer did not answer."""
     monkeypatch.setattr(mesh, "TIMEOUT", timedelta(seconds=20))
 
 

@@ -1,5 +1,5 @@
-"""A block that raises in the middle of a step: its rank says where, the others go on as soon as that rank gives up,
-and the same processes can start anew."""
+"""A block that raises in the middle of a step: its rank reports it, the others continue as soon as that rank gives up,
+and the same processes can restart."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ FAULTS = [
         for rank in range(RANKS)
     ],  # each on one rank, the next one on another
 )
-def test_error_is_told_where_it_is_and_the_others_lose_their_peer(
+def test_an_error_is_reported_on_its_rank_and_others_lose_their_peer(
     pool: Pool, schedule: str, directive: str, where: str, faulty: int
 ) -> None:
     results = pool.run(one_step, RANKS, schedule, directive, where, faulty)

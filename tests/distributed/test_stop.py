@@ -46,10 +46,10 @@ class SameRows:
 
 
 class Full:
-    """What somebody may add: one rank finds after its ``after``-th step, or the first judges at the second checkpoint,
-    that there is no more room."""
+    """A reason of the user's own: one rank finds after its ``after``-th step, or the first at the second checkpoint,
+    that the disk is full."""
 
-    name, judges, ends, then = "full", True, True, "make room"
+    name, at_checkpoints, ends, then = "full", True, True, "free space"
 
     def __init__(self, rank: int, after: int) -> None:
         self.rank, self.after, self.steps, self.saved = rank, after, 0, 0
@@ -60,12 +60,12 @@ class Full:
             28 + self.rank if self.after and self.steps == self.after + 1 else 0
         )  # once before the first step
 
-    def judged(self) -> str:
+    def verdict(self) -> str:
         self.saved += 1
         return "the disk is nearly full" if self.saved == 2 and self.rank == 0 else ""
 
-    def facts(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:
-        return {"full": [agreed.number, agreed.words, ended]}
+    def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:
+        return {"full": [agreed.number, agreed.message, ended]}
 
 
 def an_engine(folder: Path) -> Engine:
@@ -121,7 +121,7 @@ def test_a_reason_more_ends_all_ranks_after_the_same_step(
 
 
 class Counted(SameRows):
-    """Rows that say which they are; the state that it gives is the one that it goes on with."""
+    """Rows that contain their index; the source resumes from the state that it returns."""
 
     def __init__(self) -> None:
         self.state = {"taken": 0}
@@ -154,25 +154,29 @@ class Asked(NoWatchdog):
 Ended = tuple[list[dict[str, Any]], dict[str, Tensor], list[tuple[int, dict[str, Any]]]]
 
 
-def in_parts(folder: Path, every: int, asked: bool) -> Ended:
-    """The summaries of a run that one rank is asked to end, and that goes on; its weights; what the checkpoints said
-    that were there in between."""
+def in_parts(folder: Path, every: int, requested: bool) -> Ended:
+    """The summaries of a run that one rank is asked to end, and that resumes; its weights; the contents of the
+    checkpoints that were there in between."""
     summaries, between = [], []
-    for ask in (asked, False):
+    for ask in (requested, False):
         engine, source = an_engine(folder), Counted()
         watchdog = Asked(source) if ask and engine.mesh.rank == 1 else NoWatchdog()
         trainer = TrainerConfig(
             steps=STEPS, global_batch=4, eval_every=0, eval_batches=1, checkpoint_every=every
         )
         logger = LoggerConfig(tensorboard=False, events=False)
-        told = train(engine, source, trainer, logger, folder, tokens_per_row=1, watchdog=watchdog)
-        summaries.append(told)
+        reported = train(
+            engine, source, trainer, logger, folder, tokens_per_row=1, watchdog=watchdog
+        )
+        summaries.append(reported)
         weights = {name: tensor.detach().clone() for name, tensor in engine.parameters.items()}
         engine.close()
-        for path in list_checkpoints(folder / "checkpoints") if ask == asked and asked else ():
+        for path in (
+            list_checkpoints(folder / "checkpoints") if ask == requested and requested else ()
+        ):
             index = json.loads((path / "checkpoint.json").read_text())
             between.append((step_of(path), index))
-        if not asked:
+        if not requested:
             break
     return summaries, weights, between
 
@@ -200,14 +204,14 @@ def extended(folder: Path) -> tuple[str, int]:
         engine, source = an_engine(folder), Counted()
         trainer = TrainerConfig(steps=steps, global_batch=4, eval_batches=1)
         logger = LoggerConfig(tensorboard=False, events=False)
-        asked = Asked(source)
-        train(engine, source, trainer, logger, folder, tokens_per_row=1, watchdog=asked)
+        requested = Asked(source)
+        train(engine, source, trainer, logger, folder, tokens_per_row=1, watchdog=requested)
         engine.close()
         torch.distributed.barrier()
     summary = json.loads((folder / "summary.json").read_text())
     return summary["ended"], summary["steps"]
 
 
-def test_a_request_in_the_first_step_of_a_start_is_told(pool: Pool, tmp_path: Path) -> None:
+def test_a_request_in_the_first_step_of_a_start_is_reported(pool: Pool, tmp_path: Path) -> None:
     """Who goes by the summary queues the run again."""
     assert pool.run(extended, 2, tmp_path) == [("stopped", 3)] * 2

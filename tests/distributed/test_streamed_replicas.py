@@ -1,4 +1,4 @@
-"""Gradients of parameters below the device, summed over replicas in buckets while the last backward runs."""
+"""Gradients of offloaded parameters, summed over replicas in buckets while the last backward runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_engine import Case, Outcome, close, make_batch
 from tests.distributed.test_engine import training as train
 
-BELOW = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
+OFFLOADED = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
 WIDE = 1100  # a matrix of fp32 fills more than one bucket
 
 
@@ -51,7 +51,7 @@ def odd(rank: int) -> bool:
 
 @dataclass
 class Found:
-    """``during``: what was done when each all-reduce of gradients below began, in the second step and in the third."""
+    """``during``: the action in which each all-reduce of offloaded gradients began, in the second and third step."""
 
     gradients: dict[str, Tensor]
     during: list[list[Kind]]
@@ -90,10 +90,11 @@ def summing(case: Case, late: bool = False) -> Found:
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 def test_sums_are_those_of_gradients_on_the_device(pool: Pool, late: bool) -> None:
-    """They came one by one, after the backward. Where others are late, gradients go below and come again."""
+    """If other ranks are late, gradients are offloaded and fetched again. (They were once summed one by one, after the
+    backward.)"""
     case = Case(wide, dtype=torch.float32, sizes=(8,))
     expected = pool.run(summing, 2, case.under((2,)))
-    job = case.under((2,), **BELOW)
+    job = case.under((2,), **OFFLOADED)
     for found, other in zip(pool.run(summing, 2, job, late), expected):
         assert found.gradients.keys() == other.gradients.keys()
         assert all(torch.equal(found.gradients[n], g) for n, g in other.gradients.items())
@@ -105,7 +106,7 @@ def test_sums_are_those_of_gradients_on_the_device(pool: Pool, late: bool) -> No
 
 def test_larger_buckets_are_fewer(pool: Pool) -> None:
     case = Case(wide, dtype=torch.float32, sizes=(8,))
-    job = case.under((2,), **BELOW, bucket_bytes=64 * 2**20)
+    job = case.under((2,), **OFFLOADED, bucket_bytes=64 * 2**20)
     assert [found.reduced for found in pool.run(summing, 2, job)] == [1, 1]
 
 
@@ -116,7 +117,7 @@ def test_what_some_or_no_replicas_have_used(pool: Pool, compress: str) -> None:
     case = replace(case, together=replace(case.together, compress=compress))
     expected = pool.run(summing, 2, case.under((2,), microbatch=2))
     for found, other in zip(
-        pool.run(summing, 2, case.under((2,), **BELOW, microbatch=2)), expected
+        pool.run(summing, 2, case.under((2,), **OFFLOADED, microbatch=2)), expected
     ):
         assert found.gradients.keys() == other.gradients.keys()
         assert not any("never" in name for name in found.gradients)
@@ -129,7 +130,7 @@ def test_what_some_or_no_replicas_have_used(pool: Pool, compress: str) -> None:
 def test_training_is_that_of_weights_on_the_device(pool: Pool) -> None:
     case = Case(sometimes, dtype=torch.float32, sizes=(8, 3, 8, 1))
     expected: list[Outcome] = pool.run(train, 2, case.under((2,)))
-    for found, other in zip(pool.run(train, 2, case.under((2,), **BELOW)), expected):
+    for found, other in zip(pool.run(train, 2, case.under((2,), **OFFLOADED)), expected):
         pairs = [*zip(found.losses, other.losses), *zip(found.norms, other.norms)]
         assert all(close(*pair, 1e-5) for pair in pairs), pairs
 
@@ -183,7 +184,7 @@ def after_a_failure(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def test_a_step_that_failed_leaves_nothing_behind(pool: Pool) -> None:
-    case = Case(breaking, dtype=torch.float32, sizes=(8,)).under((2,), **BELOW, microbatch=8)
+    case = Case(breaking, dtype=torch.float32, sizes=(8,)).under((2,), **OFFLOADED, microbatch=8)
     for before, after in pool.run(after_a_failure, 2, case):
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], gradient) for name, gradient in after.items())

@@ -1,4 +1,4 @@
-"""Parameters below the device: blocks visit it one after another, and nothing else changes."""
+"""Offloaded parameters: blocks are fetched one after another, and results do not change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.distributed.test_checkpoint import CASE, training
 from tests.distributed.test_engine import Case, gpt, half_frozen, make_batch, with_buffers
 
 UNTIED = gpt(tied=False)
-BELOW = {"optimizer_offload": 1.0, "parameter_offload": 1.0}
+OFFLOADED = {"optimizer_offload": 1.0, "parameter_offload": 1.0}
 
 
 def gradients_of(case: Case, folder: Path, batch: int) -> tuple[float, dict[str, Tensor], int, int]:
@@ -42,7 +42,7 @@ def gradients_of(case: Case, folder: Path, batch: int) -> tuple[float, dict[str,
     "replicas",
     [
         (1, 2),
-        # One rank trains below.
+        # One rank trains offloaded.
         *(
             pytest.param(each, marks=pytest.mark.thorough)
             for each in ((1,), (3,), (1, 1), (2,), (2, 1))
@@ -59,28 +59,28 @@ def test_gradients_are_bit_identical(
         here = case.under(replicas, directive, schedule=schedule)
         expected = pool.run(gradients_of, world, here, tmp_path, 7)
         for share in (0.5, 1.0):
-            below = case.under(
+            offloaded = case.under(
                 replicas,
                 directive,
                 schedule=schedule,
                 optimizer_offload=1.0,
                 parameter_offload=share,
             )
-            found = pool.run(gradients_of, world, below, tmp_path, 7)
-            for (loss, gradients, _, _), (loss_below, gradients_below, held, limit) in zip(
+            found = pool.run(gradients_of, world, offloaded, tmp_path, 7)
+            for (loss, gradients, _, _), (loss_offloaded, gradients_offloaded, held, limit) in zip(
                 expected, found
             ):
-                assert loss_below == loss
-                assert gradients_below.keys() == gradients.keys()
+                assert loss_offloaded == loss
+                assert gradients_offloaded.keys() == gradients.keys()
                 if (len(replicas) == 1 and replicas[0] < 3) or max(replicas) == 1:
                     assert all(
-                        torch.equal(gradients_below[name], gradient)
+                        torch.equal(gradients_offloaded[name], gradient)
                         for name, gradient in gradients.items()
                     )
                 else:  # DDP sums in buckets, streaming one by one: rings of three begin elsewhere
                     for name, gradient in gradients.items():
                         torch.testing.assert_close(
-                            gradients_below[name], gradient, rtol=1e-5, atol=1e-7
+                            gradients_offloaded[name], gradient, rtol=1e-5, atol=1e-7
                         )
                 assert held <= limit
             assert max(held for _, _, held, _ in found) > 0
@@ -111,8 +111,10 @@ def test_training_is_bit_identical(
         training, sum(replicas), case.under(replicas), tmp_path / "device", 0, 4, None
     )
     for share in (0.5, 1.0):
-        below = case.under(replicas, optimizer_offload=1.0, parameter_offload=share)
-        found = pool.run(training, sum(replicas), below, tmp_path / f"below-{share}", 0, 4, None)
+        offloaded = case.under(replicas, optimizer_offload=1.0, parameter_offload=share)
+        found = pool.run(
+            training, sum(replicas), offloaded, tmp_path / f"offloaded-{share}", 0, 4, None
+        )
         for one, other in zip(expected, found):
             assert (other.losses, other.norms) == (one.losses, one.norms)
             assert all(
@@ -125,16 +127,20 @@ def test_stages_of_one_rank_share_a_window(pool: Pool, tmp_path: Path, tied: boo
     case = Case(gpt(tied=tied), dtype=torch.float32)
     shape: dict[str, Any] = {"schedule": "interleaved", "interleave": 2}
     expected = pool.run(gradients_of, 2, case.under((1, 1), **shape), tmp_path, 8)
-    found = pool.run(gradients_of, 2, case.under((1, 1), **shape, **BELOW), tmp_path, 8)
-    for (loss, gradients, _, _), (loss_below, gradients_below, held, limit) in zip(expected, found):
-        assert loss_below == loss
-        assert all(torch.equal(gradients_below[name], each) for name, each in gradients.items())
+    found = pool.run(gradients_of, 2, case.under((1, 1), **shape, **OFFLOADED), tmp_path, 8)
+    for (loss, gradients, _, _), (loss_offloaded, gradients_offloaded, held, limit) in zip(
+        expected, found
+    ):
+        assert loss_offloaded == loss
+        assert all(torch.equal(gradients_offloaded[name], each) for name, each in gradients.items())
         assert 0 < held <= limit
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
-    ("before", "after"), [({}, BELOW), (BELOW, {}), (BELOW, BELOW)], ids=["down", "up", "below"]
+    ("before", "after"),
+    [({}, OFFLOADED), (OFFLOADED, {}), (OFFLOADED, OFFLOADED)],
+    ids=["down", "up", "offloaded"],
 )
 def test_a_checkpoint_does_not_know_where_parameters_were(
     pool: Pool, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
@@ -162,7 +168,7 @@ def test_a_shared_parameter_stays_and_the_rest_is_offloaded(
     pool: Pool, tmp_path: Path, replicas: tuple[int, ...]
 ) -> None:
     """The embedding and the head use one matrix: in one stage, or on two ranks, which sum its gradients."""
-    case = Case(gpt(), dtype=torch.float32).under(replicas, **BELOW)
+    case = Case(gpt(), dtype=torch.float32).under(replicas, **OFFLOADED)
     for below, resident in pool.run(offloaded_names, len(replicas), case, tmp_path):
         assert resident == {"embedding.token.weight"}
         assert len(below) > 5

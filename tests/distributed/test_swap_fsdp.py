@@ -99,8 +99,8 @@ def train(
     """A few steps; with a limit where there is a directory."""
     model = shard(kind, build("frozen" in habits))
     optimizer = OPTIMIZERS[optimize]([p for p in model.parameters() if p.requires_grad])
-    room = MIB // 4 if kind == "mixed" else MIB * 3 // 4
-    limit = 2 * sum(local_bytes(p) for p in model.parameters()) + room
+    free_bytes = MIB // 4 if kind == "mixed" else MIB * 3 // 4
+    limit = 2 * sum(local_bytes(p) for p in model.parameters()) + free_bytes
     options = {"directory": directory, "minimum_bytes": 1024, "piece_bytes": MIB // 8}
     scope = (
         parallax.swap(model, limit, optimizer=optimizer, **options)
@@ -176,6 +176,6 @@ def test_every_rank_is_exact(
 
 
 def test_checkpointed(pool: Pool, scratch: Path) -> None:
-    """All is recomputed with torch's own hooks, so activations need no room."""
+    """Everything is recomputed with torch's own hooks, so activations need no memory."""
     for (expected, _), (found, _) in pool.run(both, 2, scratch, "fsdp2", "adamw", ("checkpoint",)):
         assert_equal(found, expected)

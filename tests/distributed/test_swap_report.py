@@ -93,8 +93,8 @@ def test_each_rank_tells_of_its_own_swap(
     assert sum(record.get("offloaded_bytes", 0) for record in metrics) == pytest.approx(3 * moved)
     capfd.readouterr()
     assert cli.main(["explain", str(tmp_path), "--json", "--png", str(tmp_path / "swap.png")]) == 0
-    told = json.loads(capfd.readouterr().out)["swap"]
-    assert [(rank["rank"], rank["stage"], rank["replica"]) for rank in told] == [
+    reported = json.loads(capfd.readouterr().out)["swap"]
+    assert [(rank["rank"], rank["stage"], rank["replica"]) for rank in reported] == [
         (0, 0, 0),
         (1, 0, 1),
     ]

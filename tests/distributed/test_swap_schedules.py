@@ -1,4 +1,4 @@
-"""What leaves the device comes back as it was, whichever backward asks for it: in order, interleaved, in two halves."""
+"""Offloaded tensors are restored exactly for every backward: in order, interleaved, and split."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def gradients(schedule: str, replicas: tuple[int, ...]) -> list[Found]:
     """Kept, offloaded, and offloaded with sums checked and transfers held up: loss, gradients, bytes moved."""
     chain = make_chain("gpt", torch.float32)
     interleave = stages_each(schedule, len(replicas))
-    ways = [("keep", False), ("offload", False), ("offload", True)]
+    variants = [("keep", False), ("offload", False), ("offload", True)]
     found = []
-    for directive, verify in ways:
+    for directive, verify in variants:
         with tempfile.TemporaryDirectory() as folder:
             engine = Engine.build(
                 chain,

@@ -86,10 +86,11 @@ def job(
     return loss, gradients, reduced, moved
 
 
-def jobs(model: str, options: dict[str, Any], ways: list[tuple[str, torch.dtype]]) -> list[Any]:
+def jobs(model: str, options: dict[str, Any], variants: list[tuple[str, torch.dtype]]) -> list[Any]:
     """One for each directive and type, in one world: making one takes as long as a step."""
     return [
-        job(model, dtype, {**options, "directive": directive}, ROWS) for directive, dtype in ways
+        job(model, dtype, {**options, "directive": directive}, ROWS)
+        for directive, dtype in variants
     ]
 
 
@@ -137,9 +138,13 @@ test_engine.py, and three stages below."""
 def test_gradients_equal_plain_training(
     pool: Pool, model: str, schedule: str, replicas: tuple[int, ...]
 ) -> None:
-    ways = list(itertools.product(["keep", "offload", "recompute"], [torch.float32, torch.float64]))
+    variants = list(
+        itertools.product(["keep", "offload", "recompute"], [torch.float32, torch.float64])
+    )
     options = {"replicas": replicas, "schedule": schedule, "swap_limit": 60000}
-    by_directive = dict(zip(ways, zip(*pool.run(jobs, sum(replicas), model, options, ways))))
+    by_directive = dict(
+        zip(variants, zip(*pool.run(jobs, sum(replicas), model, options, variants)))
+    )
     for (directive, dtype), results in by_directive.items():
         compare(results, model, dtype, ROWS, 1e-6 if dtype is torch.float32 else 1e-12)
         moved = [r[3] for r in results]

@@ -114,10 +114,10 @@ def exchange(kind: str, messages: list[list[Spec]], posted: bool, ahead: int, bo
 
 
 def exchanges(
-    kind: str, messages: list[list[Spec]], ways: list[tuple[bool, int, bool]]
+    kind: str, messages: list[list[Spec]], variants: list[tuple[bool, int, bool]]
 ) -> list[bool]:
     """One after the other, in one world: making one takes longer than most exchanges."""
-    return [exchange(kind, messages, *way) for way in ways]
+    return [exchange(kind, messages, *variant) for variant in variants]
 
 
 SEQUENCES: dict[str, list[list[Spec]]] = {
@@ -166,11 +166,11 @@ SEQUENCES: dict[str, list[list[Spec]]] = {
     ],  # all in shared memory, and in turn in one of the other ways
 )
 def test_messages_that_change(pool: Pool, name: str, kind: str) -> None:
-    ways = [
+    variants = [
         (posted, ahead, False) for posted, ahead in itertools.product((True, False), (1, 3))
     ] + [(True, 2, True)]
-    for found in pool.run(exchanges, 2, kind, SEQUENCES[name], ways):
-        assert all(found), [way for way, good in zip(ways, found) if not good]
+    for found in pool.run(exchanges, 2, kind, SEQUENCES[name], variants):
+        assert all(found), [variant for variant, good in zip(variants, found) if not good]
 
 
 def test_a_large_message(pool: Pool) -> None:
@@ -236,14 +236,14 @@ def test_what_cannot_be_sent() -> None:
 
 
 def waits(ahead: int, seconds: float) -> bool:
-    """Whether the message after ``ahead`` that nobody takes is still being sent so many seconds later."""
+    """Return whether the message after ``ahead`` unreceived ones is still being sent some seconds later."""
     with open_channels("shared") as channels:
         sender, receiver = ends(channels, ahead)
         message = [torch.ones(2, 20000)]
         if dist.get_rank() == 0:
             for _ in range(ahead):
                 sender.send(message, 2)
-            dist.barrier()  # nobody has taken any
+            dist.barrier()  # none was received
             one_more = threading.Thread(target=sender.send, args=(message, 2))
             one_more.start()
             one_more.join(seconds)
@@ -330,7 +330,7 @@ def test_nothing_is_left_over(pool: Pool, closed: bool) -> None:
 
 
 def given_up() -> str:
-    """What rank 1 is told when rank 0 has closed its channels while rank 1 waits for a message."""
+    """Return rank 1's error when rank 0 has closed its channels while rank 1 waits for a message."""
     channels = Channels(make_mesh(), CpuCopies())
     sender, receiver = ends(channels, 1)
     try:

@@ -153,7 +153,7 @@ def piped(case: Case) -> list[tuple[float, Gradients]]:
 
 THOROUGH = [pytest.mark.thorough]
 TOLD = [("1f1b", (2, 1)), ("interleaved", (2, 1)), ("zb-v", (1, 1))]
-"""A pipeline rank with one stage, with several, and with a backward in two halves: each evaluates in its own way."""
+"""A pipeline rank with one stage, with several, and with a split backward evaluates in its own way."""
 
 
 def in_turn(schedules: Iterable[str], layouts: list[tuple[int, ...]]) -> list[Any]:

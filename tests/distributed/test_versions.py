@@ -1,4 +1,4 @@
-"""Ranks with other versions are told apart before anything is planned."""
+"""Ranks with other versions are named before anything is planned."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def meets(odd: int) -> str:
 
 def test_other_versions_are_named(pool: Pool) -> None:
     assert pool.run(meets, 2, -1) == ["", ""]
-    said = set(pool.run(meets, 2, 1))
-    assert len(said) == 1
-    (line,) = said
+    output = set(pool.run(meets, 2, 1))
+    assert len(output) == 1
+    (line,) = output
     assert line.startswith("rank 1 on ")
     assert " has torch 2.9.1, and rank 0 on " in line
     assert line.endswith("install the same versions on all hosts")

@@ -28,15 +28,15 @@ EQUAL = (
     "science/vqvae",
     "science/ppo",
 )
-ROOMS = sorted({name.rpartition("/")[0] for name in entries()})
+GROUPS = sorted({name.rpartition("/")[0] for name in entries()})
 TROUBLE = (Result.DIFFERENT, Result.CRASH, Result.NAN)
 
 
 def judged(jobs: Iterable[tuple[str, int]]) -> list[Verdict]:
     """Models by name, each in one of the ways; 0 is the usual one."""
     known = entries()
-    ways = (USUAL, *WAYS)
-    return list(judge_all(Job(name, known[name], ways[way]) for name, way in jobs))
+    variants = (USUAL, *WAYS)
+    return list(judge_all(Job(name, known[name], variants[variant]) for name, variant in jobs))
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +60,16 @@ def test_trains_as_by_itself(name: str, sample: dict[str, Verdict]) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("room", ROOMS)
-def test_what_is_not_refused_trains_as_by_itself(room: str) -> None:
-    names = [name for name in entries() if name.rpartition("/")[0] == room]
+@pytest.mark.parametrize("group", GROUPS)
+def test_what_is_not_refused_trains_as_by_itself(group: str) -> None:
+    names = [name for name in entries() if name.rpartition("/")[0] == group]
     assert not _in_trouble(alone(judged, [(name, 0) for name in names], seconds=600.0))
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("way", range(len(WAYS)))
-def test_some_of_all_shapes_train_in_all_ways(way: int) -> None:
-    jobs = [(name, way + 1) for name in VARIED]
+@pytest.mark.parametrize("variant", range(len(WAYS)))
+def test_some_of_all_shapes_train_in_all_variants(variant: int) -> None:
+    jobs = [(name, variant + 1) for name in VARIED]
     assert not _in_trouble(alone(judged, jobs, seconds=600.0))
 
 

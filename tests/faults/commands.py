@@ -100,7 +100,7 @@ def call(*arguments: str, launcher: Sequence[str] = MODULE) -> tuple[int, str, s
 
 
 def one_line(err: str) -> str:
-    """The only thing that was said on stderr."""
+    """Return the only line on stderr."""
     (line,) = err.splitlines()
     assert line.startswith("parallax: ")
     assert line.isprintable()
@@ -173,11 +173,11 @@ def ranks(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def rank_of(process: psutil.Process) -> int | None:
-    """Its rank, whoever started it; None where it is no rank, or has gone."""
+    """Return the rank of a process; None if it is no rank, or has ended."""
     with contextlib.suppress(psutil.Error, OSError):
         forked = re.match(r"parallax rank (\d+) of", " ".join(process.cmdline()))
-        told = forked[1] if forked else process.environ().get("RANK", "")
-        return int(told) if told.isdecimal() else None
+        rank = forked[1] if forked else process.environ().get("RANK", "")
+        return int(rank) if rank.isdecimal() else None
     return None
 
 

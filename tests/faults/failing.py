@@ -146,7 +146,7 @@ def build_with_saves(rank: int, step: int, how: str) -> nn.Module:
 
         def failing(path: Path, *args: Any) -> Any:
             if path.parent.name.endswith(checkpoint_name(step)):
-                time.sleep(SEEN_SECONDS)  # steps go on meanwhile
+                time.sleep(SEEN_SECONDS)  # steps continue meanwhile
                 Path("fault").touch()
                 HOW[how]()
             return plain(path, *args)

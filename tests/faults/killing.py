@@ -37,8 +37,8 @@ swap_in of a tier on a disk, and write, of the first file of a checkpoint, from 
 
 def kill_at(*kills: Kill, how: str = "is_killed") -> list[str]:
     """Settings of a run in which each of ``kills`` happens, in this order. ``how`` is a function of failing.py."""
-    told = ",".join(f"[{rank},{step},{action},{how}]" for rank, step, action in kills)
-    return [*SETTINGS, f"+model.kwargs={{kills:[{told}]}}"]
+    kills_text = ",".join(f"[{rank},{step},{action},{how}]" for rank, step, action in kills)
+    return [*SETTINGS, f"+model.kwargs={{kills:[{kills_text}]}}"]
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,11 @@ class Block(nn.Linear):
 
 
 def _reaching(action: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    def told(*args: Any) -> Any:
+    def killed(*args: Any) -> Any:
         reached(action)
         return call(*args)
 
-    return told
+    return killed
 
 
 def build(kills: Sequence[Sequence[Any]]) -> nn.Module:

@@ -66,7 +66,7 @@ class Round:
     _process: subprocess.Popen[str] | None = None
 
     def play(self) -> None:
-        """Start, kill, go on, to the run's end."""
+        """Start, kill and resume until the run's end."""
         self._start()
         while self.victims.total() < self.most:
             (name,) = self.chance.choices([*VICTIMS], [seconds[0] for seconds in VICTIMS.values()])

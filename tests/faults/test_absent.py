@@ -1,4 +1,4 @@
-"""Ranks that never come, cannot open their port, or count otherwise: said while it is waited, and ended in time."""
+"""Ranks that never start, cannot open their port, or have another world size are named, and the run ends in time."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ def start(
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
-    """The exit code, and what Parallax said."""
+    """Return the exit code and Parallax's messages."""
     _, err = process.communicate(timeout=60.0)
     return process.returncode, [line for line in err.splitlines() if line.startswith("parallax:")]
 
 
-def test_who_never_comes_is_said_and_ends_the_run(tmp_path: Path, place: int) -> None:
-    code, said = ended(start(tmp_path, 0, 2, place))
+def test_a_rank_that_never_starts_is_named_and_ends_the_run(tmp_path: Path, place: int) -> None:
+    code, output = ended(start(tmp_path, 0, 2, place))
     assert code == 1
-    assert said[0] == "parallax: waiting for 1 of 2 ranks: rank 1; up to 3 s"
-    assert "rank 1 of 2 has not come within 3 s" in said[1]
+    assert output[0] == "parallax: waiting for 1 of 2 ranks: rank 1; up to 3 s"
+    assert "rank 1 of 2 has not joined within 3 s" in output[1]
 
 
 def test_rank_0_never_comes(tmp_path: Path, place: int) -> None:
-    code, said = ended(start(tmp_path, 1, 2, place))
+    code, output = ended(start(tmp_path, 1, 2, place))
     assert code == 1
-    assert said[0] == f"parallax: waiting for rank 0 of 2 at 127.0.0.1:{place}, up to 3 s"
-    assert f"rank 0 of 2 has not come to 127.0.0.1:{place} within 3 s" in said[1]
+    assert output[0] == f"parallax: waiting for rank 0 of 2 at 127.0.0.1:{place}, up to 3 s"
+    assert f"rank 0 of 2 has not joined at 127.0.0.1:{place} within 3 s" in output[1]
 
 
 def test_a_port_that_another_program_has(tmp_path: Path) -> None:
@@ -73,19 +73,19 @@ def test_a_port_that_another_program_has(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = int(taken.getsockname()[1])
         first, second = start(tmp_path, 0, 2, port), start(tmp_path, 1, 2, port)
-        code, said = ended(first)
+        code, output = ended(first)
         assert code == 2
-        assert f"MASTER_PORT={port}" in said[0]
-        assert "choose a free port" in said[0]
-        code, said = ended(second)
+        assert f"MASTER_PORT={port}" in output[0]
+        assert "choose a free port" in output[0]
+        code, output = ended(second)
         assert code == 1
-        assert "whether another program has that port" in said[-1]
+        assert "whether another program has that port" in output[-1]
 
 
-def test_ranks_that_count_otherwise_are_told_so(tmp_path: Path, place: int) -> None:
+def test_ranks_with_another_world_size_are_named(tmp_path: Path, place: int) -> None:
     both = start(tmp_path, 0, 2, place, 60), start(tmp_path, 1, 3, place, 60)
-    for code, said in map(ended, both):
+    for code, output in map(ended, both):
         assert code == 2
-        assert "as one of 3" in said[-1]
-        assert "as one of 2" in said[-1]
-        assert "(WORLD_SIZE)" in said[-1]
+        assert "as one of 3" in output[-1]
+        assert "as one of 2" in output[-1]
+        assert "(WORLD_SIZE)" in output[-1]

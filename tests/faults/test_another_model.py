@@ -128,5 +128,5 @@ def test_names_that_were_changed_in_the_files_are_refused(
     held["model/9.weight"] = held.pop("model/2.weight")
     save_file(held, _weights(last))
     assert cli.main(["export", "run", "--to", "safetensors", "--out", "out"]) == 2
-    assert "is not of the model that the run's settings say now" in one_line(capfd.readouterr().err)
+    assert "is not of the model in the run's present settings" in one_line(capfd.readouterr().err)
     assert not Path("out").exists()

@@ -131,7 +131,7 @@ SHORT = [
 
 @pytest.mark.faults
 @pytest.mark.parametrize("what", ["gone", "index"])
-def test_a_run_whose_only_checkpoint_is_damaged_does_not_begin_anew(
+def test_a_run_whose_only_checkpoint_is_damaged_does_not_restart(
     here: Path, called: Called, what: str
 ) -> None:
     """It would write over what could be restored."""

@@ -69,7 +69,7 @@ def test_infeasible_budget_is_one_line(
 
 
 @pytest.mark.faults
-def test_wrong_input_under_torchrun_is_said_once(here: Path) -> None:
+def test_wrong_input_under_torchrun_is_reported_once(here: Path) -> None:
     code, _, err = call("-m", "parallax", "train", "trainer.stps=3", launcher=TORCHRUN)
     assert code != 0  # torchrun's own, whatever the ranks' is
     assert err.count("did you mean 'steps'") == 1
@@ -80,14 +80,14 @@ def test_wrong_input_under_torchrun_is_said_once(here: Path) -> None:
 def test_a_rank_that_cannot_begin_is_not_started_again(here: Path) -> None:
     """Torchrun would try all its restarts, and let every host of an elastic run join each of them."""
     (here / "logs/0").mkdir(parents=True)
-    told = {
+    environment = {
         "TORCHELASTIC_RUN_ID": "ours",
         "TORCHELASTIC_MAX_RESTARTS": "100",
         "TORCHELASTIC_ERROR_FILE": str(here / "logs/0/0/error.json"),
         "LOCAL_RANK": "0",
     }
     torchrun = "trap 'echo asked to end' TERM; \"$@\"; echo $?"
-    process = start(["bash", "-c", torchrun, "bash", *MODULE, "train", "--nonsense"], **told)
+    process = start(["bash", "-c", torchrun, "bash", *MODULE, "train", "--nonsense"], **environment)
     _, out, err = finish(process)
     assert out.split() == ["asked", "to", "end", "2"]
     assert "unrecognized arguments: --nonsense" in one_line(err)
@@ -186,7 +186,7 @@ def test_wrong_input_of_planning_is_one_line(
 @pytest.mark.parametrize(
     "options", [[], pytest.param(["--json"], marks=pytest.mark.thorough)], ids=str
 )
-def test_an_output_without_room_is_one_line(here: Path, options: list[str]) -> None:
+def test_a_full_disk_under_the_output_is_one_line(here: Path, options: list[str]) -> None:
     assert cli.main(["plan", *DGX]) == 0
     command = [*MODULE, "explain", "plan.yaml", *options]
     with open("/dev/full", "w") as full:
@@ -215,7 +215,7 @@ def test_a_long_output_without_a_reader_is_one_line(here: Path, how: str) -> Non
     assert (code, one_line(err)) == (1, "parallax: cannot write the output: Broken pipe")
 
 
-def test_room_that_another_file_lacks_is_no_fault_of_the_output(
+def test_a_full_disk_of_another_file_is_no_fault_of_the_output(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     Path("full_disk.py").write_text(

@@ -146,7 +146,7 @@ def test_events_of_another_plan(run: Path, capfd: pytest.CaptureFixture[str]) ->
         assert "which its plan.yaml has not" in one_line(capfd.readouterr().err)
 
 
-def test_a_line_that_was_cut_short_is_no_damage(tmp_path: Path) -> None:
+def test_a_truncated_last_line_is_no_damage(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with EventLog(path) as log:
         log.extend([Span(0, 1, "forward", 0, 0, 0.0, 1.0)])
@@ -270,6 +270,6 @@ def test_a_port_in_use(here: Path) -> None:
         code, _, err = finish(start([*MODULE, "train", "--run-dir", str(run)], **world))
     assert code == 2
     (line,) = [line for line in err.splitlines() if line.startswith("parallax: ")]
-    assert f"cannot meet at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}" in line
+    assert f"cannot join at MASTER_ADDR=127.0.0.1 MASTER_PORT={port}" in line
     assert "choose a free port" in line
     assert "Traceback" not in err

@@ -88,7 +88,7 @@ def tell(launcher: psutil.Process, whom: list[int]) -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize("whom", [[0, 1], [1]], ids=["all", "one"])
 def test_ranks_that_still_import_torch(here: Path, whom: list[int]) -> None:
-    """One that was told keeps it until it has met the others, and ends all."""
+    """A rank holds the request until it has joined the others, and then ends all."""
     (here / "sitecustomize.py").write_text(LATE_TORCH)
     run = prepared(*ENDLESS)
     process = start([*TORCHRUN, "-m", "parallax", "train", "--run-dir", str(run)])
@@ -101,7 +101,7 @@ def test_ranks_that_still_import_torch(here: Path, whom: list[int]) -> None:
 @pytest.mark.parametrize("whom", [[0, 1], [1]], ids=["all", "one"])
 @pytest.mark.parametrize("seconds", [0.0, 0.3, 1.0, 1.5, 2.0, 2.5, 3.5])
 def test_ranks_that_are_still_starting(here: Path, seconds: float, whom: list[int]) -> None:
-    """The same, told at any moment since the first line."""
+    """The same, signalled at any moment since the first line."""
     run = prepared(*ENDLESS)
     process = start([*TORCHRUN, "-m", "parallax", "train", "--run-dir", str(run)])
     launcher = psutil.Process(process.pid)
@@ -120,11 +120,11 @@ def test_ranks_that_are_still_starting(here: Path, seconds: float, whom: list[in
 @pytest.mark.faults
 def test_a_rank_whose_neighbour_never_comes(here: Path) -> None:
     """It waits for it in a call in which no handler runs."""
-    told = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    process = start([*MODULE, "train", *ENDLESS], **told, PARALLAX_JOIN_SECONDS="21")
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    process = start([*MODULE, "train", *ENDLESS], **environment, PARALLAX_JOIN_SECONDS="21")
     assert process.stderr is not None
     first = process.stderr.readline()  # once it waits
     assert "waiting for rank 0 of 2" in first

@@ -123,7 +123,7 @@ def test_the_error_line(
     assert isinstance(error, ValueError) or one_line(err)
 
 
-def test_last_words_notes_logs_and_tracebacks(capfd: pytest.CaptureFixture[str]) -> None:
+def test_final_messages_notes_logs_and_tracebacks(capfd: pytest.CaptureFixture[str]) -> None:
     send_report(FailureReport(0, FailureKind.RAISED, HOSTILE, HOSTILE))
     assert harmless(capfd.readouterr().err)
     file = io.StringIO()
@@ -221,13 +221,13 @@ def test_charts_take_no_text_for_mathematics(
 @FEW
 def test_a_batch_script_runs_no_setting(folder: str, text: str) -> None:
     """No line of the settings is one of Slurm's."""
-    asked = SlurmJob(name="n", settings=[f"a={text}"], nodes=1, processes=1)
+    requested = SlurmJob(name="n", settings=[f"a={text}"], nodes=1, processes=1)
     place = Path("/") / folder.replace("\0", "").replace("/", "")
     if not str(place).isprintable():
         with pytest.raises(ConfigError, match="control characters"):
-            asked.script(place, Path("runs"))
+            requested.script(place, Path("runs"))
         place = Path("/x")
-    script = asked.script(place, Path("runs"))
+    script = requested.script(place, Path("runs"))
     head = script.split("set -euo pipefail")[0].splitlines()
     assert all(re.fullmatch(r"#SBATCH --[a-z-]+(=.*)?", line) for line in head[1:])
     (chdir,) = [line for line in head if "chdir" in line]

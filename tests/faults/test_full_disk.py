@@ -1,4 +1,4 @@
-"""A disk that is full or may not be written: a run goes on without its logs, and keeps its last checkpoint."""
+"""A disk that is full or may not be written: a run continues without its logs, and keeps its last checkpoint."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.faults
-def test_a_run_goes_on_without_its_logs(here: Path) -> None:
+def test_a_run_continues_without_its_logs(here: Path) -> None:
     """Metrics, events, curves, summary and pictures grow beyond the limit; checkpoints are smaller pieces here."""
     own = ["model.hidden=8", "model.layers=2"]
     run = prepared(*LONG, *own, "logger.tensorboard=true", "trainer.steps=240")
@@ -94,7 +94,7 @@ def test_a_line_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_bytes() == b"12345\nabc\n"
 
 
-def test_metrics_and_events_begin_again_where_there_is_room(tmp_path: Path) -> None:
+def test_metrics_and_events_continue_once_the_disk_has_space(tmp_path: Path) -> None:
     unwritten = Unwritten()
     span = Span(0, 1, "forward", 0, 0, 0.0, 1.0)
     with (

@@ -1,4 +1,4 @@
-"""``parallax import``: what was exported, or trained elsewhere, goes on as if it had never been away; mistakes are one
+"""``parallax import``: exported weights, or those trained elsewhere, resume exactly; mistakes are one
 line, and leave nothing."""
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def imported(here: Path, capfd: pytest.CaptureFixture[str]) -> Import:
 @pytest.mark.sampled
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("form", ["dcp", "safetensors"])
-def test_there_and_back_goes_on_alike(
+def test_there_and_back_resumes_alike(
     here: Path, imported: Import, form: str, precision: str
 ) -> None:
     settings = [*SETTINGS, f"precision={precision}"]
@@ -98,7 +98,7 @@ def test_there_and_back_goes_on_alike(
         assert train(Path("runs/other"), 2) == train(run, 2)
     else:
         assert after.keys() == weights
-        # The weights are those of the next step's forward; states begin anew.
+        # The weights are those of the next step's forward; states start from zero.
         assert train(Path("runs/other"), 1) == train(run, 1)
 
 
@@ -132,7 +132,7 @@ def test_what_torch_makes_of_the_export(here: Path) -> None:
     assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_torch_has_saved_goes_on(here: Path, imported: Import) -> None:
+def test_what_torch_has_saved_resumes(here: Path, imported: Import) -> None:
     """A model and an AdamW of plain torch, under the names of torch.distributed.checkpoint.state_dict."""
     settings = config.compose([*SETTINGS, "name=theirs"])
     torch.manual_seed(7)
@@ -158,7 +158,7 @@ def test_what_torch_has_saved_goes_on(here: Path, imported: Import) -> None:
     assert all(name.startswith("model/") for name in tensors(Path("runs/again")))
 
 
-def test_what_is_left_unread_is_said(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unread_tensors_are_reported(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What belongs to neither the model nor its optimizer: a scheduler's numbers, a second model."""
     model = config.compose([*SETTINGS]).model.build()  # type: ignore[union-attr]
     tree = {"model": model.state_dict(), "averaged": {f"{n}": torch.zeros(1) for n in range(5)}}
@@ -306,7 +306,7 @@ def test_floats_of_eight_bits_become_masters(here: Path, imported: Import, form:
         ("optimizer.state.layers.0.up.bias.exp_avg", "exp_avg of layers.0.up.bias holds 1 number"),
     ],
 )
-def test_no_number_in_a_distributed_folder(
+def test_non_finite_values_in_a_distributed_folder(
     here: Path, imported: Import, part: str, said: str
 ) -> None:
     settings = [*SETTINGS, "precision=mixed_bf16"] if part.endswith("master") else SETTINGS

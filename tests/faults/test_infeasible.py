@@ -48,10 +48,12 @@ def test_more_memory_of_the_devices(here: Path, called: Called, settings: list[s
 
 
 @pytest.mark.faults
-def test_more_of_the_tier_that_was_asked_for(here: Path, called: Called) -> None:
-    """Where the states are to live on a host that has no room for them, and the devices have none for the rest."""
-    asked = [*ALL_TIERS, "plan.optimizer=host"]
-    line = refused(called, here, *asked, "cluster.host_memory=1GiB", "cluster.device_memory=800MiB")
+def test_more_of_the_requested_tier(here: Path, called: Called) -> None:
+    """Optimizer states are requested on a host whose memory is too small, and the rest does not fit the devices."""
+    requested = [*ALL_TIERS, "plan.optimizer=host"]
+    line = refused(
+        called, here, *requested, "cluster.host_memory=1GiB", "cluster.device_memory=800MiB"
+    )
     found = re.fullmatch(
         r"parallax: 512.0 MiB per device in tier host cannot hold the bytes that must be offloaded; these changes fit: "
         r"cluster.host_memory=(\d+)MiB (cluster.device_memory=\d+MiB) \((\d+)MiB per device, [\d,]+ bytes more\)",
@@ -60,6 +62,6 @@ def test_more_of_the_tier_that_was_asked_for(here: Path, called: Called) -> None
     assert found, line
     memory = found[2]
     assert int(found[1]) == DEVICES * int(found[3])
-    refused(called, here, *asked, memory, f"cluster.host_memory={int(found[1]) - DEVICES}MiB")
-    code, _, err = called("plan", *GPT, *asked, memory, f"cluster.host_memory={found[1]}MiB")
+    refused(called, here, *requested, memory, f"cluster.host_memory={int(found[1]) - DEVICES}MiB")
+    code, _, err = called("plan", *GPT, *requested, memory, f"cluster.host_memory={found[1]}MiB")
     assert (code, err) == (0, "")

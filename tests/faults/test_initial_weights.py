@@ -61,7 +61,7 @@ def sample() -> dict[str, Tensor]:
 
 @pytest.fixture
 def begun(here: Path, called: Called) -> Callable[..., str]:
-    """What is said of a run that begins with such weights."""
+    """Return the error of a run that starts from such weights."""
     (here / "begins.py").write_text(MODULE)
 
     def run(held: dict[str, Tensor], kind: str = "") -> str:
@@ -99,7 +99,7 @@ def test_a_number_format_that_is_not_read(begun: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("2.bias", torch.nan), ("2.bias", torch.inf), ("0.weight", -torch.inf)]
 )
-def test_no_numbers(begun: Callable[..., str], name: str, value: float) -> None:
+def test_non_finite_values(begun: Callable[..., str], name: str, value: float) -> None:
     held = sample()
     held[name][3] = value
     count, whole = held[name][3].numel(), held[name].numel()
@@ -115,7 +115,7 @@ def test_numbers_that_are_too_large(begun: Callable[..., str]) -> None:
 
 
 @pytest.mark.faults
-def test_no_numbers_of_a_constructor(here: Path, called: Called) -> None:
+def test_non_finite_values_of_a_constructor(here: Path, called: Called) -> None:
     (here / "begins.py").write_text(MODULE)
     code, _, err = called("train", *OWN, "model.target=begins:broken", "name=other")
     assert code == 2

@@ -65,7 +65,7 @@ def test_the_same_line_twice_trains_one_run(here: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_line_that_is_told_tells_its_ranks(here: Path) -> None:
+def test_a_signal_to_the_script_reaches_its_ranks(here: Path) -> None:
     """SIGUSR1, of which torchrun itself would die."""
     lines = two("trainer.steps=1000000", "trainer.checkpoint_every=0")
     metrics = here / "runs/two/metrics.jsonl"

@@ -1,4 +1,4 @@
-"""What a source of rows keeps in checkpoints: it goes on from there exactly, or is told at once that it could not."""
+"""A data source's state in checkpoints: it resumes from it exactly, or is refused before the first step."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ OWN = [
 
 
 @pytest.mark.faults
-def test_states_of_generators_go_on(here: Path, called: Called) -> None:
+def test_states_of_generators_are_restored(here: Path, called: Called) -> None:
     (here / "own_state.py").write_text(SOURCE)
     whole = prepared(*OWN, "trainer.steps=4", name="whole", replicas=(1,))
     cut = prepared(*OWN, "trainer.steps=2", name="cut", replicas=(1,))

@@ -159,7 +159,7 @@ def test_a_prepared_directory_of_a_stranger(
         assert line.endswith(f"add {word} to the command")
     assert not (folder / "imported").exists()
     line = said(capfd, "train", "--run-dir", str(run), "model.target=other:build")
-    assert f"runs/theirs/config.yaml says {word}, and its settings stand" in line
+    assert f"runs/theirs/config.yaml says {word}, and the file's settings apply" in line
     for command in (["train", "--run-dir", str(run)], ["calibrate", "theirs"]):
         assert "config.yaml names no data.target" in said(
             capfd, *command, word, "data.target=marks:rows"

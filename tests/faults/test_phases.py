@@ -200,7 +200,7 @@ def test_ranks_that_never_come_are_named(tmp_path: Path, capfd: pytest.CaptureFi
     with ThreadPoolExecutor(2) as threads:
         ended = [threads.submit(come, rank) for rank in (1, 3)]
     for each in ended:
-        with pytest.raises(AbsentError, match=r"^ranks 0, 2 of 4 have not come within 1 s: "):
+        with pytest.raises(AbsentError, match=r"^ranks 0, 2 of 4 have not joined within 1 s: "):
             each.result()
     assert capfd.readouterr().err == "parallax: waiting for 2 of 4 ranks: ranks 0, 2; up to 1 s\n"
 

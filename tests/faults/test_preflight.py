@@ -162,7 +162,7 @@ def test_ranks_on_cpus_train_with_tiny_shared_memory(here: Path, apart: list[str
 # ---- disks
 
 
-def test_no_room_for_checkpoints(
+def test_no_disk_space_for_checkpoints(
     small: Path, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = prepared(*TINY, f"checkpoint.directory={small}", "checkpoint.keep=2")
@@ -178,7 +178,7 @@ def test_no_room_for_checkpoints(
 
 
 @pytest.mark.faults
-def test_a_run_that_has_no_room_for_checkpoints_does_not_begin(
+def test_a_run_without_disk_space_for_checkpoints_does_not_start(
     small: Path, called: Callable[..., tuple[int, str, str]]
 ) -> None:
     code, out, err = called(
@@ -217,7 +217,7 @@ def test_the_clock_of_the_file_system(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_quota_is_asked_for_where_there_is_one(tmp_path: Path) -> None:
+def test_a_quota_is_read_where_there_is_one(tmp_path: Path) -> None:
     assert (
         quota_free_bytes(tmp_path / "not" / "yet") is None or quota_free_bytes(tmp_path) is not None
     )

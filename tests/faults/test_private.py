@@ -25,7 +25,7 @@ def open_umask() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("open_umask")
-def test_nobody_else_can_enter_the_folder_of_a_run(tmp_path: Path) -> None:
+def test_no_other_user_can_enter_the_folder_of_a_run(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "name"
     with locked(run):
         assert stat.S_IMODE(run.stat().st_mode) == 0o700
@@ -63,7 +63,7 @@ def test_links_inside_of_the_folder_of_a_run_are_refused(tmp_path: Path, name: s
         target.mkdir()
     link.symlink_to(target)
     with (
-        pytest.raises(ConfigError, match="is a symbolic link, through which nothing is written"),
+        pytest.raises(ConfigError, match="is a symbolic link, and Parallax writes through no link"),
         locked(run),
     ):
         pass

@@ -30,11 +30,11 @@ STEPS = 9
 def test_a_request_in_the_middle_of_a_transfer(
     here: Path, called: Callable[..., tuple[int, str, str]], behind: bool
 ) -> None:
-    """One rank is asked; both save the same step together, and the run that goes on is none the worse for it."""
+    """One rank is asked to end; both save the same step, and the resumed run has equal results."""
     settings = [*SWAPPING, f"trainer.steps={STEPS}", f"checkpoint.asynchronous={behind}"]
     whole, run = (
-        prepared(*kill_at(*asked, how="is_asked_to_end"), *settings, name=name, plan=offloading)
-        for name, asked in (("whole", ()), ("run", ASKED))
+        prepared(*kill_at(*requested, how="is_asked_to_end"), *settings, name=name, plan=offloading)
+        for name, requested in (("whole", ()), ("run", ASKED))
     )
     for _, step, action in ASKED:
         code, _, err = called("train", "--run-dir", str(run))

@@ -91,7 +91,7 @@ def last_step(run: Path) -> int:
     ("number", "code", "to", "replicas"),
     [
         (signal.SIGTERM, 0, "launcher", (1,)),
-        # As under torchrun, where both ranks are told at once, too.
+        # As under torchrun, both ranks are signalled at once.
         pytest.param(signal.SIGINT, 130, "all", (1, 1), marks=pytest.mark.faults),
         # As rank 1 asks in an evaluation.
         pytest.param(signal.SIGTERM, 0, "rank", (1, 1), marks=pytest.mark.thorough),
@@ -109,18 +109,20 @@ def test_a_request_is_served_after_the_step(
     to: str,
     replicas: tuple[int, ...],
 ) -> None:
-    """And until then nobody else trains in its directory."""
+    """Until then no other process can train in its directory."""
     run = prepared(*ENDLESS, replicas=replicas)
     process = stepping(run)
     for command in (["train", "name=run"], ["train", "--run-dir", str(run)]):
         assert cli.main(command) == 2
         held = f"runs/run is being trained by process {process.pid} on"
         assert held in one_line(capfd.readouterr().err)
-    assert cli.main(["explain", str(run)]) == 0  # whoever only reads need not wait
-    asked = {"launcher": [process], "rank": ranks(process)[1:], "all": [process, *ranks(process)]}[
-        to
-    ]
-    for each in asked:
+    assert cli.main(["explain", str(run)]) == 0  # a command that only reads need not wait
+    requested = {
+        "launcher": [process],
+        "rank": ranks(process)[1:],
+        "all": [process, *ranks(process)],
+    }[to]
+    for each in requested:
         os.kill(each.pid, number)
     is_served(here, run, process, number, code)
 
@@ -144,7 +146,7 @@ def is_served(
 
 
 @pytest.mark.thorough  # as a run that is resumed after its end, in test_runs.py
-def test_what_was_stopped_goes_on_bit_for_bit(
+def test_a_stopped_run_resumes_bit_for_bit(
     here: Path, called: Callable[..., tuple[int, str, str]]
 ) -> None:
     settings = [*LONG, "trainer.steps=60", "optimizer.final_rate=1", "trainer.eval_every=0"]
@@ -165,7 +167,7 @@ def test_what_was_stopped_goes_on_bit_for_bit(
 @pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_under_torchrun(here: Path, number: signal.Signals) -> None:
-    """Ranks that were told by Slurm beforehand end well, so that nothing is started again."""
+    """Ranks that Slurm has signalled beforehand end with code 0, so nothing is restarted."""
     run = prepared(*ENDLESS)
     process = stepping(run, *TORCHRUN, "-m", "parallax")
     for child in psutil.Process(process.pid).children():
@@ -223,7 +225,7 @@ def test_whatever_the_run_is_doing(
         err
     )
     assert ("validation loss" in out) == (where == "checkpoint")
-    if where == "evaluation 1":  # goes on as from a checkpoint
+    if where == "evaluation 1":  # resumes as from a checkpoint
         return
     code, out, err = called("train", "--run-dir", str(run))
     assert (code, err) == (0, "")

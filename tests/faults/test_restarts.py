@@ -66,7 +66,7 @@ def plain(called: Called, *settings: str) -> Path:
 
 
 def check_as_if_nothing_had_been(run: Path, plain: Path) -> None:
-    """The same weights, and each step told once."""
+    """Equal weights, and each step is reported once."""
     check_same_weights(run, plain)
     mine, others = (
         [(record["step"], record["loss"]) for record in records if "loss" in record]
@@ -81,7 +81,7 @@ def check_as_if_nothing_had_been(run: Path, plain: Path) -> None:
 
 @pytest.mark.faults
 def test_a_rank_is_killed_wherever_it_is(here: Path, called: Called) -> None:
-    """Whatever it was doing, the run goes on; one line each time says who died, where, and from where it goes on."""
+    """The run resumes after a kill in any action; one line each time names the rank, its action and the checkpoint."""
     settings = kill_at(*KILLS)
     reference = plain(called, *kill_at())
     run = prepared(
@@ -111,7 +111,7 @@ ALL_GONE_SECONDS = 20.0  # usually one; a busy machine is slower, and torch woul
 
 @pytest.mark.faults
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_hangs_is_named_and_the_run_goes_on(
+def test_a_rank_that_hangs_is_named_and_the_run_resumes(
     here: Path, called: Called, rank: int
 ) -> None:
     """Stopped by somebody, it heeds nothing; the watch names it, its stage and its action."""
@@ -212,7 +212,7 @@ def test_wrong_input_is_not_tried_again(here: Path, called: Called) -> None:
 
 @pytest.mark.faults
 def test_the_fork_server_is_killed(here: Path) -> None:
-    """The ranks go with it, another server is started, and the run goes on."""
+    """The ranks end with the server, another server starts, and the run resumes."""
     run = prepared(*kill_at(), *LONG)
     process = started(run)
     server, before = fork_server(process), ranks(process)
@@ -297,9 +297,9 @@ def test_under_torchrun_restarts_are_its_own(
     variables = {"PYTHON": sys.executable, "PROCESSES": "2", "RESTARTS": "2"}
     code, _, err = finish(start([*command, "--run-dir", str(run)], **variables))
     assert code == 0, err
-    said = [text for text in err.splitlines() if text.startswith("parallax: ")]
+    output = [text for text in err.splitlines() if text.startswith("parallax: ")]
     assert [
-        re.match(r"parallax: rank (\d) .* ended without a report", text)[1] for text in said
+        re.match(r"parallax: rank (\d) .* ended without a report", text)[1] for text in output
     ] == [
         "1",
         "0",

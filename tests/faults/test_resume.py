@@ -1,5 +1,5 @@
-"""A run goes on by its name alone, with its own settings; what its checkpoint cannot follow is named before anything
-starts; and no two runs train into one directory."""
+"""A run resumes by its name alone, with its own settings; settings that its checkpoint does not allow are named before
+anything starts; and no two runs train into one directory."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def checkpointed(*overrides: str, name: str = "run") -> Path:
     return run
 
 
-def test_a_name_alone_goes_on_with_its_own_settings(here: Path) -> None:
+def test_a_name_alone_resumes_with_its_own_settings(here: Path) -> None:
     run = checkpointed(*TINY, "trainer.steps=7", "plan.stages=3", "optimizer.lr=0.5")
     stored = config.load((run / "config.yaml").read_text())
     assert settings(["name=run"], RUNS).config == stored
@@ -163,8 +163,8 @@ def build(width):
 """
 
 
-@pytest.mark.thorough  # what was named is remembered: test_own_words.py; a run goes on by its name: test_runs.py
-def test_a_run_of_ones_own_model_goes_on_by_its_name(
+@pytest.mark.thorough  # what was named is remembered: test_own_words.py; a run resumes by its name: test_runs.py
+def test_a_run_of_ones_own_model_resumes_by_its_name(
     here: Path, called: Callable[..., tuple[int, str, str]]
 ) -> None:
     """Its class path was named when it was begun."""
@@ -182,7 +182,7 @@ def test_a_run_of_ones_own_model_goes_on_by_its_name(
     other = ["precision=mixed_bf16", "plan.stages=1", "trainer.global_batch=6"]
     code, out, err = called("train", "name=a", "trainer.steps=3", *other)
     assert (code, err.strip()) == (0, "")
-    assert "runs/a goes on with its own settings, but " in out
+    assert "runs/a resumes with its own settings, but " in out
     for changed in ("trainer.steps: 2 -> 3", "global_batch: 4 -> 6", "parameters: fp32 -> bf16"):
         assert changed in " ".join(out.split())
     assert "continuing after step 2" in out
@@ -230,21 +230,21 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
 
 
 def read_for_all(directory: Path) -> str:
-    """What a rank is told that the user's own torchrun has started."""
-    with contextlib.ExitStack() as held, pytest.raises(ConfigError) as told:
+    """Return the error of a rank that the user's own torchrun has started."""
+    with contextlib.ExitStack() as held, pytest.raises(ConfigError) as reported:
         together.read_together(directory, Nodes.gather(), held, lambda file, found: None)
-    return str(told.value)
+    return str(reported.value)
 
 
-def test_all_ranks_are_told_of_a_directory_that_is_held(here: Path, pool: Pool) -> None:
+def test_all_ranks_report_a_locked_directory(here: Path, pool: Pool) -> None:
     run = prepared(*TINY, "trainer.steps=1").absolute()
     with locked(run):
-        told = pool.run(read_for_all, 2, run)
-    assert told[0] == told[1]
-    assert f"is being trained by process {os.getpid()}" in told[0]
+        reported = pool.run(read_for_all, 2, run)
+    assert reported[0] == reported[1]
+    assert f"is being trained by process {os.getpid()}" in reported[0]
 
 
-@pytest.mark.thorough  # that it is said once is asserted of wrong input under torchrun
+@pytest.mark.thorough  # that it is printed once is asserted of wrong input under torchrun
 def test_a_directory_that_is_held_under_torchrun(here: Path) -> None:
     run = prepared(*TINY, "trainer.steps=1")
     with locked(run):
@@ -278,7 +278,7 @@ def test_a_file_where_the_run_directory_should_be(
 
 
 def test_a_folder_that_cannot_be_written(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    Path("runs").symlink_to("/proc/self/fd")  # nobody can make a folder there, not even root
+    Path("runs").symlink_to("/proc/self/fd")  # not even root can make a folder there
     assert cli.main(["train", *TINY, "name=run"]) == 2
     assert "cannot write the run directory runs/run: " in one_line(capfd.readouterr().err)
 

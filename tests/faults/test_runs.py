@@ -1,4 +1,4 @@
-"""Runs from end to end: their files, what they record, how they go on, and ranks that are killed."""
+"""Runs from end to end: their files, what they record, how they resume, and ranks that are killed."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_train_resume_and_torchrun(here: Path, called: Callable[..., tuple[int, 
     more = ["trainer.steps=6", "debug=trace", "debug.steps=[2,2]"]
     code, out, err = called("train", *settings, "name=a", "cluster.devices=2", *more)
     assert (code, err.strip()) == (0, "")
-    assert "runs/a goes on with its own settings, but " in out
+    assert "runs/a resumes with its own settings, but " in out
     assert "trainer.steps: 4 -> 6" in out
     assert "continuing after step 4 from runs/a/checkpoints/step-00000004" in out
     for rank in range(2):
@@ -119,12 +119,10 @@ def test_train_resume_and_torchrun(here: Path, called: Callable[..., tuple[int, 
 def test_a_wrong_prediction_is_planned_again_and_corrected(
     called: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The profile in the cache says fifty times less than is true; a run finds out, stops, and goes on."""
+    """The cached profile is fifty times too low; a run notices, stops, and resumes under another plan."""
     own = tmp_path / "cache" / "parallax"
     own.mkdir(parents=True)
-    for file in cache_directory().glob(
-        "machine-*.json"
-    ):  # which is measured anew where it never was
+    for file in cache_directory().glob("machine-*.json"):  # which is measured again if it never was
         shutil.copy(file, own)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(measure, "SECONDS_PER_BLOCK", 0.05)
@@ -170,7 +168,7 @@ def steps_traced(file: Path) -> set[int]:
 
 @pytest.mark.parametrize("record", ["trace", "profiler", "memory"])
 @pytest.mark.thorough  # what is recorded is asserted in the unit tests; a resumed run above traces a step
-def test_every_rank_records_the_steps_asked_for(
+def test_every_rank_records_the_requested_steps(
     called: Callable[..., tuple[int, str, str]], record: str
 ) -> None:
     run = prepared(
@@ -219,7 +217,7 @@ def test_a_rank_that_is_killed_ends_the_run(here: Path) -> None:
 
 
 @pytest.mark.thorough  # test_requests_to_end.py sends it to all, as a terminal does, and SIGTERM to the launcher
-def test_an_interrupted_run_goes_on(here: Path) -> None:
+def test_an_interrupted_run_resumes(here: Path) -> None:
     run = prepared(*ENDLESS)
     process = started(run)
     process.kill()
@@ -258,16 +256,16 @@ def different_runs() -> list[Path]:
 
 
 def compared(runs: list[Path]) -> str:
-    """What a rank is told that has read one of the ``runs``."""
-    with pytest.raises(PlanError) as told:
+    """Return the error of a rank that has read one of the ``runs``."""
+    with pytest.raises(PlanError) as reported:
         together.compare(PreparedRun.read(runs[dist.get_rank()]))
-    return str(told.value)
+    return str(reported.value)
 
 
-def test_ranks_that_read_different_runs_are_told(here: Path, pool: Pool) -> None:
-    told = pool.run(compared, 2, different_runs())
-    assert told[0] == told[1]
-    assert DIFFERENT in told[0]
+def test_ranks_that_read_different_runs_get_the_keys(here: Path, pool: Pool) -> None:
+    reported = pool.run(compared, 2, different_runs())
+    assert reported[0] == reported[1]
+    assert DIFFERENT in reported[0]
 
 
 @pytest.mark.thorough  # that ranks end in one line is asserted of an environment that is none

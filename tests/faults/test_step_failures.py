@@ -225,7 +225,7 @@ def test_a_hang(
 
 @pytest.mark.thorough  # two thirds of its 20 s it sleeps
 def test_all_stopped_and_continued_is_no_hang(here: Path) -> None:
-    """The whole job sleeps for longer than the limit, as with Ctrl-Z: nobody did anything wrong. A rank that sleeps
+    """The whole job sleeps for longer than the limit, as with Ctrl-Z: no rank is at fault. A rank that sleeps
     alone is named."""
     run = training("raises", "2", "trainer.watchdog_seconds=3")  # there is no such rank
     launcher = start([*MODULE, "train", "--run-dir", str(run)])

@@ -17,7 +17,7 @@ from tests.faults.test_left_over import SWAPPING
 
 
 def offloading(plan: Plan) -> Plan:
-    """The same, with every block's activations below the device."""
+    """The same, with every block's activations offloaded."""
     stages = [
         replace(stage, directives=(Directive.OFFLOAD,) * len(stage.directives))
         for stage in plan.stages

@@ -1,4 +1,4 @@
-"""Sweeps as commands: what is refused before anything starts, what one failure ends, how they stop and go on."""
+"""Sweeps as commands: what is refused before anything starts, what one failure ends, how they stop and resume."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_bad_input_starts_nothing(
     assert list(here.iterdir()) == []
 
 
-def test_which_point_is_wrong_is_said(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_point_is_named(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "-m", "trainer.steps=3", "seed=1,2", "model.heads=5,7"]) == 2
     assert "seed=1 model.heads=7)" in one_line(capfd.readouterr().err)
 
@@ -162,7 +162,7 @@ def half(here: Path) -> Path:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=str)
-def test_a_sweep_that_is_interrupted_goes_on(half: Path, number: int) -> None:
+def test_a_sweep_that_is_interrupted_resumes(half: Path, number: int) -> None:
     code, _, err = interrupted(half, number)
     assert code == (0 if number == signal.SIGUSR1 else 128 + number)
     line = one_line(err)
@@ -170,7 +170,7 @@ def test_a_sweep_that_is_interrupted_goes_on(half: Path, number: int) -> None:
     assert line.startswith(
         f"parallax: stopped by {name} after 1 of 2 points, in seed-2: after step"
     )
-    assert line.endswith("the same command with name=s goes on")
+    assert line.endswith("the same command with name=s resumes the sweep")
     assert not running(half)
     code, out, err = call(*SWEEP)
     assert (code, err) == (0, "")
@@ -184,7 +184,7 @@ def test_a_sweep_that_is_interrupted_goes_on(half: Path, number: int) -> None:
 
 
 @pytest.mark.thorough
-def test_a_sweep_that_is_killed_leaves_no_process_and_goes_on(half: Path) -> None:
+def test_a_sweep_that_is_killed_leaves_no_process_and_resumes(half: Path) -> None:
     interrupted(half, signal.SIGKILL)
     wait_for(lambda: not running(half), "the point to save and end")
     log = (half / "runs" / "s" / "seed-2" / "output.log").read_text()

@@ -87,7 +87,7 @@ def test_a_chain_that_is_not_its_model_is_one_line(called: Called) -> None:
 
 
 @pytest.mark.faults
-def test_rows_that_meet_are_one_line_where_the_plan_cuts_them(called: Called) -> None:
+def test_interacting_rows_are_one_line_where_the_plan_splits_them(called: Called) -> None:
     model = "model.target=checked:Contrastive"
     code, _, err = called("train", *OWN, *SMALL, model, "trainer.microbatch=2")
     assert code == 2
@@ -97,21 +97,23 @@ def test_rows_that_meet_are_one_line_where_the_plan_cuts_them(called: Called) ->
     assert "use trainer.gather_loss=true, which computes it once" in line
 
 
-def test_rows_that_meet_in_the_model_have_one_way_out(called: Called) -> None:
+def test_rows_that_interact_in_the_model_have_one_remedy(called: Called) -> None:
     model = "model.target=checked:Centred"
     cut = "trainer.microbatch=2", "trainer.gather_loss=true"
     code, _, err = called("train", *OWN, *SMALL, model, *cut)
     assert code == 2
     line = one_line(err)
-    assert line.startswith("parallax: rows of a batch meet in the model, and the plan has 4 micro")
+    assert line.startswith(
+        "parallax: rows of a batch interact in the model, and the plan has 4 micro"
+    )
     assert (
         "use trainer.microbatch=8 plan.replicas=1, or let the model return a value for each" in line
     )
 
 
 def test_a_schedule_without_all_forwards_first_is_one_line(called: Called) -> None:
-    asked = "trainer.gather_loss=true", "plan.schedule=1f1b", "model.target=checked:Contrastive"
-    code, _, err = called("train", *OWN, *SMALL, *asked)
+    requested = "trainer.gather_loss=true", "plan.schedule=1f1b", "model.target=checked:Contrastive"
+    code, _, err = called("train", *OWN, *SMALL, *requested)
     assert code == 2
     assert "use plan.schedule=gpipe, or trainer.microbatch=8" in one_line(err)
 
@@ -161,7 +163,7 @@ def plan_of(*overrides: str) -> Plan:
 
 
 @pytest.mark.faults
-def test_the_ways_out_are_ways_out() -> None:
+def test_remedies_work() -> None:
     model = "model.target=checked:Contrastive"
     whole = plan_of(model, "trainer.microbatch=8", "name=whole")
     assert whole.micro_batches(8) == 1
@@ -172,7 +174,7 @@ def test_the_ways_out_are_ways_out() -> None:
     assert gathered.gather_loss
 
 
-def test_a_run_may_go_on_with_another_model_verify(tmp_path: Path) -> None:
+def test_a_run_may_resume_with_another_model_verify(tmp_path: Path) -> None:
     saved = tmp_path / "checkpoints" / "step-00000001"
     saved.mkdir(parents=True)
     (saved / "checkpoint.json").touch()

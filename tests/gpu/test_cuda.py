@@ -70,7 +70,7 @@ def test_ranks_that_share_a_gpu_train_like_one(pool: Pool, scratch: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", [HostStore, DiskStore])
-def test_a_storage_survives_the_way_down_and_up(kind: type, scratch: Path) -> None:
+def test_a_storage_survives_offload_and_fetch(kind: type, scratch: Path) -> None:
     copies = StreamCopies(torch.device("cuda", 0))
     options: dict[str, Any] = {} if kind is HostStore else {"threads": 2}
     arguments = (64 * MIB, copies) if kind is HostStore else (scratch, 64 * MIB, copies)
@@ -128,7 +128,7 @@ def test_blocks_are_measured_on_the_device(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_refused_pinning_is_no_failure_of_the_next_kernel() -> None:
-    """The runtime keeps what it refused until somebody asks; that was whoever launched next."""
+    """CUDA keeps an error until the next call reads it, which was an unrelated launch."""
     pinned = torch.ones(2 * MIB, dtype=torch.uint8).pin_memory()
     assert pin(torch.cuda.cudart(), pinned.data_ptr(), MIB)
     assert torch.arange(8, device="cuda").sum().item() == 28

@@ -25,7 +25,7 @@ pytestmark = [
 MIB = 2**20
 
 
-def test_the_arena_is_pinned_and_no_larger_than_asked() -> None:
+def test_the_arena_is_pinned_and_no_larger_than_requested() -> None:
     count = 5 * MIB + 7
     arena = accelerator_named("cuda").arena(torch.device("cuda", 0), count, PINNING_REMEDY)
     assert arena.data.is_pinned()

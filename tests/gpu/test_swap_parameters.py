@@ -70,13 +70,13 @@ def test_steps_are_those_of_a_resident_model(scratch: Path, tier: str) -> None:
         stack.callback(streamed.close)
         for index, block in enumerate(mine):
             streamed.attach(index, block)
-        below = HostOptimizer(
+        host = HostOptimizer(
             torch.optim.SGD(mine.parameters(), lr=0.5), [], copies=copies, extra=streamed.chunks
         )
-        stack.callback(below.close)
+        stack.callback(host.close)
         for _ in range(3):
             plain.zero_grad()
-            below.finish()
+            host.finish()
             streamed.zero_gradients(set_to_none=True)
             assert losses(mine) == losses(plain)
             for a, b in zip(mine.parameters(), plain.parameters()):
@@ -88,8 +88,8 @@ def test_steps_are_those_of_a_resident_model(scratch: Path, tier: str) -> None:
                 for terms in (streamed.norm_terms(mine.parameters()), gradients(plain))
             ]
             torch.testing.assert_close(*norms)
-            below.commit()
-            below.finish()
+            host.commit()
+            host.finish()
             new = iter(tensor for index in range(len(mine)) for tensor in streamed.read_full(index))
             with torch.no_grad():
                 for parameter in plain.parameters():

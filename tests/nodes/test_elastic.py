@@ -1,4 +1,4 @@
-"""Elastic runs over two hosts: one is lost, comes back, is cut off; the others go on, and no step is lost."""
+"""Elastic runs over two hosts: one is lost, returns, or is partitioned; the others continue, and no step is lost."""
 
 from __future__ import annotations
 
@@ -116,13 +116,13 @@ def test_a_lost_host_is_done_without_and_comes_back(
     ends_well(hosts, tmp_path / "alone")
 
 
-def test_a_host_that_is_asked_to_end_is_done_without(
+def test_the_run_continues_without_a_host_that_ends_on_request(
     hosts: TwoHosts, line: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """As a batch system takes one back: all save, its ranks end, and the other host goes on from there."""
+    """As when a batch system reclaims a host: all save, its ranks end, and the other host resumes from there."""
     begin(hosts, line)
-    asked = hosts.started[-1]
-    asked.send_signal(signal.SIGTERM)
+    requested = hosts.started[-1]
+    requested.send_signal(signal.SIGTERM)
     wait_for(lambda: restarts(hosts.a) == 1, hosts, SOON)
     assert stages(hosts.a) == [1]
     assert not ranks(hosts.b)
@@ -141,7 +141,7 @@ def test_a_killed_rank_restarts_all(hosts: TwoHosts, line: tuple[str, ...], tmp_
     ends_well(hosts, tmp_path / "alone")
 
 
-def test_of_two_halves_that_cannot_meet_one_goes_on(
+def test_after_a_partition_one_side_continues(
     hosts: TwoHosts, line: tuple[str, ...], tmp_path: Path
 ) -> None:
     begin(hosts, line)
@@ -170,7 +170,7 @@ def test_too_few_devices_end_the_run_with_what_is_missing(
     assert "plan.stages=2 with 1 device(s)" in said(hosts.a)[-1]
 
 
-def test_an_unfit_host_is_refused_and_the_others_go_on(
+def test_an_unfit_host_is_refused_and_the_others_continue(
     hosts: TwoHosts, line: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It joins with an older package; refused, it does not come again of itself."""

@@ -54,7 +54,7 @@ def output(host: Host) -> str:
 
 
 def said(host: Host) -> list[str]:
-    """What Parallax said of its end."""
+    """Return Parallax's messages about its end."""
     return [line for line in output(host).splitlines() if line.startswith("parallax:")]
 
 
@@ -112,9 +112,7 @@ def test_two_hosts_train_to_the_losses_of_one_process(
     assert len(list(first.glob("events-rank*.jsonl"))) == 2 * processes
 
 
-def test_a_run_goes_on_where_ranks_have_come_in_another_order(
-    hosts: TwoHosts, tmp_path: Path
-) -> None:
+def test_a_run_resumes_with_ranks_in_another_order(hosts: TwoHosts, tmp_path: Path) -> None:
     settings = (*SMALL, "plan.stages=2", "trainer.checkpoint_every=3")
     train(hosts, 1, "name=both", *settings, "trainer.steps=3")
     # What each has, the other one needs.
@@ -160,7 +158,7 @@ def goes_on(hosts: TwoHosts) -> None:
     assert "continuing after step" in output(hosts.a)
 
 
-def test_a_cut_link_ends_all_ranks_and_is_said_on_both_hosts(hosts: TwoHosts) -> None:
+def test_a_partition_ends_all_ranks_and_is_reported_on_both_hosts(hosts: TwoHosts) -> None:
     running(hosts)
     hosts.a.set_link(up=False)
     seconds = wait_for(lambda: not ranks(hosts.a) and not ranks(hosts.b), hosts, 30.0)

@@ -3,7 +3,7 @@ only processes that end with a test do: torch has one accelerator, and ``auto`` 
 
 Device memory is host memory and kernels are the CPU's; what is simulated is order. Every access to device or pinned
 memory is compared with every earlier one (by vector clocks, one for each stream), and copies between the two are
-carried out as late as the order allows: what nobody waits for is named as a race, and its bytes are wrong.
+carried out as late as the order allows: an access without a wait is named as a race, and its bytes are wrong.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ def batch() -> TensorRows:
 
 
 def without_slack(plan: Plan, chain: Chain) -> Plan:
-    """Room below for all weights and gradients of fp32, and once more for the largest block's, as the planner gives."""
+    """Return ``plan`` with tier bytes for all weights and gradients of fp32 and once more for the largest block's, as
+    the planner gives."""
     sizes = [sum(p.nbytes for p in block.module.parameters()) for block in chain.blocks]
     needed = 2 * (sum(sizes) + max(sizes))
     return replace(plan, stages=tuple(replace(s, streamed_bytes=needed) for s in plan.stages))
@@ -103,11 +104,11 @@ def train(
     stream: bool = False,
 ) -> Ran:
     """Some steps of a small decoder on ``device`` ("sim:1": the second one) under the plan of ``options``; called by
-    every rank. ``exact``: streamed parameters
-    have no more room below than they need. ``verify``: transfers are held up at random. ``resumed``: the second step
-    is taken twice, again from a checkpoint of the first. ``fails``: after the first step one does, by its "rows", or a
-    full "disk", which may be told in the "gradients" that follow; or it ends with its "gradients". ``number``: the type
-    of weights and of computing. ``stream``: all is done on a stream of one's own."""
+    every rank. ``exact``: offloaded parameters have no more bytes in the tier than they need. ``verify``: transfers are
+    delayed at random. ``resumed``: the second step is taken twice, again from a checkpoint of the first. ``fails``:
+    after the first step one fails, by its "rows", or by a full "disk", which may be reported in the "gradients" that
+    follow; or it ends with its "gradients". ``number``: the type of weights and of computing. ``stream``: everything
+    runs on a stream of its own."""
     register_accelerator(Apart() if direct else Shared("sim", "", group.NAME))
     config = GPTConfig(layers=layers, hidden=64, heads=4, sequence=SEQUENCE, tied=tied)
     precision = PrecisionConfig(parameters=number, compute=number)

@@ -34,7 +34,7 @@ class SimWork(dist.Work):
         self._done, self._stream, self._tensors = done, stream, list(tensors)
 
     def wait(self, timeout: Any = None) -> bool:
-        """The current stream goes on when it has ended."""
+        """The current stream continues when it has ended."""
         torch.accelerator.current_stream(self._stream.device).wait_event(self._done.result())
         return True
 
@@ -42,7 +42,7 @@ class SimWork(dist.Work):
         return self._done.done() and self._done.result().query()
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """What it gives, ordered on the stream of whoever asks."""
+        """Return its result, ordered on the caller's stream."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future(
             devices=[self._stream.device]
         )
@@ -116,7 +116,7 @@ class SimGroup(dist.ProcessGroup):
         written: Sequence[Tensor],
         call: Callable[[list[Tensor]], Any],
     ) -> SimWork:
-        """``call`` with host copies of ``read``, or room for what will be ``written``."""
+        """``call`` with host copies of ``read``, or buffers for what will be ``written``."""
         self._meet()
         before = torch.Event(self._device)
         before.record(torch.accelerator.current_stream(self._device))

@@ -18,7 +18,7 @@ from parallax.swap.verify import Delays
 from tests.sim.device import SIM
 from tests.sim.midway import full_disk, losses_of, twins
 from tests.sim.strict import StrictStore
-from tests.sim.swapping import MIB, adamw, open_below
+from tests.sim.swapping import MIB, adamw, open_tier
 
 
 class _Stepped(NamedTuple):
@@ -48,7 +48,7 @@ class _Stepped(NamedTuple):
         return [self.host.states(p) for p in self.mine.parameters()]
 
     def clear_gradients(self) -> None:
-        """Of ``mine``, which may still be going down if nobody has waited."""
+        """Of ``mine``, which may still be copied to the host."""
         for p in self.mine.parameters():
             if p.grad is not None:
                 p.grad.zero_()
@@ -74,7 +74,7 @@ def _states_in_files(bucket_bytes: int) -> Iterator[_Stepped]:
     mine, plain = twins(3)
     copies = StreamCopies(SIM)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        store = open_below("disk", folder, copies, Delays(most_seconds=0.01))
+        store = open_tier("disk", folder, copies, Delays(most_seconds=0.01))
         stack.callback(store.close)
         optimizer, own = adamw(mine.parameters()), list(mine.parameters())
         host = HostOptimizer(optimizer, own, copies=copies, store=store, bucket_bytes=bucket_bytes)
@@ -103,7 +103,8 @@ def states_asked_for(bucket_bytes: int) -> None:
 
 
 def states_set_back(bucket_bytes: int) -> None:
-    """While gradients go down, or new weights come up: the step, or all, is forgotten, and training goes on."""
+    """While gradients are offloaded, or new weights are uploaded: the step, or everything, is dropped, and training
+    continues."""
     with _states_in_files(bucket_bytes) as both:
         both.step()
         known, theirs = both.states(), copy.deepcopy(both.theirs.state_dict())

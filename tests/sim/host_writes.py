@@ -1,5 +1,5 @@
-"""Where the package's own threads write to pinned memory, which the simulated accelerator cannot see: it is told, so
-that it names copies up that may still read there. Importing this tells it from then on."""
+"""Where the package's own threads write to pinned memory, which the simulated accelerator cannot see: they are reported
+to it, so that it names copies up that may still read there. Importing this tells it from then on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parallax.swap.weights import CopiedWeights
 from tests.sim.device import C
 
 
-def _told(*tensors: Tensor) -> None:
+def _report_access(*tensors: Tensor) -> None:
     """This thread is about to write there."""
     for tensor in tensors:
         C.host_writes(tensor.data_ptr(), tensor.nbytes)
@@ -31,27 +31,27 @@ _take, _copy, _up, _stepped = (
 def _taking(self: Buffers, count: int) -> Lease:
     """Who takes a buffer fills it, or receives into it."""
     lease = _take(self, count)
-    _told(lease.data)
+    _report_access(lease.data)
     return lease
 
 
 def _copying(self: StreamCopies, source: Tensor, target: Tensor, *after: Any) -> Any:
     """Within the host at once."""
     if source.is_cpu and target.is_cpu:
-        _told(target)
+        _report_access(target)
     return _copy(self, source, target, *after)
 
 
 def _filling(self: StagingRing, target: Tensor, *ready: Any) -> Iterator[Tensor]:
     """From a file, piece by piece."""
     for piece in _up(self, target, *ready):
-        _told(piece)
+        _report_access(piece)
         yield piece
 
 
 def _stepping(self: CopiedWeights) -> None:
     """New weights, where gradients came down and older weights left."""
-    _told(*self.exchange_tensors())
+    _report_access(*self.exchange_tensors())
     _stepped(self)
 
 

@@ -97,7 +97,7 @@ def wide_inputs() -> Any:
 
 
 def stalls() -> tuple[int, int]:
-    """How many are known of three waits that nobody asked for, and of three others."""
+    """Return the counts of three waits without a caller, and of three others."""
     import torch
 
     from parallax.machine.device import StreamCopies
@@ -175,7 +175,7 @@ def loop(tier: str, steps: int) -> dict[str, Any]:
         optimizer = adamw(model.parameters())
         with (
             tempfile.TemporaryDirectory() as folder,
-            scope_around(model, optimizer, tier, folder, room=128 * 1024) as scope,
+            scope_around(model, optimizer, tier, folder, free_bytes=128 * 1024) as scope,
         ):
             for seed in range(steps):
                 take_step(model, optimizer, seed)

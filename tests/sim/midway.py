@@ -1,4 +1,5 @@
-"""What ends, fails or turns in the middle of something, on the simulated accelerator: what goes on trains alike."""
+"""What ends, fails or turns in the middle of something, on the simulated accelerator: training that continues has equal
+results."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ from tests.sim.swapping import (
     WIDTH,
     Block,
     adamw,
-    assert_below,
     assert_gradients,
+    assert_offloaded,
     assert_steps_alike,
     losses,
-    open_below,
+    open_tier,
     rows,
     sgd,
     streaming,
@@ -47,37 +48,37 @@ def twins(count: int, dtype: torch.dtype = torch.float32) -> tuple[nn.ModuleList
     return made, copy.deepcopy(made)
 
 
-# ---- parameters that stream
+# ---- offloaded parameters
 
 
 def other_orders(tier: str) -> None:
     """Blocks that come are given up where another follows than the step before made expect."""
     mine, plain = twins(6)
     theirs = sgd(plain.parameters())
-    with streaming(tier, mine, sgd) as (streamed, below, _):
+    with streaming(tier, mine, sgd) as (streamed, host, _):
         for order in ([*range(6)], [0, 3, 1, 5], [4, 2, 0], [*range(6)], [5, 1, 3]):
             theirs.zero_grad()
-            below.finish()
+            host.finish()
             streamed.zero_gradients(set_to_none=True)
             found = [losses([blocks[at] for at in order]) for blocks in (mine, plain)]
             torch.testing.assert_close(*found, atol=1e-6, rtol=0)
             assert_gradients(streamed, mine, plain)
-            below.commit()
+            host.commit()
             theirs.step()
-        below.finish()
-        assert_below(streamed, plain)
+        host.finish()
+        assert_offloaded(streamed, plain)
 
 
 def stops_streaming(tier: str) -> None:
-    """Right after a step, while new weights go down and a block comes; training goes on on the device."""
+    """Right after a step, while new weights go down and a block comes; training continues on the device."""
     mine, plain = twins(6)
     theirs = sgd(plain.parameters())
-    with streaming(tier, mine, sgd) as (streamed, below, _):
+    with streaming(tier, mine, sgd) as (streamed, host, _):
         losses(mine)
         losses(plain)
-        below.commit()
+        host.commit()
         theirs.step()
-        below.finish()
+        host.finish()
         streamed.enter(0)
         streamed.restore()
         own = sgd(mine.parameters())
@@ -90,14 +91,14 @@ def stops_streaming(tier: str) -> None:
 
 
 def stops_at_once(tier: str) -> None:
-    """Nothing is left in the store, though nobody has looked at the new weights."""
+    """Nothing is left in the store, though no code has read the new weights."""
     for dtype in (torch.float32, torch.bfloat16):
         mine, _ = twins(3, dtype)
-        with streaming(tier, mine, adamw, Delays()) as (streamed, below, store):
+        with streaming(tier, mine, adamw, Delays()) as (streamed, host, store):
             losses_of(mine, dtype)
-            below.commit()
-            below.finish()
-            below.close()
+            host.commit()
+            host.finish()
+            host.close()
             streamed.close()
             assert store.slots.used_bytes == 0
 
@@ -119,16 +120,16 @@ def written_twice(tier: str) -> None:
 def gradients_asked_for() -> None:
     """Before a step, which gives their places away; they are looked at after it."""
     mine, plain = twins(3)
-    with streaming("host", mine, sgd) as (streamed, below, _):
+    with streaming("host", mine, sgd) as (streamed, host, _):
         for _ in range(3):
-            below.finish()
+            host.finish()
             streamed.zero_gradients(set_to_none=True)
             plain.zero_grad()
             losses(mine)
             losses(plain)
             found = [streamed.read_gradient(p) for p in mine.parameters()]
-            below.commit()
-            below.finish()
+            host.commit()
+            host.finish()
             for gradient, q in zip(found, plain.parameters()):
                 torch.testing.assert_close(gradient, q.grad, atol=1e-6, rtol=1e-5)
             with torch.no_grad():
@@ -148,38 +149,38 @@ def losses_of(blocks: nn.ModuleList, dtype: torch.dtype = torch.float32) -> floa
 
 
 def masters(tier: str) -> None:
-    """Weights of two bytes are stepped in fp32 below, and the fp32 ones read at once, and given back."""
+    """Weights of two bytes are stepped in fp32 host, and the fp32 ones read at once, and given back."""
     mine, plain = twins(3, torch.bfloat16)
     wide = [nn.Parameter(p.detach().float()) for p in plain.parameters()]
     theirs = adamw(wide)
-    with streaming(tier, mine, adamw, Delays()) as (streamed, below, _):
+    with streaming(tier, mine, adamw, Delays()) as (streamed, host, _):
         for _ in range(3):
-            below.finish()
+            host.finish()
             streamed.zero_gradients(set_to_none=True)
             plain.zero_grad()
             assert losses_of(mine, torch.bfloat16) == losses_of(plain, torch.bfloat16)
-            below.commit()
+            host.commit()
             for p, q in zip(wide, plain.parameters()):
                 p.grad = q.grad.float() if q.grad is not None else None
             theirs.step()
             for p, q in zip(wide, plain.parameters()):
                 q.data.copy_(p.detach())
-            known = [below.states(p) for p in mine.parameters()]
+            known = [host.states(p) for p in mine.parameters()]
             for states, p in zip(known, wide):
                 torch.testing.assert_close(states["master"], p.detach().cpu(), atol=1e-6, rtol=0)
             for states, p in zip(known, mine.parameters()):
-                below.restore(p, states)
-        below.finish()
-        assert_below(streamed, plain)
+                host.restore(p, states)
+        host.finish()
+        assert_offloaded(streamed, plain)
 
 
 def gradients_lost() -> None:
     """A disk is full while gradients of several chunks go down: after that a step is as any other."""
     mine, plain = twins(3)
-    with streaming("disk", mine, sgd, lambda: 0.01) as (streamed, below, _):
+    with streaming("disk", mine, sgd, lambda: 0.01) as (streamed, host, _):
         with full_disk(), contextlib.suppress(SwapError):
             losses(mine)
-        assert_steps_alike(streamed, below, mine, plain, sgd(plain.parameters()), 2)
+        assert_steps_alike(streamed, host, mine, plain, sgd(plain.parameters()), 2)
 
 
 def owner_fails() -> None:
@@ -196,13 +197,13 @@ def owner_fails() -> None:
 
 
 def writes_lost() -> None:
-    """A write that failed is told of in its own words, and not taken for one that ended."""
+    """A failed write raises its own error, and does not count as ended."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)]).to(SIM)
     selector = Selector([*model.parameters()], minimum_bytes=1)
-    told = ""
+    reported = ""
     with tempfile.TemporaryDirectory() as folder:
-        store = open_below("disk", folder, StreamCopies(SIM))
+        store = open_tier("disk", folder, StreamCopies(SIM))
         manager = SwapManager(store, limit_bytes=MIB, policy=Policy(eager=True))
         try:
             with full_disk():
@@ -211,16 +212,16 @@ def writes_lost() -> None:
                 store.let_end()
             loss.backward()
         except SwapError as error:
-            told = str(error)
+            reported = str(error)
         manager.close()
-    assert "cannot write" in told, told or "nothing was said"
+    assert "cannot write" in reported, reported or "no error was raised"
 
 
 # ---- a scope around a loop
 
 
 class Stumbling(torch.optim.AdamW):
-    """Fails in the middle of the step that it is told to fail in."""
+    """Fails in the middle of the chosen step."""
 
     calls_left = 0  # of all of this class: a step in pieces is that of several stand-ins; none fails where it is 0
 
@@ -245,13 +246,13 @@ def scope_around(
     optimizer: torch.optim.Optimizer,
     tier: str,
     folder: str,
-    room: int = 224 * 1024,
+    free_bytes: int = 224 * 1024,
 ) -> Swapping:
-    """A scope with ``room`` bytes for activations and states."""
+    """A scope with ``free_bytes`` for activations and states."""
     fixed = 2 * sum(p.nbytes for p in model.parameters())
     return parallax.swap(
         model,
-        fixed + room,
+        fixed + free_bytes,
         optimizer=optimizer,
         tier=f"strict {tier}",
         tier_bytes=32 * MIB,
@@ -297,9 +298,9 @@ def step_fails(tier: str) -> None:
             with contextlib.suppress(ArithmeticError):
                 take_step(model, mine, 2)
             assert not Stumbling.calls_left, "no step has so many pieces"
-            told = _tensors(copy.deepcopy(mine.state_dict()))
+            reported = _tensors(copy.deepcopy(mine.state_dict()))
             torch.accelerator.synchronize()
-            assert all(map(torch.equal, told, _tensors(mine.state_dict()))), "values differ"
+            assert all(map(torch.equal, reported, _tensors(mine.state_dict()))), "values differ"
             _load(model, mine, saved)
         for seed in range(2, 4):
             take_step(model, mine, seed)
@@ -308,7 +309,7 @@ def step_fails(tier: str) -> None:
 
 
 def scope_ends_midway(tier: str) -> None:
-    """By what a step raised: all states are on the device, and a plain loop goes on from a checkpoint."""
+    """By what a step raised: all states are on the device, and a plain loop resumes from a checkpoint."""
     model, mine, other, theirs = _stumbling()
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -1,7 +1,7 @@
 """Does the simulated accelerator find a wait that is missing? Every wait of the package is taken away, one at a time.
 
 A wait is a call on its own of what does nothing but wait (``WAITS``) for a device, or for work that is done beside the
-one that computes, or a loop that sleeps until something is so; found by reading the source of ``ROOMS``. What is no
+one that computes, or a loop that sleeps until something is so; found by reading the source of ``FOLDERS``. What is no
 such wait, though it has the name of one, is named in ``NO_WAITS``; what all ranks do together by torch.distributed
 (barriers, sums) has other names: it is no matter of a device's memory. A mutant is the module without the wait, in
 processes of its own, which run what exercises it until something is wrong: a race, another result, an error, or no
@@ -32,9 +32,9 @@ from typing import Any, NamedTuple
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = (
+FOLDERS = (
     *("parallax/machine/device.py", "parallax/machine/pinned.py", "parallax/swap"),
-    *(f"parallax/runtime/{room}" for room in ("channels", "replicas", "optim", "meters")),
+    *(f"parallax/runtime/{folder}" for folder in ("channels", "replicas", "optim", "meters")),
     *(
         f"parallax/runtime/{file}.py"
         for file in ("engine", "executor", "inputs", "stage", "saving", "update")
@@ -99,8 +99,8 @@ def waits() -> list[Wait]:
 
 def waits_of_any_kind() -> Iterator[Wait]:
     """What has the name of one."""
-    for room in ROOMS:
-        place = ROOT / room
+    for folder in FOLDERS:
+        place = ROOT / folder
         for path in [place] if place.is_file() else sorted(place.rglob("*.py")):
             yield from _waits_in(path)
 
@@ -180,7 +180,7 @@ class MutatingFinder(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
         raise OSError  # never the file that was compiled without the change
 
 
-BELOW: dict[str, Any] = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
+OFFLOADED: dict[str, Any] = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
 HALF = {"optimizer_offload": 0.5, "directive": "offload"}
 
 
@@ -195,13 +195,16 @@ class _Engine(NamedTuple):
 
 ENGINES = [
     _Engine({"optimizer_offload": 0.5, "tier": "strict disk"}, fails="disk"),
-    _Engine({**BELOW, "directive": "offload", "tier": "strict host"}, fails="rows"),
+    _Engine({**OFFLOADED, "directive": "offload", "tier": "strict host"}, fails="rows"),
     _Engine({**HALF, "tier": "strict host"}),
     _Engine({"inputs_ahead": True, "tier": "strict host"}, "rows"),
     _Engine({"optimizer_offload": 0.5, "tier": "strict disk"}, fails="disk, gradients"),
-    _Engine({**BELOW, "tier": "strict disk"}, fails="disk"),
+    _Engine({**OFFLOADED, "tier": "strict disk"}, fails="disk"),
     _Engine(
-        {**BELOW, "directive": "offload", "tier": "strict disk"}, "rows", verify=True, number="bf16"
+        {**OFFLOADED, "directive": "offload", "tier": "strict disk"},
+        "rows",
+        verify=True,
+        number="bf16",
     ),
 ]
 
@@ -338,7 +341,7 @@ def _said(process: subprocess.Popen[str]) -> str:
 
 
 def _mutate(arguments: Sequence[str]) -> None:
-    """In this process: exercise the mutant that is told."""
+    """Exercise one mutant in this process."""
     number, rank, *store = arguments
     sys.meta_path.insert(0, MutatingFinder(waits()[int(number)]))
     if rank == "alone":
@@ -352,7 +355,7 @@ def _mutate(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """All mutants, some, or, where a process is told to ``mutate``, one in it."""
+    """Run all mutants, some, or, with ``mutate``, one in this process."""
     if sys.argv[1:2] == ["mutate"]:
         _mutate(sys.argv[2:])
     found, all_waits = 0, waits()

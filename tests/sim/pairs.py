@@ -1,6 +1,6 @@
 """What two ranks do with each other on simulated devices, for mutants: each in a process of its own, both in one order.
 
-A rank that finds something wrong says so and ends; the other one is ended by whoever started both.
+A rank that finds a fault reports it and ends; the parent process ends the other rank.
 """
 
 from __future__ import annotations
@@ -115,10 +115,12 @@ def sends(*, direct: bool) -> Callable[[int], None]:
         device = dist.new_group([0, 1], backend=group.NAME, timeout=_PATIENCE)
         world, peer = dist.group.WORLD, 1 - rank
         staging = PinnedStaging(SIM, StreamCopies(SIM))
-        ways = Address(device, peer, 5), Address(world, peer, 6)
+        variants = Address(device, peer, 5), Address(world, peer, 6)
         if rank == 0:
             most = _send(
-                DirectSender(*ways, SIM, AHEAD) if direct else GroupSender(ways[1], staging, AHEAD),
+                DirectSender(*variants, SIM, AHEAD)
+                if direct
+                else GroupSender(variants[1], staging, AHEAD),
                 staging,
                 C.pinned_bytes if not direct else lambda: torch.accelerator.memory_allocated(SIM),
             )
@@ -128,7 +130,9 @@ def sends(*, direct: bool) -> Callable[[int], None]:
             assert not pinned, f"{pinned} buffers were pinned by torch, in powers of two"
         else:
             time.sleep(_QUIET_SECONDS)
-            receiver = DirectReceiver(*ways, SIM) if direct else GroupReceiver(ways[1], staging)
+            receiver = (
+                DirectReceiver(*variants, SIM) if direct else GroupReceiver(variants[1], staging)
+            )
             for number in range(MESSAGES):
                 (found,) = receiver.receive(1)
                 assert torch.equal(found.cpu(), _message(number)[0].cpu()), f"message {number}"
@@ -196,7 +200,7 @@ PAIRS: dict[str, Callable[[int], None]] = {
     "trains direct": trains((1, 1), {"directive": "offload"}, direct=True),
     "trains staged": trains((1, 1), {"directive": "offload"}, direct=False),
     "replicas": trains((2,), {"optimizer_offload": 1.0, "microbatch": 1}, direct=False, slow=True),
-    "replicas below": trains(
+    "replicas offloaded": trains(
         (2,), {"optimizer_offload": 1.0, "parameter_offload": 1.0}, direct=True
     ),
     "replicas stumble": stumbles,

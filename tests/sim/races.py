@@ -51,7 +51,7 @@ def note_waits() -> None:
 
 
 def judge(call: Callable[[], object], *, lateness: int = 2) -> Verdict:
-    """Run ``call``. ``lateness``: how often an event that nobody waited for says that it is not done yet."""
+    """Run ``call``. ``lateness``: how often an event without a waiter reports that it is not done yet."""
     torch.accelerator.synchronize()
     C.reset()
     C.configure(lateness=lateness)

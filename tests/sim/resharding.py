@@ -60,5 +60,5 @@ def go_on(
             engine.close()
 
     verdict = judge(run)
-    said = verdict.error or "; ".join(str(race) for race in verdict.races[:1])
-    return said, *found
+    output = verdict.error or "; ".join(str(race) for race in verdict.races[:1])
+    return output, *found

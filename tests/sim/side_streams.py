@@ -15,8 +15,8 @@ from tests.sim.swapping import WIDTH, rows, sgd
 
 
 class Beside(nn.Module):
-    """Two ways at the same time. What the streams tell each other is kept: memory that one lets go of while the other
-    still reads is the model's own affair."""
+    """Two ways at the same time. Synchronisation between the streams is kept: memory that one lets go of while the
+    other still reads is the model's own affair."""
 
     def __init__(self, side: torch.Stream, kept: list[Tensor]) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def _trained(tier: str) -> list[Tensor]:
     else:
         with (
             tempfile.TemporaryDirectory() as folder,
-            scope_around(model, optimizer, tier, folder, room=24 * 1024) as scope,
+            scope_around(model, optimizer, tier, folder, free_bytes=24 * 1024) as scope,
         ):
             steps()
         assert scope.statistics.bytes_out > 2**17, "little moves"
@@ -77,7 +77,7 @@ def turned(kind: str) -> None:
     optimizer = sgd(model.parameters())
     with (
         tempfile.TemporaryDirectory() as folder,
-        scope_around(model, optimizer, "host", folder, room=24 * 1024) as scope,
+        scope_around(model, optimizer, "host", folder, free_bytes=24 * 1024) as scope,
     ):
         for seed in range(5):
             y, before = rows(seed, 32), scope.statistics.bytes_out

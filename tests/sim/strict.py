@@ -1,4 +1,4 @@
-"""Real stores that hold whoever uses them to the contract, whatever the timing.
+"""Real stores that check their callers against the contract, whatever the timing.
 
 That a transfer is mostly over before its place is used again hides a wait that is missing, and a disk is mostly faster
 than the code that should wait for it. Here it counts who has asked: a place is read only when somebody has waited for
@@ -42,7 +42,7 @@ class _Asked:
 
     def wait(self) -> None:
         # For a read up only the stream waits: enough where the device writes there next. Where the host does, without
-        # having waited itself, it is told of as of all that the host writes (:mod:`tests.sim.host_writes`).
+        # having waited itself, the write is reported like any write of the host (:mod:`tests.sim.host_writes`).
         self.known = True
         self._inner.wait()
 
@@ -55,7 +55,7 @@ class _Asked:
         return self._inner.seconds()
 
     def runs(self) -> bool:
-        """Whether it does, which nobody knows from then on either."""
+        """Return whether it has ended, without counting as a wait."""
         with contextlib.suppress(SwapError):
             return not self._inner.done()
         return False
@@ -75,20 +75,20 @@ class StrictStore:
 
     def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
         slot, pending = self._inner.write(data)
-        asked = self._writes[slot] = _Asked(pending, data.nbytes)
+        requested = self._writes[slot] = _Asked(pending, data.nbytes)
         self._reads[slot] = []
         if data.is_cpu:
-            self._behind = [*(each for each in self._behind if not each.known), asked]
+            self._behind = [*(each for each in self._behind if not each.known), requested]
             held = sum(each.size for each in self._behind)
             self.most_behind_bytes = max(self.most_behind_bytes, held)
-        return slot, asked
+        return slot, requested
 
     def read(self, slot: StoreSlot, target: Tensor) -> Pending:
         if not self._writes[slot].known:
             raise AssertionError(f"{slot} is read, and nobody has waited for its write")
-        asked = _Asked(self._inner.read(slot, target), target.nbytes)
-        self._reads[slot].append(asked)
-        return asked
+        requested = _Asked(self._inner.read(slot, target), target.nbytes)
+        self._reads[slot].append(requested)
+        return requested
 
     def free(self, slot: StoreSlot) -> None:
         if not self._writes[slot].known:
@@ -102,13 +102,13 @@ class StrictStore:
         self._inner.close()
 
     def let_end(self) -> None:
-        """Return when no write runs; that is nobody's wait."""
+        """Return when no write runs, without counting as a wait."""
         while any(each.runs() for each in [*self._writes.values()]):
             time.sleep(1e-4)
 
 
 def _strictly(open_store: Callable[[StoreRequest], Store]) -> Callable[[StoreRequest], Store]:
-    return lambda asked: StrictStore(open_store(asked))
+    return lambda request: StrictStore(open_store(request))
 
 
 register_tier(STRICT_HOST, _strictly(open_host))

@@ -36,7 +36,7 @@ _APART = 1e-5  # relative; rows of a replica are summed in another order
 
 
 class _Stumble(torch.autograd.Function):
-    """Nothing in a forward, and what the class :class:`Stumbling` is told in a backward."""
+    """Nothing in a forward; in a backward, the fault set in :class:`Stumbling`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
@@ -107,8 +107,8 @@ def stumbles(
     one has begun more sums. Losses are those ``expected``."""
     register_accelerator(Apart() if direct else Shared("sim", "", group.NAME))
     chain = describe(_model)
-    below = {"tier": "strict host", "tier_bytes": 2**20, **options}
-    plan = make_plan(chain, replicas=replicas, microbatch=8 // MICRO_BATCHES, **below)
+    offloaded = {"tier": "strict host", "tier_bytes": 2**20, **options}
+    plan = make_plan(chain, replicas=replicas, microbatch=8 // MICRO_BATCHES, **offloaded)
     with tempfile.TemporaryDirectory() as folder, _noting_states() as states:
         engine = Engine.build(chain, plan, loss=_loss, device=SIM, scratch=Path(folder))
         sums = [s for s in getattr(engine._sync, "_following", ()) if isinstance(s, StreamedSum)]
@@ -117,7 +117,7 @@ def stumbles(
         losses = [engine.step(_rows(seed)).loss for seed in range(2)]
         stored = _stored_bytes(engine)
         for number in range(BLOCKS):
-            # Sums go on in one order only where the other rank comes as far in the end.
+            # Sums keep one order only if the other rank gets as far in the end.
             block = min(number + engine.mesh.replica, BLOCKS - 1)
             with _held(sums, HELD[number]):
                 _fail(engine, block)
@@ -188,7 +188,7 @@ def _noting_states() -> Iterator[set[str]]:
 
 
 def _alone() -> None:
-    """What was told which gradients are the last forgets it: those of another step would go to the host too early."""
+    """The mark of the last gradients is reset: those of another step would be offloaded too early."""
     stumbles(on_a_cpu(), (1,), {"optimizer_offload": 1.0}, direct=False)
 
 

@@ -89,7 +89,7 @@ def activations(tier: str, *, eager: bool, verify: bool = False) -> None:
 
 
 def dropped(tier: str) -> None:
-    """Graphs are dropped while what they saved is on its way down, and the next forward needs their room at once."""
+    """Graphs are freed while their saved tensors are being offloaded, and the next forward needs the memory at once."""
     torch.manual_seed(0)
     layers = [layer for _ in range(8) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     model = nn.Sequential(*layers).to(SIM)
@@ -139,7 +139,7 @@ def early(tier: str) -> None:
         manager.close()
 
 
-def open_below(
+def open_tier(
     tier: str, folder: str, copies: StreamCopies, delay: Callable[[], float] = no_delay
 ) -> StrictStore:
     """A store that minds how it is used; transfers through files are held up by ``delay``."""
@@ -152,32 +152,32 @@ def open_below(
 def streaming(
     tier: str, blocks: nn.ModuleList, make: MakeOptimizer, delay: Callable[[], float] = no_delay
 ) -> Iterator[tuple[OffloadedParameters, HostOptimizer, StrictStore]]:
-    """The parameters of ``blocks`` below, with the optimizer that steps them there."""
+    """The parameters of ``blocks`` host, with the optimizer that steps them on the host."""
     copies = StreamCopies(SIM)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        store = open_below(tier, folder, copies, delay)
+        store = open_tier(tier, folder, copies, delay)
         stack.callback(store.close)
         streamed = OffloadedParameters([b.parameters() for b in blocks], store, chunk_bytes=16384)
         stack.callback(streamed.close)
         for index, block in enumerate(blocks):
             streamed.attach(index, block)
-        below = HostOptimizer(make(blocks.parameters()), [], copies=copies, extra=streamed.chunks)
-        stack.callback(below.close)
-        yield streamed, below, store
+        host = HostOptimizer(make(blocks.parameters()), [], copies=copies, extra=streamed.chunks)
+        stack.callback(host.close)
+        yield streamed, host, store
 
 
 def parameters(tier: str, make: MakeOptimizer = sgd, steps: int = 3) -> None:
-    """Weights that stream, stepped below: losses, gradients and weights are those of plain training."""
+    """Offloaded weights, stepped on the host: losses, gradients and weights are those of plain training."""
     torch.manual_seed(0)
     plain = nn.ModuleList(Block() for _ in range(6)).to(SIM)
     mine = copy.deepcopy(plain)
-    with streaming(tier, mine, make) as (streamed, below, _):
-        assert_steps_alike(streamed, below, mine, plain, make(plain.parameters()), steps)
+    with streaming(tier, mine, make) as (streamed, host, _):
+        assert_steps_alike(streamed, host, mine, plain, make(plain.parameters()), steps)
 
 
 def assert_steps_alike(
     streamed: OffloadedParameters,
-    below: HostOptimizer,
+    host: HostOptimizer,
     mine: nn.Module,
     plain: nn.Module,
     theirs: torch.optim.Optimizer,
@@ -186,14 +186,14 @@ def assert_steps_alike(
     """Of each step losses and gradients, and of the last the weights."""
     for _ in range(steps):
         theirs.zero_grad()
-        below.finish()
+        host.finish()
         streamed.zero_gradients(set_to_none=True)
         torch.testing.assert_close(losses(mine), losses(plain), atol=1e-6, rtol=0)
         assert_gradients(streamed, mine, plain)
-        below.commit()
+        host.commit()
         theirs.step()
-    below.finish()
-    assert_below(streamed, plain)
+    host.finish()
+    assert_offloaded(streamed, plain)
 
 
 def assert_gradients(streamed: OffloadedParameters, mine: nn.Module, plain: nn.Module) -> None:
@@ -204,8 +204,8 @@ def assert_gradients(streamed: OffloadedParameters, mine: nn.Module, plain: nn.M
         )
 
 
-def assert_below(streamed: OffloadedParameters, plain: nn.ModuleList) -> None:
-    """The weights below are those of ``plain``."""
+def assert_offloaded(streamed: OffloadedParameters, plain: nn.ModuleList) -> None:
+    """The offloaded weights are those of ``plain``."""
     new = [t for index in range(len(plain)) for t in streamed.read_full(index)]
     for found, q in zip(new, plain.parameters()):
         torch.testing.assert_close(found, q.detach().cpu(), atol=1e-5, rtol=0)
@@ -248,7 +248,7 @@ def host_optimizer(steps: int = 4) -> None:
             for block in blocks:
                 y = block(y)
             y.square().mean().backward()
-        # What looks at the weights between backward and step sees the old ones, however late it runs: nobody waits
+        # What looks at the weights between backward and step sees the old ones, however late it runs: no code waits
         # for it before the new ones rise.
         seen = [[p.detach().clone() for p in blocks.parameters()] for blocks in (mine, plain)]
         host.commit()
@@ -267,7 +267,7 @@ def scope(tier: str) -> None:
     other = copy.deepcopy(model)
     mine, theirs = adamw(model.parameters()), adamw(other.parameters())
     fixed = 2 * sum(p.nbytes for p in model.parameters())
-    told: list[list[Tensor]] = []
+    reported: list[list[Tensor]] = []
 
     def train(trained: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for step in range(4):
@@ -276,7 +276,7 @@ def scope(tier: str) -> None:
             optimizer.zero_grad()
             if step == 1:  # as a checkpoint is written
                 states = copy.deepcopy(optimizer.state_dict())
-                told.append([v.cpu() for s in states["state"].values() for v in s.values()])
+                reported.append([v.cpu() for s in states["state"].values() for v in s.values()])
             if step == 2:  # and read, while newer states leave
                 optimizer.load_state_dict(states)
 
@@ -296,7 +296,7 @@ def scope(tier: str) -> None:
         train(model, mine)
     train(other, theirs)
     assert all(map(torch.equal, model.parameters(), other.parameters())), "weights differ"
-    assert all(map(torch.equal, *told)), "states differ"
+    assert all(map(torch.equal, *reported)), "states differ"
 
 
 def first_span() -> None:

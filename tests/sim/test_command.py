@@ -96,8 +96,8 @@ def trained(tmp_path: Path, tier: str, *prefix: str) -> tuple[str, dict[str, Any
         stderr=subprocess.STDOUT,
         text=True,
     ) as launcher:
-        said, _ = launcher.communicate(timeout=120)
-    assert launcher.returncode == 0, said
+        output, _ = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, output
     run = tmp_path / "runs" / "sim"
     assert "simulated" in ModelProfile.load(run / "profile.json").device
     summary, plan = json.loads((run / "summary.json").read_text()), Plan.load(run / "plan.yaml")
@@ -116,9 +116,9 @@ def trained(tmp_path: Path, tier: str, *prefix: str) -> tuple[str, dict[str, Any
 def test_ranks_have_what_their_device_needs_and_a_launcher_none(
     tmp_path: Path, tier: str, prefix: list[str]
 ) -> None:
-    """It has measured there, and goes on without a context and cached blocks, which its ranks need. These have the
-    variables of their device, but for those that the user has set, before an allocator reads them; torchrun's had none,
-    and NCCL opened more channels than were counted."""
+    """The launcher has measured there, and continues without a context and cached blocks, which its ranks need. These
+    have the variables of their device, but for those that the user has set, before an allocator reads them; torchrun's
+    had none, and NCCL opened more channels than were counted."""
     launcher, noted = trained(tmp_path, tier, *prefix)
     bytes_used, variables, _, of_another = noted.pop(launcher)  # it sets them for others
     assert (bytes_used, variables, of_another) == (0, ITS_OWN, 0)

@@ -26,13 +26,13 @@ def host_bytes() -> tuple[bool, dict[str, int]]:
         slot, pending = store.write(data)
         pending.wait()
         store.read(slot, target).wait()
-        asked = dict(C.counts())
+        requested = dict(C.counts())
         store.close()
-    return torch.equal(data, target), asked
+    return torch.equal(data, target), requested
 
 
 def test_states_of_the_host_do_not_wait_for_the_device(sim_pool: Pool) -> None:
     """An optimizer on the host waited for all that the device had been given, with each piece of its states."""
-    ((same, asked),) = sim_pool.run(host_bytes, 1)
+    ((same, requested),) = sim_pool.run(host_bytes, 1)
     assert same
-    assert not [what for what in asked if "sync" in what], asked
+    assert not [what for what in requested if "sync" in what], requested

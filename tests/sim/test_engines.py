@@ -20,7 +20,7 @@ STAGED_TOO = [
 ROWS_APART = (
     1e-6  # relative; rows of a replica are summed in another order, and kernels round by alignment
 )
-BELOW = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
+OFFLOADED = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
 
 
 @cache
@@ -63,7 +63,7 @@ def test_schedules(sim_pool: Pool, schedule: str, direct: bool) -> None:
         ((2,), {"optimizer_offload": 1.0}),
         ((2,), {"shard": True}),
         ((1, 2), {"directive": "offload", "tier": "disk"}),
-        ((2, 1), BELOW),
+        ((2, 1), OFFLOADED),
         pytest.param((2,), {}, marks=pytest.mark.thorough),
         pytest.param((2, 2), {"directive": "offload"}, marks=pytest.mark.thorough),
     ],
@@ -84,8 +84,8 @@ def test_replicas(
         {"directive": "offload", "tier": "disk"},
         {"directive": "recompute"},
         {"optimizer_offload": 1.0},
-        BELOW,
-        {**BELOW, "tier": "disk", "directive": "offload"},
+        OFFLOADED,
+        {**OFFLOADED, "tier": "disk", "directive": "offload"},
     ],
     ids=str,
 )
@@ -96,9 +96,7 @@ def test_one_rank(sim_pool: Pool, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "options", [{"optimizer_offload": 1.0}, {"optimizer_offload": 0.5, "tier": "disk"}], ids=str
 )
-def test_gradients_on_their_way_down_are_not_cleared(
-    sim_pool: Pool, options: dict[str, Any]
-) -> None:
+def test_gradients_being_offloaded_are_not_cleared(sim_pool: Pool, options: dict[str, Any]) -> None:
     """Those of a step that was never taken."""
     check(sim_pool, (1,), options, direct=False, fails="gradients")
 
@@ -152,8 +150,10 @@ def assert_level(ran: dict[str, Any], *, threads: bool = False) -> None:
     "options",
     [
         {"directive": "offload"},
-        {**BELOW, "directive": "offload"},
-        pytest.param({**BELOW, "directive": "offload", "tier": "disk"}, marks=pytest.mark.thorough),
+        {**OFFLOADED, "directive": "offload"},
+        pytest.param(
+            {**OFFLOADED, "directive": "offload", "tier": "disk"}, marks=pytest.mark.thorough
+        ),
     ],
     ids=str,
 )
@@ -186,7 +186,7 @@ def test_batches_may_show_a_number_several_times(sim_pool: Pool) -> None:
 
 
 def test_the_device_has_a_number_and_is_selected(sim_pool: Pool) -> None:
-    """By which blocks were seeded, and ranks told their devices apart: of a device without one it was 0."""
+    """Blocks are seeded, and devices identified, by the device index, which was 0 for a device without one."""
     assert sim_pool.run(jobs.selected, 1) == [[1, 1, 1]]
 
 
@@ -206,7 +206,14 @@ def test_streamed_weights_fit_however_late_transfers_end(sim_pool: Pool) -> None
     for lateness in (0, 2, 30):
         (ran,) = sim_pool.run(
             partial(
-                jobs.engine, "sim", (1,), BELOW, layers=2, steps=6, lateness=lateness, exact=True
+                jobs.engine,
+                "sim",
+                (1,),
+                OFFLOADED,
+                layers=2,
+                steps=6,
+                lateness=lateness,
+                exact=True,
             ),
             1,
         )
@@ -236,7 +243,7 @@ def test_inputs_come_while_the_micro_batch_before_computes(
     ("replicas", "options"),
     [
         ((1,), {"optimizer_offload": 1.0, "directive": "offload", "tier": "disk"}),
-        ((1,), {**BELOW, "inputs_ahead": True}),
+        ((1,), {**OFFLOADED, "inputs_ahead": True}),
         ((2,), {"optimizer_offload": 1.0}),
         pytest.param((1, 1), {"directive": "offload"}, marks=pytest.mark.thorough),
     ],

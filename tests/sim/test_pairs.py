@@ -9,11 +9,11 @@ from tests.sim import jobs
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("way", ["direct", "staged"])
+@pytest.mark.parametrize("variant", ["direct", "staged"])
 @pytest.mark.parametrize("what", ["sends", "leaves early"])
-def test_between_two(sim_pool: Pool, what: str, way: str) -> None:
+def test_between_two(sim_pool: Pool, what: str, variant: str) -> None:
     """Senders that did not wait would hold all messages at once, and a rank that closed would take away those that
-    nobody had received."""
-    for error, races, _ in sim_pool.run(jobs.pair, 2, f"{what} {way}"):
+    had not been received."""
+    for error, races, _ in sim_pool.run(jobs.pair, 2, f"{what} {variant}"):
         assert not error
         assert not races, races[0]

@@ -1,4 +1,4 @@
-"""Replicas on simulated devices: what depends on the links between them, and gradients on their way below."""
+"""Replicas on simulated devices: what depends on the links between them, and gradients that are being offloaded."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def all_reduces(bucket_mebibytes: int) -> int:
 
 
 def streaming(direct: bool, microbatch: int) -> tuple[Any, list[float], int, int]:
-    """Some steps of a model of several buckets that streams, on a device of the planned bytes: what was noticed, the
-    losses, and the peak, predicted and measured."""
+    """Some steps of a model of several buckets with offloaded parameters, on a device of the planned bytes: what was
+    noticed, the losses, and the peak, predicted and measured."""
     import tempfile
     from pathlib import Path
 
@@ -67,8 +67,8 @@ def streaming(direct: bool, microbatch: int) -> tuple[Any, list[float], int, int
     register_accelerator(Apart() if direct else Shared("sim", "", group.NAME))
     chain = describe(lambda: nn.Sequential(*[nn.Linear(1100, 1100) for _ in range(5)]))
     rows = torch.randn(8, 1100, generator=torch.Generator().manual_seed(0))
-    below = {"parameter_offload": 1.0, "optimizer_offload": 1.0, "tier_bytes": 2**20}
-    plan = make_plan(chain, replicas=(2,), tier="host", microbatch=microbatch, **below)
+    offloaded = {"parameter_offload": 1.0, "optimizer_offload": 1.0, "tier_bytes": 2**20}
+    plan = make_plan(chain, replicas=(2,), tier="host", microbatch=microbatch, **offloaded)
     losses, peaks = list[float](), [0, 0]
 
     def run() -> None:
@@ -125,7 +125,7 @@ def test_buckets_are_as_large_as_the_plan_says(sim_pool: Pool) -> None:
         assert sim_pool.run(partial(all_reduces, mebibytes), 2) == [expected] * 2
 
 
-BELOW = {"optimizer_offload": 1.0, "parameter_offload": 1.0}
+OFFLOADED = {"optimizer_offload": 1.0, "parameter_offload": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,9 @@ BELOW = {"optimizer_offload": 1.0, "parameter_offload": 1.0}
 )
 def test_a_step_fails_in_its_last_backward(sim_pool: Pool, direct: bool) -> None:
     """While buckets of gradients are read, summed and written: the next step is as if that had not been, and keeps its
-    places below."""
+    places offloaded."""
     (expected,) = sim_pool.run(jobs.never_stumbles, 1)
-    job = partial(jobs.stumbles, expected, (2,), BELOW, direct=direct)
+    job = partial(jobs.stumbles, expected, (2,), OFFLOADED, direct=direct)
     for (error, races, _), states in sim_pool.run(job, 2):
         assert not error
         assert not races, races[0]

@@ -14,7 +14,7 @@ from parallax.runtime.checkpoint import checkpoint_name
 from tests.distributed.pool import Pool
 
 HALF, WHOLE = 2, 4
-BELOW = {"optimizer_offload": 1.0}
+OFFLOADED = {"optimizer_offload": 1.0}
 STREAMED = {"optimizer_offload": 1.0, "parameter_offload": 0.6}
 NEAR = {
     "fp32": 2e-5,
@@ -37,9 +37,9 @@ def joined(parts: list[Any], place: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (("cpu", (1, 1), BELOW, "fp32"), ("sim", (2,), {"shard": True}, "fp32")),
+        (("cpu", (1, 1), OFFLOADED, "fp32"), ("sim", (2,), {"shard": True}, "fp32")),
         (("sim", (1,), STREAMED, "fp32"), ("cpu", (1, 1), {}, "fp32")),
-        (("sim", (1, 1), BELOW, "bf16"), ("cpu", (1,), {}, "fp32")),
+        (("sim", (1, 1), OFFLOADED, "bf16"), ("cpu", (1,), {}, "fp32")),
         (("cpu", (2,), {"shard": True}, "fp32"), ("sim", (1,), STREAMED, "bf16")),
     ],
     ids=["down", "up", "up, wider", "down, narrower"],

@@ -52,7 +52,7 @@ def test_all_parts_are_tried(sim_pool: Pool) -> None:
 
 
 def test_a_missing_wait_is_seen(sim_pool: Pool) -> None:
-    """Or nothing that is said above means anything."""
+    """Otherwise the assertions above prove nothing."""
     ((_, races, _),) = sim_pool.run(jobs.missing_wait, 1)
     ((what, _),) = races
     assert what.startswith("a copy up on stream ")
@@ -61,7 +61,7 @@ def test_a_missing_wait_is_seen(sim_pool: Pool) -> None:
     )
 
 
-def test_stalls_that_nobody_asks_for_do_not_pile_up(sim_pool: Pool) -> None:
+def test_unread_stalls_do_not_accumulate(sim_pool: Pool) -> None:
     """Two events for each wait stayed for as long as a plain loop swapped."""
     assert sim_pool.run(jobs.stalls, 1) == [(0, 3)]
 

@@ -69,8 +69,8 @@ def test_what_was_not_planned_is_refused_as_torch_does(figures: dict[str, Any]) 
     assert "out of memory" in figures["too small"]
 
 
-def test_inputs_come_beside_the_computing_where_the_plan_has_room(sim_pool: Pool) -> None:
-    """Their bytes are in the plan's peak, and a device without room for them gets them when they are needed."""
+def test_inputs_are_copied_while_computing_where_the_plan_has_memory(sim_pool: Pool) -> None:
+    """Their bytes are in the plan's peak, and a device that cannot hold them gets them when they are needed."""
     (found,) = sim_pool.run(jobs.wide_inputs, 1)
     (ahead, peak, planned), (at_once, less, least) = found["ahead"], found["at once"]
     assert found["chosen"] == (True, False)

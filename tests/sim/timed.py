@@ -122,10 +122,10 @@ def cluster_of(devices: int, memory_bytes: int = 2**32, bytes_per_second: float 
 
 
 def train(
-    layers: int, directive: str, share: float = 1.0, *, room: float = 1.0, slower: float = 1.0
+    layers: int, directive: str, share: float = 1.0, *, fraction: float = 1.0, slower: float = 1.0
 ) -> Timed:
     """The second step of one rank under one directive. Offloaded activations may keep a ``share`` of their bytes on the
-    device, which has ``room`` for that part of the planned bytes, and a link that is ``slower`` so many times."""
+    device, which holds ``fraction`` of the planned bytes, and a link that is ``slower`` so many times."""
     chain, profile = measured(layers)
     link = LINK / slower
     moved = sum(block.moved.at(4) for block in profile.blocks)
@@ -142,7 +142,7 @@ def train(
     planned = forecast.ranks[0].peak_bytes
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as held:
         held.callback(limit_device_memory, SIM, TOTAL_BYTES)
-        limit_device_memory(SIM, int(room * planned))
+        limit_device_memory(SIM, int(fraction * planned))
         C.speeds(**SPEEDS | {"up": link, "down": link})
         engine = Engine.build(
             chain,
@@ -181,7 +181,7 @@ def offloading() -> tuple[float, float]:
     they are measured, and those that the link takes one way."""
     config = GPTConfig(layers=2, hidden=256, heads=4, sequence=SEQUENCE, tied=False)
     chain, swap = describe(config.build), SwapConfig(minimum_bytes=1024)
-    # Nothing goes on in virtual time while the host sleeps.
+    # Virtual time stands still while the host sleeps.
     awake = patch(
         "parallax.swap.offload_benchmark.time.sleep", lambda _: torch.accelerator.synchronize()
     )
@@ -205,9 +205,9 @@ def figures(layers: int) -> dict[str, Any]:
 
 
 def _refused(layers: int) -> str:
-    """What is said where the device is smaller than the plan."""
+    """Return the error on a device that is smaller than the plan."""
     try:
-        train(layers, "keep", room=0.6)
+        train(layers, "keep", fraction=0.6)
     except torch.OutOfMemoryError as error:
         return str(error).splitlines()[0]
     return ""

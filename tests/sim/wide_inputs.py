@@ -43,7 +43,7 @@ def _batch() -> TensorRows:
 
 def figures() -> dict[str, Any]:
     """Virtual seconds of a step, the peak and what was planned, by whether the inputs came ahead; and what the planner
-    chooses, for a device that has room and for one that has 64 KiB less than that takes."""
+    chooses, for a device with enough memory and for one with 64 KiB too little."""
     chain, rows = describe(_model), _batch()
     with tempfile.TemporaryDirectory() as folder, cache_in(folder):
         C.speeds(**SPEEDS)

@@ -106,7 +106,7 @@ class Slurm:
         self._run("slurmd", "-D", "-N", node, name=node)
 
     def lose_node(self, node: str) -> None:
-        """As when its power fails: nothing of it lives on, and nobody is told."""
+        """As when its power fails: all its processes end, without a message."""
         daemon = self._processes.pop(node)
         daemon.kill()
         daemon.wait()
@@ -234,7 +234,7 @@ class Slurm:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Neighbours that nobody listens on, below those that the kernel gives to connections."""
+    """Unused ports, below those that the kernel gives to connections."""
     for first in range(17000, 20000, count):
         with contextlib.ExitStack() as held:
             try:

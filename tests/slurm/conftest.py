@@ -31,7 +31,7 @@ def cluster() -> Iterator[Slurm]:
 
 @pytest.fixture(scope="session")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where what was measured of this machine is kept: each job would measure it anew."""
+    """The cache of this machine's measurements: without it each job would measure again."""
     return tmp_path_factory.mktemp("cache")
 
 

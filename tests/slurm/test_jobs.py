@@ -99,7 +99,7 @@ def undisturbed(slurm: Slurm, capfd: pytest.CaptureFixture[str], kept: list[floa
 
 
 @pytest.mark.parametrize("whom", [[], ["--batch"]], ids=["steps", "shell"])
-def test_what_is_asked_to_end_saves_and_goes_on(
+def test_a_run_asked_to_end_saves_and_resumes(
     slurm: Slurm, undisturbed: list[float], capfd: pytest.CaptureFixture[str], whom: list[str]
 ) -> None:
     """As before a time limit, of which --signal=B: tells the batch shell."""
@@ -116,11 +116,11 @@ def test_what_is_asked_to_end_saves_and_goes_on(
     assert job["Restarts"] == "1"
     assert losses("cut") == undisturbed
     text = log_of("cut").read_text()
-    assert f"runs/cut goes back into the queue, to go on from {saved}" in text
+    assert f"runs/cut is queued again and resumes from {saved}" in text
     assert f"continuing after step {step} from {saved}" in text
 
 
-def test_a_job_that_is_asked_before_it_trains_is_not_queued_again(
+def test_a_job_signalled_before_it_trains_is_not_queued_again(
     slurm: Slurm, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Its time is too short, and would be again. Ranks that are only starting hear it when it is repeated."""
@@ -144,7 +144,7 @@ def test_a_job_that_is_asked_before_it_trains_is_not_queued_again(
 def test_a_node_that_is_lost_is_replaced(
     slurm: Slurm, undisturbed: list[float], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Nobody told the ranks: the run goes on from its last checkpoint."""
+    """The ranks got no signal: the run resumes from its last checkpoint."""
     number = launched(capfd, *TWO, "name=moved", *RUN, "trainer.checkpoint_every=20")
     wait_for_step(slurm, "moved", 25)
     assert slurm.job(number)["NodeList"] == "node[1-2]"
@@ -185,7 +185,7 @@ def test_the_script_for_doing_it_by_hand(slurm: Slurm) -> None:
     assert len(losses("hand")) == 3
 
 
-def test_what_slurm_refuses_is_said_in_one_line(
+def test_what_slurm_refuses_ends_in_one_line(
     slurm: Slurm, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["launch", "--slurm", *TWO, "--sbatch=--partition=nosuch", *RUN]) == 2
@@ -207,9 +207,7 @@ def test_a_cluster_to_plan_for_is_what_slurm_has(
     assert (found["nodes"], found["devices_per_node"]) == ([2, 3], [8, 2])
 
 
-def test_a_job_has_the_devices_it_asked_for(
-    slurm: Slurm, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_has_the_devices_it_requests(slurm: Slurm, capfd: pytest.CaptureFixture[str]) -> None:
     """And the script by hand a rank for each."""
     number = launched(
         capfd, "--nodes", "2", "--gpus-per-node", "1", "name=gpus", *RUN, "trainer.steps=3"

@@ -56,14 +56,14 @@ def cluster(
     write: Link = FREE,
     read: Link | None = None,
     tier: int = HUGE,
-    below: str = "disk",
+    tier_name: str = "disk",
     reserve: int = 0,
     **fields: Any,
 ) -> Cluster:
     device = Device(
         kind="cpu",
         memory_bytes=memory,
-        tier=below,
+        tier=tier_name,
         tier_bytes=tier,
         write=write,
         read=read or write,

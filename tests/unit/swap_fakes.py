@@ -76,7 +76,7 @@ class LateEvent:
 
 
 class LateCopies:
-    """Copies that go on behind the caller's back, as those of a GPU do, in any order. Like them they keep no block
+    """Asynchronous copies, as those of a GPU, in any order. Like them they keep no block
     alive: what was let go of too early has other bytes when it is read, and is a ``stray`` when it is written."""
 
     def __init__(self, delay: Callable[[], float] = no_delay) -> None:

@@ -135,7 +135,7 @@ def test_the_command_begins_before_what_takes_long_is_imported() -> None:
     assert loaded.strip() == ""
 
 
-def test_public_names_are_imported_where_they_are_asked_for() -> None:
+def test_public_names_are_imported_at_first_use() -> None:
     assert set(parallax.__all__) <= set(dir(parallax))
     assert {name for name in parallax.__all__ if getattr(parallax, name) is None} == set()
     assert callable(parallax.swap)

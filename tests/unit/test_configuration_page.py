@@ -36,8 +36,9 @@ def test_every_setting_has_a_description() -> None:
     missing = [
         f"{kind.__name__}.{name}"
         for kind in kinds
-        for name, said in generator().descriptions(kind).items()
-        if not said and not dataclasses.is_dataclass(members(typing.get_type_hints(kind)[name])[0])
+        for name, output in generator().descriptions(kind).items()
+        if not output
+        and not dataclasses.is_dataclass(members(typing.get_type_hints(kind)[name])[0])
     ]
     assert not [name for name in missing if not name.endswith(".name")], (
         "name it in its class's docstring: ``key``: meaning"

@@ -24,7 +24,7 @@ each = pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.
     not HADOLINT.exists(), reason="hadolint is not installed (it comes with the dev extra)"
 )
 def test_hadolint_finds_nothing(dockerfile: Path) -> None:
-    # An empty configuration: nobody's own one may hide a finding.
+    # An empty configuration: a user's own one could hide a finding.
     command = [
         HADOLINT,
         "--config",
@@ -57,7 +57,7 @@ def test_what_is_copied_exists_and_is_not_ignored(dockerfile: Path) -> None:
 
 
 @each
-def test_nobody_is_root_and_versions_are_the_constraints(dockerfile: Path) -> None:
+def test_the_user_is_not_root_and_versions_are_the_constraints(dockerfile: Path) -> None:
     text = dockerfile.read_text()
     assert [line for line in text.splitlines() if line.startswith("USER ")] == ["USER 10001"]
     installs = [line for line in text.replace("\\\n", " ").splitlines() if "pip install" in line]

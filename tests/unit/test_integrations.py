@@ -40,8 +40,8 @@ def options(scratch: Path) -> dict[str, Any]:
     return {"directory": scratch, "minimum_bytes": 1024, "piece_bytes": MIB // 8}
 
 
-def limit(model: nn.Module, room: int) -> int:
-    return 2 * sum(p.nbytes for p in model.parameters()) + room
+def limit(model: nn.Module, free_bytes: int) -> int:
+    return 2 * sum(p.nbytes for p in model.parameters()) + free_bytes
 
 
 def assert_moved(callback: Any, *, states: bool = True) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from parallax import cli, config
-from parallax.commands.options import words_of
+from parallax.commands.options import class_paths_of
 from parallax.config.multirun import Multirun
 from parallax.errors import ConfigError
 
@@ -78,7 +78,7 @@ def _mistake(typed: list[str], *, in_a_sentence: bool) -> str:
             settings = [word for word in getattr(parsed, "overrides", ()) if "..." not in word]
         settings = [word for word in settings if not word.startswith("hydra/")]
         if typed[0] in ("explain", "simulate", "calibrate"):
-            words_of(argparse.Namespace(overrides=settings))
+            class_paths_of(argparse.Namespace(overrides=settings))
         elif "-m" in typed or "--array" in typed:
             points = Multirun.read(settings).points or ((),)
             folders = [word for word in settings if word.startswith("hydra.searchpath=")]

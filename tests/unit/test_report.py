@@ -206,7 +206,7 @@ def test_profile_shows_alike_blocks_once(
     assert format_seconds(profile.blocks[1].backward_seconds.at(2)) in shown
 
 
-def test_what_is_not_trained_is_told() -> None:
+def test_untrained_parameters_are_reported() -> None:
     parts = [
         fakes.block("a", parameters=1000, parameter_bytes=4000, frozen_bytes=3000),
         fakes.block("b", parameters=10, parameter_bytes=40, frozen_bytes=40),
@@ -219,7 +219,7 @@ def test_what_is_not_trained_is_told() -> None:
     )
 
 
-def test_estimate_shows_both_ways() -> None:
+def test_estimate_shows_keep_and_recompute() -> None:
     found = estimate(MODEL.work("bf16"), global_batch=4)
     shown = text(estimate_table(found))
     assert f"{MODEL.parameters:,} parameters in bf16" in shown
@@ -333,7 +333,7 @@ def test_a_stage_that_does_not_swap_has_no_record() -> None:
     assert swapped_ranks({}) == []
 
 
-def test_of_replicas_the_one_that_stalled_most_is_told_of() -> None:
+def test_the_replica_that_stalled_most_is_reported() -> None:
     ranks = [
         swapped(0, 0, statistics(stalled=0.1)),
         swapped(1, 0, statistics(stalled=0.5)),
@@ -401,7 +401,7 @@ def test_occupancy_is_what_was_written(tmp_path: Path) -> None:
             Occupancy.load(tmp_path, 1)
 
 
-def test_only_what_computes_is_drawn_below_the_curves() -> None:
+def test_only_computing_actions_are_drawn_below_the_curves() -> None:
     assert [span.kind for span in computed(spans())] == ["forward", "update"]
 
 

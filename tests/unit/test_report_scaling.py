@@ -97,7 +97,7 @@ def test_weak_scaling_is_of_the_same_rows_per_device() -> None:
     assert found == {"a-1-8": [1.0, 1.0], "a-2-16": [0.75, None], "a-2-8": [None, 0.6]}
 
 
-def test_the_frontier_is_what_nobody_beats_in_both() -> None:
+def test_the_frontier_has_the_pareto_optimal_points() -> None:
     places = [(3.0, 5.0), (1.0, 1.0), (2.0, 4.0), (2.0, 3.0), (4.0, 5.0), (5.0, 6.0)]
     assert frontier(places) == [(1.0, 1.0), (2.0, 4.0), (3.0, 5.0), (5.0, 6.0)]
 
@@ -118,7 +118,7 @@ def test_the_table_tells_all_and_why_not() -> None:
         thorough([GRID[0], GRID[1]], {"memory-by-batch", "frontier"}),
         thorough([GRID[0], GRID[4]], {"weak-scaling", "frontier"}),
         ([GRID[0]], set()),
-        ([failed("x", "no room")], set()),
+        ([failed("x", "disk full")], set()),
         ([point("a", 1, 8, 1e-9, peaks=()), point("a", 2, 8, 1e9, peaks=())], {"strong-scaling"}),
         thorough([point("a", 1, 8, 1.0), point("b", 1, 8, 1e9)], {"frontier"}),
         ([point("a", 1, 8, 0.0), point("a", 2, 8, 1.0)], set()),

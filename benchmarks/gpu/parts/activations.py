@@ -1,8 +1,8 @@
 """Parts ``gpt``, ``resnet`` and ``caps``: training steps by turns, beside plain ones and the peers'.
 
 Plain's activations are its peak less what stays between steps; ``offload`` may take a share of them, and its limit is
-lowered until its measured peak is within that cap. The other ways have no such knob: their measured peaks say which
-caps they keep. Where plain itself does not fit, it is given half as many rows, and so is everybody else.
+lowered until its measured peak is within that cap. The other variants have no such setting: their measured peaks say
+which caps they keep. Where plain itself does not fit, it is given half as many rows, and so is everybody else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.gpu.parts.part import Findings, Found, Given
 from benchmarks.gpu.runners import Runner, by_turns, half, row, running
 from benchmarks.gpu.setup import BARS, CAPS, Setup
-from benchmarks.gpu.ways import Spec
+from benchmarks.gpu.variants import Spec
 from benchmarks.models import Task
 from benchmarks.workers import Deadline
 from parallax.common.units import format_bytes
@@ -54,7 +54,7 @@ def _specs(setup: Setup, ways: tuple[str, ...]) -> dict[str, Spec]:
 
 
 def _cap(name: str) -> float | None:
-    """The share of plain's activations that a way may take; None where it cannot be told to."""
+    """The share of plain's activations that a variant may hold; None if it has no such limit."""
     return {"offload 50%": 0.5, **CAPS}.get(name)
 
 
@@ -101,16 +101,16 @@ def _rows_that_fit(plain: Runner, rows: int, deadline: Deadline) -> int:
 
 
 def _warm_up(runner: Runner, cap: float | None, activations: int, deadline: Deadline) -> None:
-    """One turn that does not count; before it an offload's limit is found. All of ``activations`` may be below where
-    they leave eagerly; a limit may be lower than its cap."""
+    """One turn that does not count; before it an offload's limit is found. With eager offloading all of
+    ``activations`` may be in the tier; a limit may be lower than its cap."""
     if cap is None:
         runner.warm_up(deadline)
         return
     if not activations:
         runner.why = "its cap is a share of plain's activations, and plain did not run"
         return
-    below = int(1.2 * activations * (1.0 if runner.spec.eager else 1 - 0.7 * cap))
-    runner.warm_up(deadline, "limit_device_memory", int(cap * activations), below)
+    offloaded = int(1.2 * activations * (1.0 if runner.spec.eager else 1 - 0.7 * cap))
+    runner.warm_up(deadline, "limit_device_memory", int(cap * activations), offloaded)
 
 
 def _catch_up(plain: Runner, runners: Mapping[str, Runner], deadline: Deadline) -> None:

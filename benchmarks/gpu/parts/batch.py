@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 from benchmarks.gpu.parts.part import Findings, Found, Given
 from benchmarks.gpu.runners import Runner, running
-from benchmarks.gpu.ways import Spec
+from benchmarks.gpu.variants import Spec
 from benchmarks.workers import Deadline
 
 WAYS = ("plain", "offload", "save_on_cpu", "checkpoint", "fsdp")

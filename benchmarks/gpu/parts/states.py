@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.gpu.parts.part import Findings, Found, Given
 from benchmarks.gpu.runners import Runner, by_turns, exactness, half, row, running
 from benchmarks.gpu.setup import STATE_BYTES, Setup, row_bytes
-from benchmarks.gpu.ways import Spec
+from benchmarks.gpu.variants import Spec
 from benchmarks.models import Task
 from parallax.common.units import format_bytes
 
@@ -28,7 +28,7 @@ def host(given: Given) -> Findings:
     """Tokens per second, beside FSDP2's where it runs."""
     setup, task = given.setup, given.setup.host
     free = _spec(setup, setup.host_rows)
-    # Without a limit nothing but the states is below the device.
+    # Without a limit only the optimizer states are offloaded.
     specs = {HOST: replace(free, way="offload"), SHARDED: replace(free, way="fsdp"), PLAIN: free}
     found: Found = {"task": asdict(task), "parameters": task.parameters}
     with running(task, specs, given.deadline) as runners:
@@ -84,8 +84,8 @@ def _spec(setup: Setup, rows: int) -> Spec:
 def _capped(free: Spec, task: Any, cap: int, setup: Setup) -> dict[str, Spec]:
     left = cap - 4 * task.parameters  # weights and gradients stay
     saved = int(2 * free.rows * row_bytes(task))  # whatever is pinned is pinned at once
-    below = min(setup.host_bytes // 4, saved + 4 * task.parameters)
-    capped = replace(free, cap_bytes=cap, limit_bytes=left // 3, tier_bytes=below)
+    offloaded = min(setup.host_bytes // 4, saved + 4 * task.parameters)
+    capped = replace(free, cap_bytes=cap, limit_bytes=left // 3, tier_bytes=offloaded)
     return {
         "plain": capped,
         "offload": replace(capped, way="offload"),

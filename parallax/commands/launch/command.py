@@ -22,7 +22,7 @@ from parallax.run.working import working
 
 EXAMPLES = """examples:
   parallax launch --slurm --nodes 4 --gpus-per-node 8 --time 12:00:00 name=deeper model.layers=96 trainer.steps=1000
-  parallax launch --slurm --dry cluster=dgx_h100 cluster.nodes=4 trainer.steps=1000   as many nodes as its plan needs
+  parallax launch --slurm --dry cluster=dgx_h100 cluster.nodes=4 trainer.steps=1000   as many nodes as the plan needs
   parallax launch --slurm --nodes 1 --gpus-per-node 1 --cpus-per-node 8 --array optimizer.lr=1e-4,3e-4 \\
       seed=1,2 name=rates trainer.steps=1000                                    four runs: rates-0 to rates-3
   parallax launch --slurm --nodes 2 --processes-per-node 4 --sbatch=--partition=cpu trainer.steps=1000
@@ -37,11 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes": "nodes (default: as many as a plan for cluster=NAME needs)",
         "--gpus-per-node": "devices of each, with a rank for each",
         "--processes-per-node": "ranks of each node (default: its devices)",
-        "--cpus-per-node": "cores of each node (default: whole nodes are asked for)",
+        "--cpus-per-node": "cores of each node (default: whole nodes)",
     }
     for option, text in counts.items():
         parser.add_argument(option, type=int, metavar="N", help=text)
-    parser.add_argument("--time", default="", help="time limit, in sbatch's words")
+    parser.add_argument("--time", default="", help="time limit, in sbatch's format")
     parser.add_argument(
         "--sbatch",
         action="append",
@@ -96,7 +96,7 @@ def run(parsed: argparse.Namespace) -> int:
     what = f"{len(points)} runs" if points else "one run"
     console.print(
         f"job {number}: {what} on {job.nodes} node(s) with {job.processes} rank(s) each, from "
-        f"{RUNS / job.runs[0]}; says what it does in {RUNS / job.runs[0] / LOG}",
+        f"{RUNS / job.runs[0]}, with its output in {RUNS / job.runs[0] / LOG}",
         f"`scancel --signal=USR1 {number}` saves and queues it again, `scancel {number}` ends it",
         highlight=False,
         markup=False,
@@ -137,10 +137,10 @@ def _unnamed(overrides: Sequence[str]) -> list[str]:
 def _trained(overrides: Sequence[str], config: RunConfig) -> list[str]:
     """Return the settings of the ranks: without the cluster of the catalog, since they find their devices, but with
     its memory budget."""
-    words = _unnamed(overrides)
+    others = _unnamed(overrides)
     if not isinstance(config.cluster, CatalogClusterConfig):
-        return words
-    kept = [word for word in words if _key(word).split(".")[0] != "cluster"]
+        return others
+    kept = [word for word in others if _key(word).split(".")[0] != "cluster"]
     return [*kept, f"cluster.device_memory={config.cluster.device_memory}"]
 
 

@@ -34,7 +34,7 @@ def job_size(parsed: argparse.Namespace, config: RunConfig) -> JobSize:
         return JobSize(nodes or 1, ranks, gpus or 0)
     if not isinstance(config.cluster, CatalogClusterConfig):
         raise ConfigError(
-            "parallax launch: on what? add --nodes N --gpus-per-node N, or cluster=NAME of a cluster to plan for"
+            "parallax launch: how many ranks? add --nodes N --gpus-per-node N, or cluster=NAME of a cluster to plan for"
         )
     return _planned(config)
 

@@ -38,7 +38,7 @@ EXAMPLES = """examples:
   parallax plan cluster.devices=4
   parallax plan cluster.device_memory=80MiB --json | jq .prediction
   parallax plan plan.activations=recompute --output recompute.yaml
-  parallax plan --profile profile.json                  with blocks that were measured before
+  parallax plan --profile profile.json                  with blocks measured before
   parallax plan model=transformer model.layers=96 model.hidden=12288 model.heads=96 \\
       precision=mixed_bf16 cluster=dgx_a100 cluster.nodes=16 trainer.global_batch=1536
   parallax plan cluster=dgx_h100 cluster.price_per_hour=2.5 --what-if nodes=1,2,4 trainer.global_batch=256,512
@@ -68,7 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plan every combination of these values and compare; devices and nodes are short for cluster.*",
     )
     parser.add_argument(
-        "--diff", nargs=2, type=Path, metavar="PLAN", help="what differs between two plan files"
+        "--diff",
+        nargs=2,
+        type=Path,
+        metavar="PLAN",
+        help="print the differences between two plan files",
     )
     add_overrides(parser)
 

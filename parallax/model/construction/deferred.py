@@ -42,7 +42,7 @@ ModelFactory = Callable[[], nn.Module]
 
 
 class Values(Protocol):
-    """Makes real tensors for those of a skeleton."""
+    """Makes the real values of a skeleton's meta tensors."""
 
     def deepcopy_memo(
         self,
@@ -92,12 +92,12 @@ def deferred_init(factory: ModelFactory, seed: int) -> DeferredModel:
 
 def _record(factory: ModelFactory, seed: int) -> DeferredModel:
     recorder = OperatorRecorder(seed)
-    questions = HostValueInterceptor(recorder)
+    interceptor = HostValueInterceptor(recorder)
     with cleared_caches(recorder.log):
-        with recorder.recording(), questions:
+        with recorder.recording(), interceptor:
             model = uncompiled(factory())
         _check(model)
-        questions.check()
+        interceptor.check()
         recorder.log.check_constants()
         check_functions(model, recorder.log)
         model = _skeleton(model, recorder.log)

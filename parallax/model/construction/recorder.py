@@ -215,7 +215,8 @@ class OperatorRecorder(OperatorMode):
         return change(results, lambda p: self._bare(p) if isinstance(p, Tensor) else p)
 
     def _run_on_values(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return the results of running it on real tensors; its in-place writes are discarded."""
+        """Run ``function`` on real tensors, for an operator without a meta kernel, and return the results; its in-place
+        writes are discarded."""
         originals: dict[int, Tensor] = {}
 
         def real(part: Any) -> Any:
@@ -266,7 +267,8 @@ class OperatorRecorder(OperatorMode):
 
 
 def _fills(kind: Operator, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether it draws into its first argument from plain numbers, so that its result is that argument. On the
+    """Return whether ``function`` fills its first argument with random values and takes only plain numbers besides, so
+    that its result is that argument. On the
     meta device torch does this in Python and imports its compiler; on an empty tensor it only checks the numbers."""
     return (
         kind.draws

@@ -47,14 +47,15 @@ class _BufferSlot(NamedTuple):
 
 
 class ChangingBuffers:
-    """The changing buffers of one block. ``leave_out``: modules whose buffers others handle. ``streams`` recognizes
-    offloaded parameters. ``compiled``: operators cannot be intercepted, so all buffers are copied once and compared."""
+    """The changing buffers of one block. ``leave_out``: modules whose buffers others handle. ``is_offloaded``
+    recognizes offloaded parameters. ``compiled``: operators cannot be intercepted, so all buffers are copied once and
+    compared."""
 
     def __init__(
         self,
         block: nn.Module,
         leave_out: Collection[nn.Module],
-        streams: Callable[[Tensor], bool],
+        is_offloaded: Callable[[Tensor], bool],
         *,
         compiled: bool,
     ) -> None:
@@ -76,7 +77,7 @@ class ChangingBuffers:
                 places += [
                     _BufferSlot(frozen, name)
                     for name, p in module._parameters.items()
-                    if p is not None and not p.requires_grad and not streams(p)
+                    if p is not None and not p.requires_grad and not is_offloaded(p)
                 ]
             self._unknown += [place for place in places if place.tensor.layout is torch.strided]
 

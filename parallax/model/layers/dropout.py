@@ -90,7 +90,7 @@ class RowDropout(TorchFunctionMode):
         train: bool = True,
     ) -> Tensor | None:
         """Return the result of a call of ``F.dropout`` or ``torch.dropout``; None if torch's own function must run.
-        Their flags are named ``training`` and ``train``."""
+        The two functions name their flag ``training`` and ``train``."""
         if not (training and train and 0 < p < 1):
             return None
         self._calls += 1

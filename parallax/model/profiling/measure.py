@@ -286,7 +286,7 @@ class _Bench:
 
     def _fitting_block(self, index: int, rows: int) -> contextlib.AbstractContextManager[None]:
         name = printable(self._chain.blocks[index].name)
-        way_out = "give it shorter rows, cut it into more blocks"
+        way_out = "give it shorter rows, partition it into more blocks"
         return _fitting(f"block {index} ({name})", rows, way_out)
 
     def _passes(

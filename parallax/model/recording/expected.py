@@ -22,18 +22,18 @@ class DiffersFromSample(DescribeError):
 
 
 def expect_answer(
-    ask: Callable[..., Any],
+    function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     answer: Any,
     where: str,
 ) -> None:
-    """Raise :class:`DiffersFromSample` unless ``ask`` returns ``answer``. Skipped for tensors without values."""
+    """Raise :class:`DiffersFromSample` unless ``function`` returns ``answer``. Skipped for tensors without values."""
     if any(map(is_fake, tensors_in((args, kwargs)))):
         return
-    found = ask(*args, **kwargs)
+    found = function(*args, **kwargs)
     if found != answer:
-        name = getattr(ask, "__name__", "it")
+        name = getattr(function, "__name__", "it")
         raise DiffersFromSample(
             f"{name} of a tensor gave {answer} with the sample and gives {found} with this batch{where}: the forward "
             "branches on it, and only the sample's branch was recorded; move the branch into a module of its own, "

@@ -63,7 +63,7 @@ class RepeatedModules:
         return made
 
     def _key(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        looks = [
+        inputs = [
             (
                 str(path),
                 (part.dtype, part.shape, part.stride(), self._flow.is_dependent(storage_of(part)))
@@ -72,8 +72,8 @@ class RepeatedModules:
             )
             for path, part in leaves((args, kwargs))
         ]
-        words = module_repr(module) or id(module)
-        return type(module), words, module.training, torch.is_grad_enabled(), str(looks)
+        structure = module_repr(module) or id(module)
+        return type(module), structure, module.training, torch.is_grad_enabled(), str(inputs)
 
 
 class DataFlow(OperatorMode):

@@ -87,7 +87,7 @@ class SampleValues:
         property of all."""
         order = iter(self._given)
 
-        def cut(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        def slice_of(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             tensor, dimension = next(order)
             if dimension is not None:
                 places = (torch.arange(rows) + rows) % tensor.shape[dimension]
@@ -96,7 +96,7 @@ class SampleValues:
                 tensor = tensor.narrow(d, 0, min(size, tensor.shape[d]))
             return tensor.to(dtype)
 
-        args, kwargs = call_arguments(self._shapes.make(cut, rows, change))
+        args, kwargs = call_arguments(self._shapes.make(slice_of, rows, change))
         return {
             input_name(path): part
             for path, part in leaves((args, kwargs))

@@ -80,7 +80,7 @@ def trace_and_partition(
         return Partition((Block("", model),))
     if sample is None:
         raise _refused(
-            model, "describe() was given no sample of its inputs, so its forward cannot be recorded"
+            model, "describe() was given no sample of its inputs, so its forward cannot be traced"
         )
     shapes = sample_shapes(sample)
     disable_kv_cache(model)
@@ -173,8 +173,8 @@ class _ForwardRuns:
             except NotTraceable as error:
                 owner, why = error.owner, str(error)
             if not owner or owner not in traced:
-                raise _refused(self._model, f"its forward cannot be recorded: {why}")
-            logger.info("%s stays whole: its forward cannot be recorded (%s)", owner, why)
+                raise _refused(self._model, f"its forward cannot be traced: {why}")
+            logger.info("%s stays whole: its forward cannot be traced (%s)", owner, why)
             self._whole.add(owner)
 
     def _merge(self, traced: frozenset[str]) -> ForwardProgram:
@@ -347,8 +347,8 @@ def _keeps(state: KeepsState) -> DescribeError:
 
 def _refused(model: nn.Module, why: str) -> DescribeError:
     return DescribeError(
-        f"{type(model).__name__} is no chain of blocks ({why}): give the model a method blocks() that returns its "
-        f"parts, modules, in the order that data flows, such as `{SPLIT}`, or name them: "
+        f"{type(model).__name__} cannot be partitioned into blocks ({why}): give the model a method blocks() "
+        f"that returns its parts, modules, in the order that data flows, such as `{SPLIT}`, or name them: "
         "model.blocks='[embed,layers.*,head]'; model.blocks=[''] makes it one block"
     )
 
@@ -399,8 +399,8 @@ def measure_shares(fakes: FakeModel, args: Any, kwargs: Any) -> WorkShares:
 
 
 def traced_modules(model: nn.Module, shares: WorkShares, whole: frozenset[str]) -> frozenset[str]:
-    """Return the paths of modules that are traced: the model, and large modules with parts that have parameters, except
-    those in ``whole``. All others are one instruction each."""
+    """Return the paths of the modules whose inside is traced: the model itself, and large modules with parts that have
+    parameters, except the paths in ``whole``. In the trace, a call of any other module is one instruction."""
     found: set[str] = set()
 
     def visit(path: str, module: nn.Module) -> None:

@@ -155,17 +155,17 @@ class ValueOracle:
         """Register tensor ``number`` of the trace as one of the model's own."""
         self._held[number] = tensor
 
-    def answer(self, ask: Callable[..., Any], args: Any, kwargs: Any, owner: str) -> Answer:
-        """Return the result of ``ask`` on real values. Raises :class:`NotTraceable` for ``owner`` if values are
+    def answer(self, function: Callable[..., Any], args: Any, kwargs: Any, owner: str) -> Answer:
+        """Return the result of ``function`` on real values. Raises :class:`NotTraceable` for ``owner`` if values are
         unknown, or if the result depends on the filling."""
         tensors = list(tensors_in((args, kwargs)))
         if any(tensor.is_nested for tensor in tensors):
             where = user_line(traceback.extract_stack())
             raise NotTraceable(owner, f"it reads the row lengths of a nested tensor{where}")
-        asked = [self._numbers[id(tensor)] for tensor in tensors]
-        replay = _TraceReplay(self, asked)
+        requested = [self._numbers[id(tensor)] for tensor in tensors]
+        replay = _TraceReplay(self, requested)
         try:
-            found = [replay.ask(filling, ask, args, kwargs) for filling in _FILLINGS]
+            found = [replay.evaluate(filling, function, args, kwargs) for filling in _FILLINGS]
         except KeyError:
             found = []
         if not found or len({repr(transform(value, _metadata)) for value in found}) > 1:
@@ -184,7 +184,7 @@ class ValueOracle:
         if number in replay.unknown:
             return None
         with contextlib.suppress(KeyError):
-            found = [replay.ask(filling, lambda t: t, (tensor,), {}) for filling in _FILLINGS]
+            found = [replay.evaluate(filling, lambda t: t, (tensor,), {}) for filling in _FILLINGS]
             if all(torch.equal(found[0], other) for other in found):
                 return found[0]
         return None
@@ -229,7 +229,7 @@ class _TraceReplay:
     ``assumed``: whether inputs or a filling were used; ``drawn``: whether random numbers were.
     """
 
-    def __init__(self, known: ValueOracle, asked: list[int]) -> None:
+    def __init__(self, known: ValueOracle, requested: list[int]) -> None:
         self._known, self._tensors = known, known.trace.tensors
         self.assumed = self.drawn = False
         self.unknown: set[int] = set()
@@ -239,10 +239,12 @@ class _TraceReplay:
         }
         for each in known.trace.instructions:
             self._note_unknown(each)
-        self._steps = self._needed(asked)
+        self._steps = self._needed(requested)
 
-    def ask(self, filling: _Filling, ask: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the result of ``ask``. Raises ``KeyError`` if a value is unavailable."""
+    def evaluate(
+        self, filling: _Filling, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Return the result of ``function``. Raises ``KeyError`` if a value is unavailable."""
         values: dict[int, Tensor] = {}
         with without_modes():
             for instruction in self._steps:
@@ -253,7 +255,7 @@ class _TraceReplay:
                     return part
                 return self._value(self._known.number(part), values, filling)
 
-            return ask(*change(args, real), **change(kwargs, real))
+            return function(*change(args, real), **change(kwargs, real))
 
     def _note_unknown(self, instruction: Instruction) -> None:
         tainted = (
@@ -266,9 +268,9 @@ class _TraceReplay:
                 if _floats(self._tensors[n].dtype):
                     self.unknown.add(n)
 
-    def _needed(self, asked: list[int]) -> list[Instruction]:
-        """Return the instructions that make the tensors ``asked`` or write into them, in order."""
-        wanted = {self._tensors[n].storage for n in asked if n not in self.unknown}
+    def _needed(self, requested: list[int]) -> list[Instruction]:
+        """Return the instructions that make the tensors ``requested`` or write into them, in order."""
+        wanted = {self._tensors[n].storage for n in requested if n not in self.unknown}
         found = []
         for each in reversed(self._known.trace.instructions):
             gives = [n for _, n in each.results if n not in self.unknown]

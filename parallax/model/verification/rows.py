@@ -130,13 +130,13 @@ class _Parts:
             return _losses(whole, parts, self._sizes(bounds))
         return ""
 
-    def _loss_alone(self, results: Any, cut: Sequence[int]) -> Tensor | None:
-        """Return the loss summed over the parts of ``cut``, with the outputs of the model's rows repeated; None if it
-        draws random numbers."""
-        rows, few = cut[-1], self._bounds[-1]
+    def _loss_alone(self, results: Any, bounds: Sequence[int]) -> Tensor | None:
+        """Return the loss summed over the parts of ``bounds``, with the outputs of the model's rows repeated; None if
+        it draws random numbers."""
+        rows, few = bounds[-1], self._bounds[-1]
         total = torch.zeros((), dtype=torch.float64)
         with torch.no_grad(), WithoutDraws() as draws:
-            for low, high in itertools.pairwise(cut):
+            for low, high in itertools.pairwise(bounds):
                 given = _select_rows(results, torch.arange(low, high) % few)
                 total += self._weighted_loss(given, low, high, rows).double().reshape(())
         return None if draws.drew() else total

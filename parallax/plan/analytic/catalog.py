@@ -159,16 +159,22 @@ class CatalogClusterConfig:
         """Return one of ``count`` devices of a node, with its share of the host. A CPU's memory has no caching
         allocator."""
         caching = kind.host_link != DISK.link
-        below = usual_tier(device_is_ram=not caching) if tier == AUTO else tier_named(tier)
-        link = link_kind(below.link).link() if below.link else self._link("host", kind.host_link)
-        below_bytes = (
-            parse_bytes(getattr(self, below.key), f"cluster.{below.key}") if below.exists else 0
+        offload_tier = usual_tier(device_is_ram=not caching) if tier == AUTO else tier_named(tier)
+        link = (
+            link_kind(offload_tier.link).link()
+            if offload_tier.link
+            else self._link("host", kind.host_link)
+        )
+        tier_bytes = (
+            parse_bytes(getattr(self, offload_tier.key), f"cluster.{offload_tier.key}")
+            if offload_tier.exists
+            else 0
         )
         return Device(
             kind=kind.name,
             memory_bytes=self._memory(kind),
-            tier=below.name,
-            tier_bytes=below_bytes // count,
+            tier=offload_tier.name,
+            tier_bytes=tier_bytes // count,
             write=link,
             read=link,
             reserve_bytes=caching * ALLOCATOR_BYTES,
@@ -177,7 +183,7 @@ class CatalogClusterConfig:
             edge_bytes=caching * edge_bytes(),
             gap_tensors=caching * GAP_TENSORS,
             host_update_seconds=UPDATE_BYTES / weight_bytes * count / self.host_bandwidth
-            if below.steps
+            if offload_tier.steps
             else 0.0,
         )
 
@@ -185,14 +191,14 @@ class CatalogClusterConfig:
         """Return the budget of one device."""
         if self.device_memory == AUTO:
             return kind.memory_bytes
-        asked = parse_bytes(self.device_memory, "cluster.device_memory")
-        if asked <= kind.context_bytes:
+        requested = parse_bytes(self.device_memory, "cluster.device_memory")
+        if requested <= kind.context_bytes:
             raise ConfigError(
                 f"cluster.device_memory={self.device_memory}: context and libraries alone take "
                 f"{format_bytes(kind.context_bytes)} of {kind.name}, which has {format_bytes(kind.memory_bytes)}; use "
                 "cluster.device_memory=auto"
             )
-        return asked
+        return requested
 
     def _link(self, key: str, usual: str) -> Link:
         return link_kind(self._link_name(key, usual)).link()

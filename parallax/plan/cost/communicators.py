@@ -12,7 +12,7 @@ Beside = tuple[int, int]
 """The replica counts of the stage that sends to a stage, and of the stage that it sends to."""
 
 
-def way_bytes(
+def connection_bytes(
     profile: ModelProfile,
     device: Device,
     parts: Sequence[tuple[int, int]],

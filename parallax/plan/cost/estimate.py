@@ -166,23 +166,27 @@ def _fullest(
 ) -> int:
     """Return the bytes of the fullest stage of the best partition."""
     schedule = _schedule(profile)
-    flights = [schedule.in_flight(stages, stage, micro_batches) for stage in range(stages)]
+    in_flight_by_stage = [
+        schedule.in_flight(stages, stage, micro_batches) for stage in range(stages)
+    ]
     partitioner = _ChainPartitioner(profile, directive, rows)
     low, high = 0.0, 1.0
-    while partitioner.partition(high, flights) is None:
+    while partitioner.partition(high, in_flight_by_stage) is None:
         low, high = high, high * 2
     while high > low * ENOUGH and high - low > 1:
         middle = (low + high) / 2 if low == 0 else math.sqrt(low * high)
         low, high = (
-            (middle, high) if partitioner.partition(middle, flights) is None else (low, middle)
+            (middle, high)
+            if partitioner.partition(middle, in_flight_by_stage) is None
+            else (low, middle)
         )
-    bounds = partitioner.partition(high, flights)
+    bounds = partitioner.partition(high, in_flight_by_stage)
     assert bounds is not None
     return max(
         load_stage(
             profile, start, [directive] * (stop - start), rows, device=ANY_DEVICE
-        ).peak_bytes(flight, 0)
-        for (start, stop), flight in zip(bounds, flights)
+        ).peak_bytes(in_flight, 0)
+        for (start, stop), in_flight in zip(bounds, in_flight_by_stage)
     )
 
 
@@ -205,23 +209,25 @@ class _ChainPartitioner:
         self._leaves = [2.0 * cost.output.at(rows) for cost in costs[:-1]]
         self._leaves.append(float(costs[-1].gathered_bytes))
 
-    def partition(self, limit: float, flights: Sequence[int]) -> list[tuple[int, int]] | None:
+    def partition(
+        self, limit: float, in_flight_by_stage: Sequence[int]
+    ) -> list[tuple[int, int]] | None:
         """Return first and last + 1 of each stage's blocks, or None. Every stage gets at least one block."""
         bounds, start, blocks = [], 0, len(self._static)
-        for stage, flight in enumerate(flights):
-            most = blocks - (len(flights) - stage - 1)
-            stop = self._reach(start, most, limit, flight)
+        for stage, in_flight in enumerate(in_flight_by_stage):
+            most = blocks - (len(in_flight_by_stage) - stage - 1)
+            stop = self._reach(start, most, limit, in_flight)
             if stop == start:
                 return None
             bounds.append((start, stop))
             start = stop
         return bounds if start == blocks else None
 
-    def _reach(self, start: int, most: int, limit: float, flight: int) -> int:
+    def _reach(self, start: int, most: int, limit: float, in_flight: int) -> int:
         """Return the block after the last one that fits a stage with the first block ``start``."""
         stop, total, work = start, self._enters[start], 0.0
         for index in range(start, most):
-            total += self._static[index] + flight * self._kept[index]
+            total += self._static[index] + in_flight * self._kept[index]
             work = max(work, self._work[index])
             if total + work + self._leaves[index] <= limit:
                 stop = index + 1

@@ -19,8 +19,8 @@ from dataclasses import replace
 from parallax.common.units import format_bytes
 from parallax.errors import InfeasiblePlan
 from parallax.plan.cluster import Cluster, Device
-from parallax.plan.cost.below import with_room_below
 from parallax.plan.cost.communicators import beside
+from parallax.plan.cost.offload_tier import with_offload_bytes
 from parallax.plan.cost.peak import passing_bytes, with_kept
 from parallax.plan.cost.stage import StageLoad, load_planned, rank_memory
 from parallax.plan.edge import Edge
@@ -47,7 +47,7 @@ def forward_plan(profile: ModelProfile, cluster: Cluster, plan: Plan) -> Plan:
     does not fit its device in ``cluster``."""
     frozen = _frozen(profile)
     kept = [_without_training(stage) for stage in plan.stages]
-    stages = with_room_below(frozen, kept, plan.pipeline_ranks)
+    stages = with_offload_bytes(frozen, kept, plan.pipeline_ranks)
     plan = replace(plan, stages=stages, gather_loss=False, alternatives=())
     ranks: dict[int, RankPrediction] = {}
     fullest = []

@@ -49,8 +49,9 @@ class Rise:
 
 @dataclass(frozen=True)
 class Passes:
-    """The passes through one stage of ``load``, with one directive per block; ``split``: the schedule splits
-    backwards."""
+    """The costs of forward and backward passes through one stage: seconds, offloaded bytes, and the change of memory.
+
+    ``load`` has the stage's costs, ``directives`` one directive per block. ``split``: backwards are split."""
 
     load: StageLoad
     directives: Sequence[Directive]
@@ -74,7 +75,7 @@ class Passes:
 
     @cached_property
     def forward(self) -> tuple[Pass, ...]:
-        """Return the runs of a forward; each but the last ends with a block that offloads."""
+        """Return a forward as consecutive runs of blocks; each but the last ends with a block that offloads."""
         runs, seconds = [], 0.0
         for index, block in enumerate(self.load.blocks):
             seconds += block.forward_seconds
@@ -85,7 +86,7 @@ class Passes:
 
     @cached_property
     def backward(self) -> tuple[Pass, ...]:
-        """Return the runs of a backward; a block that offloaded is a run of its own."""
+        """Return a backward as consecutive runs of blocks; a block that offloaded is a run of its own."""
         runs, seconds = [], 0.0
         for index, block in reversed(list(enumerate(self.load.blocks))):
             if block.moved_bytes > 0:
@@ -99,7 +100,7 @@ class Passes:
 
     @cached_property
     def rises(self) -> dict[Kind, Rise]:
-        """Return the change of the rank's bytes, by pass."""
+        """Return the change of the rank's bytes by each kind of pass."""
         return {
             kind: self._rise(kind) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
         }

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallax.plan.cluster import Device
-from parallax.plan.cost.communicators import Beside, way_bytes
+from parallax.plan.cost.communicators import Beside, connection_bytes
 from parallax.plan.cost.states import ALL_ON_DEVICE, OffloadFractions, Sizes, StateLoad, load_states
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import NOTHING, BlockCost, ModelProfile
@@ -68,7 +68,7 @@ class StageLoad:
     buffer_bytes: int
     reserve_bytes: int
     context_bytes: int
-    way_bytes: int
+    connection_bytes: int
     boundary_bytes: int
     gap_share: float
     input_bytes: float
@@ -89,7 +89,7 @@ class StageLoad:
     @property
     def static_bytes(self) -> int:
         """Return the bytes that are on the device for the whole step."""
-        beside = self.reserve_bytes + self.context_bytes + self.way_bytes
+        beside = self.reserve_bytes + self.context_bytes + self.connection_bytes
         return self.states.device_bytes + self.buffer_bytes + beside
 
     @property
@@ -141,7 +141,7 @@ class StageLoad:
             "reserve": self.reserve_bytes,
             "context": self.context_bytes,
             "communicators": self.states.communicator_bytes,
-            "ways": self.way_bytes,
+            "ways": self.connection_bytes,
         }
 
     def peak_bytes(self, in_flight: int, swap_limit: int) -> int:
@@ -219,16 +219,16 @@ def load_stage(
     rows: float,
     *,
     device: Device,
-    below: OffloadFractions = ALL_ON_DEVICE,
+    offload: OffloadFractions = ALL_ON_DEVICE,
     replicas: int = 1,
     split: bool = False,
     inputs_ahead: bool = False,
     beside: Beside | None = None,
 ) -> StageLoad:
     """Return the load of the stage that begins at block ``start`` with one directive per block, for ``rows`` rows per
-    micro-batch on ``device``, which is that of one of ``replicas``. ``below``: the offloaded shares of its states;
+    micro-batch on ``device``, which is that of one of ``replicas``. ``offload``: the offloaded shares of its states;
     ``split``: the schedule splits backwards; ``inputs_ahead``: the model's inputs are copied one micro-batch early;
-    ``beside``: :func:`way_bytes`."""
+    ``beside``: :func:`connection_bytes`."""
     stop = start + len(directives)
     costs = profile.blocks[start:stop]
     given = costs[0].input.at(rows)
@@ -238,12 +238,12 @@ def load_stage(
     return StageLoad(
         parameter_bytes=sizes.parameters,
         trained_bytes=sizes.trained,
-        states=load_states(profile, sizes, device, below, replicas, split=split),
+        states=load_states(profile, sizes, device, offload, replicas, split=split),
         buffer_bytes=sum(cost.buffer_bytes for cost in costs),
         reserve_bytes=device.reserve_bytes
         + gap_bytes(device, max(cost.input.at(rows) for cost in costs)),
         context_bytes=device.context_bytes,
-        way_bytes=way_bytes(profile, device, [(start, stop)], replicas, beside),
+        connection_bytes=connection_bytes(profile, device, [(start, stop)], replicas, beside),
         boundary_bytes=math.ceil(2 * entering + 2 * leaving + ahead) + costs[-1].gathered_bytes,
         gap_share=device.gap_share,
         input_bytes=entering,
@@ -273,7 +273,7 @@ def load_planned(
         stage.directives,
         rows,
         device=device,
-        below=OffloadFractions.of(stage),
+        offload=OffloadFractions.of(stage),
         replicas=stage.replicas,
         split=split,
         inputs_ahead=stage.inputs_ahead,

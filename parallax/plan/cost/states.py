@@ -118,7 +118,7 @@ def load_states(
     profile: ModelProfile,
     sizes: Sizes,
     device: Device,
-    below: OffloadFractions = ALL_ON_DEVICE,
+    offload: OffloadFractions = ALL_ON_DEVICE,
     replicas: int = 1,
     *,
     split: bool = False,
@@ -135,21 +135,23 @@ def load_states(
     """
     per_byte = profile.optimizer_bytes + profile.master_bytes
     states = math.ceil(sizes.trained * per_byte)
-    lower = math.floor(states * below.optimizer)
-    upper = dealt(states - lower, sizes.parameter * per_byte, replicas if below.sharded else 1)
+    lower = math.floor(states * offload.optimizer)
+    upper = shard_bytes(
+        states - lower, sizes.parameter * per_byte, replicas if offload.sharded else 1
+    )
     optimizer = math.ceil(upper * _share(profile.optimizer_bytes, profile.master_bytes))
-    streamed, gone, surely_gone, visiting = _streaming(profile, sizes, below)
+    streamed, gone, surely_gone, visiting = _streaming(profile, sizes, offload)
     steps = device.swaps_to.steps
     staging = visiting + (not steps) * min(lower, math.ceil(3 * STATE_BUCKET_BYTES * per_byte))
     rounding = _rounding_bytes(profile, sizes, states - lower if lower else 0, streamed, gone)
-    stepped = below.optimizer * sizes.trained
+    stepped = offload.optimizer * sizes.trained
     moving = max(
         0.0, stepped - sizes.least_trained(streamed)
     )  # offloaded parameters are copied both ways in any case
     passing = math.ceil(_passing_bytes(profile, sizes, moving)) if steps else 0
     bucket = device.bucket_bytes if replicas > 1 else 0
     passing += _twice_bytes(profile, sizes, streamed, visiting, bucket)
-    mine = lower if streamed else dealt(lower, sizes.parameter * per_byte, replicas)
+    mine = lower if streamed else shard_bytes(lower, sizes.parameter * per_byte, replicas)
     pages = (mine + streamed + gone) // 128  # every allocation in a store starts at a page
     here = (sizes.trained - stepped) * _step_share(profile, upper / max(1, states - lower))
     return StateLoad(
@@ -171,22 +173,22 @@ def load_states(
 
 
 def _update_seconds(
-    profile: ModelProfile, device: Device, here: float, below: float, moving: float
+    profile: ModelProfile, device: Device, here: float, offloaded: float, moving: float
 ) -> float:
-    """Return the seconds of a step of ``here`` bytes of parameters on the device, and of ``below`` offloaded ones, of
-    which ``moving`` are copied there and back. The host's time for a byte is known from its memory bandwidth alone;
-    it is assumed to be no less than the time measured on the device."""
+    """Return the seconds of a step of ``here`` bytes of parameters on the device and of ``offloaded`` bytes in the
+    tier, of which ``moving`` are copied to the tier and back. The host's time for a byte is known from its memory
+    bandwidth alone; it is assumed to be no less than the time measured on the device."""
     byte = profile.optimizer_seconds / device.speed
-    seconds = here * byte + below * max(byte, device.host_update_seconds)
+    seconds = here * byte + offloaded * max(byte, device.host_update_seconds)
     return seconds + device.write.seconds(moving) + device.read.seconds(moving)
 
 
 def _streaming(
-    profile: ModelProfile, sizes: Sizes, below: OffloadFractions
+    profile: ModelProfile, sizes: Sizes, offload: OffloadFractions
 ) -> tuple[int, int, int, int]:
     """Return the bytes of offloaded parameters, the most and the fewest bytes of their gradients, and the bytes of both
     that are on the device at one time."""
-    streamed = sizes.offloaded(below.parameters)
+    streamed = sizes.offloaded(offload.parameters)
     gone = math.floor(sizes.most_trained(streamed) * profile.gradient_bytes)
     surely_gone = math.floor(sizes.least_trained(streamed) * profile.gradient_bytes)
     largest = sizes.offloadable_block
@@ -238,7 +240,7 @@ def _rounding_bytes(
     return rounding
 
 
-def dealt(states: int, largest: float, replicas: int) -> int:
+def shard_bytes(states: int, largest: float, replicas: int) -> int:
     """Return the most bytes of ``states`` in one of ``replicas`` shards: each parameter is assigned to the smallest
     shard."""
     return min(states, math.ceil(states / replicas + largest * (1 - 1 / replicas)))

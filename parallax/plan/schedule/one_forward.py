@@ -61,14 +61,14 @@ def interleaved(
     )
 
 
-def _flights(pipeline_ranks: int, pipeline_rank: Numbers) -> Numbers:
+def _in_flight(pipeline_ranks: int, pipeline_rank: Numbers) -> Numbers:
     return pipeline_ranks - pipeline_rank
 
 
 ONE_FORWARD_ONE_BACKWARD = Schedule(
     name="1f1b",
     ordering=one_forward_one_backward,
-    flights=_flights,
+    in_flight_count=_in_flight,
     steady=True,
     searched=True,
 )
@@ -78,7 +78,7 @@ INTERLEAVED = Schedule(
     interleaves=(2, 4),
     interleaves_freely=True,
     grouped=True,
-    flights=_flights,
+    in_flight_count=_in_flight,
     steady=True,
     searched=True,
 )

@@ -78,7 +78,7 @@ def _actions_of(name: str, listed: Iterable[Action] | Action) -> list[Action]:
     return found
 
 
-def asked(name: str) -> Schedule:
+def resolve_schedule(name: str) -> Schedule:
     """Return the schedule that the user's configuration names: a registered one, or ``package.module:function``, which
     is imported and registered under that name, see :func:`register_schedule`. Names in files are found with
     :func:`~parallax.plan.schedule.schedule.named` instead."""
@@ -113,9 +113,7 @@ def _check_complete(
     for micro in range(micro_batches):
         order = [place[Action(kind, pipeline_rank, micro)] for kind in kinds]
         if order != sorted(order):
-            raise PlanError(
-                f"{where}: micro-batch {micro} goes backward before it has gone forward"
-            )
+            raise PlanError(f"{where}: micro-batch {micro} runs backward before its forward")
 
 
 def _check_ends(name: str, lists: Sequence[Sequence[Action]], micro_batches: int) -> None:

@@ -21,7 +21,7 @@ from parallax.plan.schedule.placement import ROUND_ROBIN, Placement
 # Pipeline ranks, pipeline rank, micro-batches, interleave.
 Ordering = Callable[[int, int, int, int], Order]
 # Pipeline ranks, pipeline rank.
-Flights = Callable[[int, Numbers], Numbers]
+InFlightCount = Callable[[int, Numbers], Numbers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,17 +29,17 @@ class Ramp:
     """The cost of filling and draining the pipeline, in the formula of the search
     (:mod:`parallax.plan.search.request`).
 
-    ``halves``: seconds of the ramp that each second of the weight-gradient pass saves. ``ahead``: forwards that a
-    pipeline rank runs in its first wait, for each pipeline rank after it.
+    ``weight_savings``: seconds of the ramp that each second of the weight-gradient pass saves. ``ahead``: forwards that
+    a pipeline rank runs in its first wait, for each pipeline rank after it.
     """
 
-    halves: int = 0
+    weight_savings: int = 0
     ahead: int = 1
 
     def left(self, weight_share: float, interleave: int) -> float:
         """Return the share of the other pipeline ranks' time that a step pays, where ``weight_share`` of that time are
         weight-gradient passes."""
-        return max(0.0, 1 - self.halves * weight_share) / interleave
+        return max(0.0, 1 - self.weight_savings * weight_share) / interleave
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -52,10 +52,10 @@ class Schedule:
     pipeline rank to try; ``interleaves_freely``: any other number is allowed, too; ``grouped``: virtual stages compute
     groups of as many micro-batches as there are pipeline ranks. ``placement``: the pipeline rank of each stage.
 
-    For the planner: ``ramp``; ``flights(pipeline_ranks, pipeline_rank)``, the micro-batches in flight with one stage
-    per pipeline rank and enough micro-batches; ``holds_all``: all micro-batches are in flight at one time; ``steady``:
-    in a full pipeline every round through all stages is like the previous one; ``searched``: the bounds of the search
-    are valid for it, and ``plan.schedule=auto`` tries it.
+    For the planner: ``ramp``; ``in_flight_count(pipeline_ranks, pipeline_rank)``, the micro-batches in flight with one
+    stage per pipeline rank and enough micro-batches; ``holds_all``: all micro-batches are in flight at one time;
+    ``steady``: in a full pipeline every round through all stages is like the previous one; ``searched``: the bounds of
+    the search are valid for it, and ``plan.schedule=auto`` tries it.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Schedule:
     grouped: bool = False
     placement: Placement = ROUND_ROBIN
     ramp: Ramp = Ramp()
-    flights: Flights | None = None
+    in_flight_count: InFlightCount | None = None
     holds_all: bool = False
     steady: bool = False
     searched: bool = False
@@ -110,7 +110,7 @@ class Schedule:
             others = [each.name for each in SCHEDULES.values() if each.allows(interleave)]
             raise PlanError(
                 f"{interleave} virtual stages per pipeline rank under schedule {printable(self.name)}: it has "
-                f"{' or '.join(map(str, self.interleaves))}; {', '.join(others) or 'no schedule'} can have so many"
+                f"{' or '.join(map(str, self.interleaves))}; {', '.join(others) or 'no schedule'} allows this number"
             )
         return self.ordering(pipeline_ranks, pipeline_rank, micro_batches, interleave)
 
@@ -137,13 +137,13 @@ class Schedule:
         """
         return _in_flight(self, stages, stage, micro_batches, interleave)
 
-    def least_flights(self, pipeline_ranks: int, micro_batches: int) -> NDArray[np.float64]:
+    def least_in_flight(self, pipeline_ranks: int, micro_batches: int) -> NDArray[np.float64]:
         """Return a lower bound on the micro-batches in flight on each pipeline rank; with several virtual stages per
         pipeline rank there are more."""
-        if self.holds_all or self.flights is None:
+        if self.holds_all or self.in_flight_count is None:
             return np.full(pipeline_ranks, float(micro_batches if self.holds_all else 1))
         return np.minimum(
-            float(micro_batches), self.flights(pipeline_ranks, np.arange(pipeline_ranks))
+            float(micro_batches), self.in_flight_count(pipeline_ranks, np.arange(pipeline_ranks))
         )
 
 
@@ -169,8 +169,10 @@ def _in_flight(
     pipeline_ranks = stages // interleave
     if schedule.holds_all:
         return micro_batches
-    if interleave == 1 and schedule.flights is not None:  # see the docstrings of these orders
-        return min(micro_batches, int(schedule.flights(pipeline_ranks, np.asarray(stage))))
+    if (
+        interleave == 1 and schedule.in_flight_count is not None
+    ):  # see the docstrings of these orders
+        return min(micro_batches, int(schedule.in_flight_count(pipeline_ranks, np.asarray(stage))))
     few = micro_batches
     if schedule.steady:  # every round of a full pipeline is equal: the first few are enough
         few = min(micro_batches, 8 * stages + micro_batches % stages)
@@ -198,8 +200,8 @@ def _unknown(name: str) -> Schedule:
     return Schedule(name=name, ordering=partial(_refuse, name))
 
 
-def _refuse(name: str, *asked: int) -> Order:
-    del asked
+def _refuse(name: str, *arguments: int) -> Order:
+    del arguments
     if ":" not in name:
         check_choice("plan.schedule", name, SCHEDULES)
     raise PlanError(

@@ -62,11 +62,11 @@ def zero_bubble(pipeline_rank: int, micro_batches: int, *, warm_up: int, delay: 
     return by_rounds([count - warm_up, count, count + delay], [column] * 3)
 
 
-def _flights_h1(pipeline_ranks: int, pipeline_rank: Numbers) -> Numbers:
+def _in_flight_h1(pipeline_ranks: int, pipeline_rank: Numbers) -> Numbers:
     return np.full_like(pipeline_rank, pipeline_ranks)
 
 
-def _flights_h2(pipeline_ranks: int, pipeline_rank: Numbers) -> Numbers:
+def _in_flight_h2(pipeline_ranks: int, pipeline_rank: Numbers) -> Numbers:
     return np.full_like(pipeline_rank, 2 * pipeline_ranks - 1)
 
 
@@ -75,8 +75,8 @@ ZERO_BUBBLE_H1 = Schedule(
     name="zb-h1",
     ordering=zero_bubble_h1,
     splits=True,
-    ramp=Ramp(halves=2),
-    flights=_flights_h1,
+    ramp=Ramp(weight_savings=2),
+    in_flight_count=_in_flight_h1,
     steady=True,
     searched=True,
 )
@@ -84,8 +84,8 @@ ZERO_BUBBLE_H2 = Schedule(
     name="zb-h2",
     ordering=zero_bubble_h2,
     splits=True,
-    ramp=Ramp(halves=3, ahead=2),
-    flights=_flights_h2,
+    ramp=Ramp(weight_savings=3, ahead=2),
+    in_flight_count=_in_flight_h2,
     steady=True,
     searched=True,
 )

@@ -76,6 +76,6 @@ ZERO_BUBBLE_V = Schedule(
     splits=True,
     interleaves=(2,),
     placement=BACK_AND_FORTH,
-    ramp=Ramp(halves=3),
+    ramp=Ramp(weight_savings=3),
     steady=True,
 )

@@ -42,7 +42,7 @@ from parallax.plan.cost.states import Sizes, load_states
 from parallax.plan.cost.traffic import copying_seconds
 from parallax.plan.plan import Directive
 from parallax.plan.profile import BlockCost
-from parallax.plan.search.cuts import block_kinds, even_cuts
+from parallax.plan.search.boundaries import block_kinds, even_boundaries
 from parallax.plan.search.request import ROUNDING, Request, Shape
 
 
@@ -132,8 +132,10 @@ class StepBound:
         if self.request.mixed:
             return 0.0
         rows = self._rows(self._mean_rows(shape), shape.split)
-        cuts = even_cuts(rows.sums, shape.pipeline_ranks * shape.interleave)
-        stages = [rows.sums[stop] - rows.sums[start] for start, stop in itertools.pairwise(cuts)]
+        boundaries = even_boundaries(rows.sums, shape.pipeline_ranks * shape.interleave)
+        stages = [
+            rows.sums[stop] - rows.sums[start] for start, stop in itertools.pairwise(boundaries)
+        ]
         before = itertools.accumulate(
             [0.0 if shape.split else each for each in stages[: shape.pipeline_ranks - 1]],
             initial=0.0,
@@ -185,7 +187,9 @@ class StepBound:
         total, deferred = self._total(shape, rows, replicas), self._deferred(shape, rows, replicas)
         slowest = max(total / pipeline_ranks, rows.largest, float(rows.cheapest[least]))
         path = total + self._messages(shape, rows)
-        saved = shape.schedule.ramp.halves * deferred * (pipeline_ranks - 1) / pipeline_ranks
+        saved = (
+            shape.schedule.ramp.weight_savings * deferred * (pipeline_ranks - 1) / pipeline_ranks
+        )
         return _Terms(
             total=total,
             slowest=slowest,
@@ -223,9 +227,9 @@ class StepBound:
 
     def _replicas(self, shape: Shape) -> int:
         """Return the replicas of the pipeline rank with the most."""
-        asked = self.request.config.replicas
-        if isinstance(asked, list | tuple):
-            return max(int(count) for count in asked)
+        requested = self.request.config.replicas
+        if isinstance(requested, list | tuple):
+            return max(int(count) for count in requested)
         return -(-len(self.request.devices) // shape.pipeline_ranks)
 
     def _messages(self, shape: Shape, rows: _Rows) -> float:
@@ -279,15 +283,15 @@ class StepBound:
             self.request.count(shape),
         )
         free = device.memory_bytes - device.fixed_bytes - gap_bytes(device, rows.cost.input.at(1))
-        room = free / (1 + device.gap_share) - min(
+        free_bytes = free / (1 + device.gap_share) - min(
             rows.common.forward_work, rows.common.backward_work
         )
-        if room <= 0:
+        if free_bytes <= 0:
             return 0.0
-        flights = shape.schedule.least_flights(pipeline_ranks, micro_batches)
+        in_flight = shape.schedule.least_in_flight(pipeline_ranks, micro_batches)
         static = self._static(replicas)
-        apart = float((room / (flights * held + static / rows.count)).sum())
-        together = (pipeline_ranks * room - static) / (float(flights.min()) * held)
+        apart = float((free_bytes / (in_flight * held + static / rows.count)).sum())
+        together = (pipeline_ranks * free_bytes - static) / (float(in_flight.min()) * held)
         return min(1.0, max(0.0, min(apart, together)) / rows.count)
 
     def _static(self, replicas: int) -> float:
@@ -295,9 +299,9 @@ class StepBound:
         profile, (parameters, trained) = self.request.profile, self._common_bytes
         states = profile.optimizer_bytes + profile.master_bytes
         return min(
-            (1 - below.parameters) * (parameters + trained * profile.gradient_bytes)
-            + (1 - below.optimizer) * trained * states / (replicas if below.sharded else 1)
-            for below in self.request.host_states
+            (1 - offload.parameters) * (parameters + trained * profile.gradient_bytes)
+            + (1 - offload.optimizer) * trained * states / (replicas if offload.sharded else 1)
+            for offload in self.request.host_states
         )
 
     def _parameters(self, numbers: tuple[int, ...]) -> tuple[int, int]:
@@ -364,7 +368,7 @@ class StepBound:
         parameters, stepped = whole // pipeline_ranks, trained // pipeline_ranks
         sizes = Sizes(parameters, 0, 0, stepped, parameters, stepped, 0)
         found = []
-        for below in self.request.host_states:
-            states = load_states(profile, sizes, self._device, below, replicas)
+        for offload in self.request.host_states:
+            states = load_states(profile, sizes, self._device, offload, replicas)
             found.append(states.update_seconds)
         return min(found, default=math.inf) + self.request.loss_seconds

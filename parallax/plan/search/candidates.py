@@ -140,8 +140,8 @@ class _Evaluator:
         return found
 
     def prove(self, shape: Shape) -> _Found:
-        """Return the result of a weighted partition for a shape that was not evaluated or that the formula ruled
-        out."""
+        """Evaluate a shape that was skipped, or ruled out by the formula, with one weighted partition; return the
+        result."""
         found = _Found(self.request, self._forecasts)
         self._weigh(shape, found, 1.0)
         return found

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from parallax.errors import ConfigError, InfeasiblePlan
 from parallax.plan.config import AUTO, PlanConfig
-from parallax.plan.microbatches import dealt, sizes
+from parallax.plan.microbatches import balanced_sizes, sizes
 from parallax.plan.plan import Directive
 from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import micro_batch_count
@@ -59,8 +59,8 @@ class Question:
     @property
     def replicas(self) -> list[int] | None:
         """The replicas of each stage, if the user listed them."""
-        asked = self.config.replicas
-        return list(asked) if isinstance(asked, list | tuple) else None
+        requested = self.config.replicas
+        return list(requested) if isinstance(requested, list | tuple) else None
 
     @property
     def interleaves(self) -> bool:
@@ -123,10 +123,10 @@ def _check_gathering(question: Question) -> None:
     count = micro_batch_count(question.rows, several)
     if any(s.forwards_first(pipeline_ranks, count, s.interleaves[0]) for s in config.schedules):
         return
-    asked = "schedule" if config.schedule != AUTO else "interleave"
+    requested = "schedule" if config.schedule != AUTO else "interleave"
     freed = "" if config.interleave in (AUTO, 1) else " plan.interleave=auto"
     raise ConfigError(
-        f"plan.{asked}={getattr(config, asked)} starts backward before the forward of all micro-batches, and "
+        f"plan.{requested}={getattr(config, requested)} starts backward before the forward of all micro-batches, and "
         f"trainer.gather_loss=true computes one loss over all of them: use plan.schedule=gpipe{freed}, or "
         f"trainer.microbatch={question.rows}"
     )
@@ -144,8 +144,8 @@ def _of_stages(question: Question) -> str:
         return f"plan.stages={stages} with plan.replicas={_list(listed)}: the list must have one number for each stage"
     count = len(listed) if listed is not None else stages
     if count != AUTO and int(count) > question.blocks:
-        asked = f"plan.stages={stages}" if listed is None else f"plan.replicas={_list(listed)}"
-        return f"{asked}: {count} stages for {question.blocks} block(s) of the model, and every stage needs one"
+        requested = f"plan.stages={stages}" if listed is None else f"plan.replicas={_list(listed)}"
+        return f"{requested}: {count} stages for {question.blocks} block(s) of the model, and every stage needs one"
     if count != AUTO and listed is None and int(count) > question.devices:
         return f"plan.stages={stages} with {question.devices} device(s): every stage needs one"
     return ""
@@ -154,11 +154,15 @@ def _of_stages(question: Question) -> str:
 def _of_replicas(question: Question) -> str:
     config, devices, listed = question.config, question.devices, question.replicas
     if (ranks := config.ranks) is not None:
-        asked = f"plan.replicas={_asked(config)}"
-        asked = asked if listed is not None else f"plan.stages={config.stages} with {asked}"
+        requested = f"plan.replicas={_requested(config)}"
+        requested = (
+            requested if listed is not None else f"plan.stages={config.stages} with {requested}"
+        )
         if question.fixed and ranks != devices:
-            return f"{asked} uses {ranks} device(s), and {devices} rank(s) were started"
-        return f"{asked} needs {ranks} devices, and there are {devices}" if ranks > devices else ""
+            return f"{requested} uses {ranks} device(s), and {devices} rank(s) were started"
+        return (
+            f"{requested} needs {ranks} devices, and there are {devices}" if ranks > devices else ""
+        )
     if config.replicas == AUTO:
         return ""
     count = int(str(config.replicas))
@@ -181,7 +185,10 @@ def _of_rows(question: Question) -> str:
         else int(str(config.replicas))
     )
     if most > rows:
-        return f"plan.replicas={_asked(config)}: {most} replicas share the {rows} row(s) of a batch, and each needs one"
+        return (
+            f"plan.replicas={_requested(config)}: {most} replicas share the {rows} row(s) of a batch, and each needs "
+            "one"
+        )
     if (
         question.fixed
         and config.replicas == AUTO
@@ -207,18 +214,18 @@ def _of_interleaving(question: Question) -> str:
         if config.interleave == AUTO
         else f"plan.interleave={config.interleave}"
     )
-    asked = sorted({each for s in config.schedules for each in config.interleaves(s)})
+    requested = sorted({each for s in config.schedules for each in config.interleaves(s)})
     several = [count for count in question.pipeline_ranks if count > 1]
     if not several:
         return f"{name} with {_stages(question)}: several stages per device need two pipeline ranks or more"
-    thick = [count for count in several if count * min(asked) <= blocks]
+    thick = [count for count in several if count * min(requested) <= blocks]
     if not thick:
-        needed = f"{min(asked)} to each of {min(several)} makes {min(asked) * min(several)} stages"
+        needed = f"{min(requested)} to each of {min(several)} makes {min(requested) * min(several)} stages"
         return f"{name} with {_stages(question)}: {needed}, more than the {blocks} block(s) of the model"
     even = [
         count
         for count in thick
-        if min(asked) == 1 or question.replicas is not None or devices % count == 0
+        if min(requested) == 1 or question.replicas is not None or devices % count == 0
     ]
     if not even:
         counts = " or ".join(map(str, thick))
@@ -227,10 +234,10 @@ def _of_interleaving(question: Question) -> str:
         micro_batch_count(question.rows, size) for size in sizes(question.rows, question.microbatch)
     ]
     free = question.microbatch == AUTO and any(
-        dealt(question.rows, devices // count, count) for count in even
+        balanced_sizes(question.rows, devices // count, count) for count in even
     )
     if (
-        min(asked) > 1
+        min(requested) > 1
         and all(schedule.grouped for schedule in config.schedules)
         and not free
         and not any(batch % count == 0 for batch in batches for count in even)
@@ -269,10 +276,10 @@ def _excludes(question: Question) -> bool:
 def _changes(question: Question) -> Iterator[tuple[Question, str]]:
     config, listed = question.config, question.replicas
     if listed is not None:
-        asked = replace(config, stages=len(listed))
+        requested = replace(config, stages=len(listed))
         text = f"plan.stages={len(listed)} " if config.stages not in (AUTO, len(listed)) else ""
         text += f"cluster.devices={sum(listed)}" if sum(listed) != question.devices else ""
-        yield replace(question, config=asked, devices=sum(listed)), text.strip()
+        yield replace(question, config=requested, devices=sum(listed)), text.strip()
     elif config.stages != AUTO and config.replicas != AUTO:
         devices = int(config.stages) * int(str(config.replicas))
         yield replace(question, devices=devices), f"cluster.devices={devices}"
@@ -306,9 +313,9 @@ def _list(counts: Sequence[int]) -> str:
     return f"[{','.join(map(str, counts))}]"
 
 
-def _asked(config: PlanConfig) -> str:
-    asked = config.replicas
-    return _list(list(asked)) if isinstance(asked, list | tuple) else str(asked)
+def _requested(config: PlanConfig) -> str:
+    requested = config.replicas
+    return _list(list(requested)) if isinstance(requested, list | tuple) else str(requested)
 
 
 def _stages(question: Question) -> str:
@@ -322,8 +329,8 @@ def check_counted_loss(profile: ModelProfile, rows: int, *, gather_loss: bool) -
     if counted == (rows if gather_loss else 0):
         return
     has = f"one loss over {counted} rows" if counted else "a loss for each micro-batch"
-    asked = f"trainer.gather_loss={str(gather_loss).lower()}"
+    requested = f"trainer.gather_loss={str(gather_loss).lower()}"
     raise ConfigError(
-        f"{asked} trainer.global_batch={rows}: the profile of {profile.model} counts {has}; measure it again with "
+        f"{requested} trainer.global_batch={rows}: the profile of {profile.model} counts {has}; measure it again with "
         "these settings"
     )

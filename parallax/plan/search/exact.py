@@ -103,11 +103,11 @@ class ExactSearch:
         request = self.request
         best = {(len(request.profile.blocks), len(request.devices)): 0.0}
         for stage in reversed(range(shape.pipeline_ranks)):
-            flight = self._flight(shape, stage)
+            in_flight = self._in_flight(shape, stage)
             grown: dict[tuple[int, int], float] = {}
             for (stop, left), peak in best.items():
                 for replicas in request.replica_choices(shape, stage, left):
-                    where = request.setting(shape, left - replicas, left, flight)
+                    where = request.setting(shape, left - replicas, left, in_flight)
                     fitter = self._fitter(shape, left - replicas, left, False)
                     for start in [0] if stage == 0 else range(stage, stop):
                         needed = max(peak, fitter.least_bytes(start, stop, where))
@@ -124,13 +124,13 @@ class ExactSearch:
             (len(request.profile.blocks), len(request.devices)): [_Partial(0.0, 0.0, 0.0, 0.0, ())]
         }
         for stage in reversed(range(shape.pipeline_ranks)):
-            flight = self._flight(shape, stage)
+            in_flight = self._in_flight(shape, stage)
             grown: dict[tuple[int, int], list[_Partial]] = {}
             for (stop, left), partials in fronts.items():
                 for replicas in request.replica_choices(shape, stage, left):
                     if self._exhausted:
                         return []
-                    where = request.setting(shape, left - replicas, left, flight)
+                    where = request.setting(shape, left - replicas, left, in_flight)
                     fitter = self._fitter(shape, left - replicas, left, plain)
                     speed = request.device(left - replicas, left).speed
                     for start in [0] if stage == 0 else range(stage, stop):
@@ -152,7 +152,7 @@ class ExactSearch:
             fronts = grown
         return fronts.get((0, 0), [])
 
-    def _flight(self, shape: Shape, stage: int) -> int:
+    def _in_flight(self, shape: Shape, stage: int) -> int:
         return shape.schedule.in_flight(shape.pipeline_ranks, stage, self.request.count(shape))
 
     def _hope(

@@ -30,7 +30,7 @@ from parallax.plan.cost.traffic import (
 )
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import ModelProfile
-from parallax.plan.search.cuts import block_kinds
+from parallax.plan.search.boundaries import block_kinds
 
 FRONT = 480_000  # choices kept times blocks squared, above which the search is marked as inexact
 MOST_BOUNDS = 40  # bounds that are tried on a block's workspace, and on its offloaded bytes
@@ -63,7 +63,7 @@ class StageSetting:
         device: Device,
         start: int,
         directives: tuple[Directive, ...],
-        below: OffloadFractions,
+        offload: OffloadFractions,
     ) -> StageLoad:
         """Return the cost of the stage in this setting."""
         return load_stage(
@@ -72,7 +72,7 @@ class StageSetting:
             directives,
             self.rows,
             device=device,
-            below=below,
+            offload=offload,
             replicas=self.replicas,
             split=self.split,
             beside=self.beside,
@@ -81,8 +81,9 @@ class StageSetting:
 
 @dataclass(frozen=True, slots=True)
 class StageChoice:
-    """A stage that fits: seconds per micro-batch (stalls included), seconds after the last one without the reduction,
-    peak bytes, and bytes offloaded per micro-batch (of equally fast choices, the one that offloads least is used)."""
+    """A stage that fits its device. ``seconds``: per micro-batch, stalls included. ``tail_seconds``: after the last
+    micro-batch, without the reduction. ``moved_bytes``: offloaded per micro-batch; of equally fast choices, the search
+    uses the one that offloads least."""
 
     plan: StagePlan
     seconds: float
@@ -92,42 +93,42 @@ class StageChoice:
     trained_bytes: int
 
 
-def judge_stage(
+def evaluate_stage(
     profile: ModelProfile,
     device: Device,
     start: int,
     directives: tuple[Directive, ...],
     where: StageSetting,
-    below: OffloadFractions,
+    offload: OffloadFractions,
 ) -> StageChoice | None:
-    """Return the stage under these directives with the fractions ``below`` of its states offloaded; None if it does not
-    fit."""
-    load = where.load(profile, device, start, directives, below)
+    """Return the stage under these directives with the fractions ``offload`` of its states offloaded; None if it does
+    not fit."""
+    load = where.load(profile, device, start, directives, offload)
     budget, least, moved = device.memory_bytes, load.smallest_swap_limit, load.moved_bytes
-    places = tier_places(where.in_flight * moved) if moved else 0
+    slot_bytes = tier_places(where.in_flight * moved) if moved else 0
     peak = load.peak_bytes(where.in_flight, least)
-    if peak > budget or places + load.host_state_bytes > device.tier_bytes:
+    if peak > budget or slot_bytes + load.host_state_bytes > device.tier_bytes:
         return None
-    room = least + (budget - peak) / (1 + load.gap_share)
-    limit = _largest_limit(load, where.in_flight, room, budget)
+    free_bytes = least + (budget - peak) / (1 + load.gap_share)
+    limit = _largest_limit(load, where.in_flight, free_bytes, budget)
     stage = StagePlan(
         start=start,
         stop=start + len(directives),
         replicas=where.replicas,
         directives=directives,
         swap_limit_bytes=limit,
-        tier_bytes=places,
-        optimizer_offload=below.optimizer,
-        parameter_offload=below.parameters,
-        shard_optimizer=below.sharded,
+        tier_bytes=slot_bytes,
+        optimizer_offload=offload.optimizer,
+        parameter_offload=offload.parameters,
+        shard_optimizer=offload.sharded,
         bucket_bytes=device.bucket_bytes,
     )
-    leaving = leaving_bytes(moved, where.in_flight, room)
+    leaving = leaving_bytes(moved, where.in_flight, free_bytes)
     copying = float(copying_seconds(device, leaving)) + load.states.streaming_seconds
     buffered = limit >= buffer_bytes(least, where.in_flight * moved)
     waiting = 0.0 if buffered else device.read.seconds(moved)
     spreading = 0.0
-    if below.sharded and where.link is not None:
+    if offload.sharded and where.link is not None:
         spreading = broadcast_seconds(load.trained_bytes, where.replicas, where.link)
     return StageChoice(
         plan=stage,
@@ -139,11 +140,11 @@ def judge_stage(
     )
 
 
-def _largest_limit(load: StageLoad, in_flight: int, room: float, budget: int) -> int:
-    """Return the most bytes that offloaded activations may hold on the device at one time, about ``room`` bytes: gaps
+def _largest_limit(load: StageLoad, in_flight: int, free_bytes: float, budget: int) -> int:
+    """Return the most bytes that offloaded activations may hold on the device at one time, about ``free_bytes``: gaps
     are rounded up."""
     least, all_moved = load.smallest_swap_limit, in_flight * load.moved_bytes
-    limit = min(math.floor(room), all_moved)
+    limit = min(math.floor(free_bytes), all_moved)
     while limit > least and load.peak_bytes(in_flight, limit) > budget:
         limit -= 1
     while limit < all_moved and load.peak_bytes(in_flight, limit + 1) <= budget:
@@ -191,12 +192,12 @@ class ExactStageFitter:
         """Return the choices for blocks ``start`` to ``stop`` that no other beats both per micro-batch and at the end
         of the step; none if nothing fits."""
         found: list[StageChoice] = []
-        for below in self._host_states:
-            if below.sharded and where.replicas == 1 and found:
+        for offload in self._host_states:
+            if offload.sharded and where.replicas == 1 and found:
                 continue  # one replica has nothing to shard
-            choice = self._fastest(start, stop, where, below)
+            choice = self._fastest(start, stop, where, offload)
             if (
-                below.sharded
+                offload.sharded
                 and choice is not None
                 and any(other.seconds <= choice.seconds * TIE for other in found)
             ):
@@ -204,85 +205,90 @@ class ExactStageFitter:
             if choice is not None and not any(_no_worse(other, choice) for other in found):
                 found = [other for other in found if not _no_worse(choice, other)] + [choice]
                 all_kept = set(choice.plan.directives) == {Directive.KEEP}
-                if below == ALL_ON_DEVICE and all_kept:
+                if offload == ALL_ON_DEVICE and all_kept:
                     break  # offloading cannot improve on this
         return tuple(found)
 
     def _fastest(
-        self, start: int, stop: int, where: StageSetting, below: OffloadFractions
+        self, start: int, stop: int, where: StageSetting, offload: OffloadFractions
     ) -> StageChoice | None:
         """Return the choice with the least seconds per micro-batch; None if nothing fits."""
         if Directive.KEEP in self._allowed:
-            choice = self._judge(start, (Directive.KEEP,) * (stop - start), where, below)
+            choice = self._evaluate(start, (Directive.KEEP,) * (stop - start), where, offload)
             if choice is not None:
                 return choice
         kinds = self._kinds[start:stop]
         lean = self._leanest(kinds, where.rows, where.split)
-        if not self._fits(lean, start, stop, where, below).any():
+        if not self._fits(lean, start, stop, where, offload).any():
             return None
         front = self._front(kinds, where.rows, where.split)
         self.exact &= front.exact
         # A truncated front may have lost the only choice that fits.
         for choices in (front, lean):
-            fitting = self._fits(choices, start, stop, where, below) & self._has_room(
-                choices, start, stop, where, below
+            fitting = self._fits(choices, start, stop, where, offload) & self._fits_tier(
+                choices, start, stop, where, offload
             )
             if fitting.any():
                 found = choices.pick(np.flatnonzero(fitting))
                 moved = found.columns[:, _MOVED]
-                spare = self._device.memory_bytes - self._needed(found, start, stop, where, below)
-                room = found.columns[:, _LARGEST] + spare / (1 + self._device.gap_share)
-                leaving = leaving_bytes(moved, where.in_flight, room)
+                spare = self._device.memory_bytes - self._needed(found, start, stop, where, offload)
+                free_bytes = found.columns[:, _LARGEST] + spare / (1 + self._device.gap_share)
+                leaving = leaving_bytes(moved, where.in_flight, free_bytes)
                 copying = (
                     copying_seconds(self._device, leaving)
-                    + self._base(start, stop, where, below)[3]
+                    + self._base(start, stop, where, offload)[3]
                 )
-                waiting = self._waiting(found, start, stop, where, below)
+                waiting = self._waiting(found, start, stop, where, offload)
                 seconds = np.maximum(found.columns[:, _SECONDS] + waiting, copying)
                 best = int(np.lexsort((moved, seconds))[0])
-                return self._judge(start, self._named(found.directives[best]), where, below)
+                return self._evaluate(start, self._named(found.directives[best]), where, offload)
         return None
 
     def least_bytes(self, start: int, stop: int, where: StageSetting) -> float:
         """Return the smallest device memory in which the stage runs with the tier as it is; infinite if the capacity of
         the tier is too small."""
-        return min(self._least(start, stop, where, below) for below in self._host_states)
+        return min(self._least(start, stop, where, offload) for offload in self._host_states)
 
-    def _least(self, start: int, stop: int, where: StageSetting, below: OffloadFractions) -> float:
+    def _least(
+        self, start: int, stop: int, where: StageSetting, offload: OffloadFractions
+    ) -> float:
         kinds = self._kinds[start:stop]
         lean = self._leanest(kinds, where.rows, where.split)
-        smallest = self._needed(lean, start, stop, where, below).argmin()
-        if not self._has_room(lean, start, stop, where, below)[smallest]:
+        smallest = self._needed(lean, start, stop, where, offload).argmin()
+        if not self._fits_tier(lean, start, stop, where, offload)[smallest]:
             front = self._front(kinds, where.rows, where.split)
             lean = replace(lean, columns=np.vstack([lean.columns, front.columns]))
-        room = self._has_room(lean, start, stop, where, below)
-        needed = np.where(room, self._needed(lean, start, stop, where, below), np.inf)
+        fits_tier = self._fits_tier(lean, start, stop, where, offload)
+        needed = np.where(fits_tier, self._needed(lean, start, stop, where, offload), np.inf)
         return float(needed.min())
 
-    def _judge(
+    def _evaluate(
         self,
         start: int,
         directives: tuple[Directive, ...],
         where: StageSetting,
-        below: OffloadFractions,
+        offload: OffloadFractions,
     ) -> StageChoice | None:
-        return judge_stage(self._profile, self._device, start, directives, where, below)
+        return evaluate_stage(self._profile, self._device, start, directives, where, offload)
 
     def _fits(
-        self, front: _Front, start: int, stop: int, where: StageSetting, below: OffloadFractions
+        self, front: _Front, start: int, stop: int, where: StageSetting, offload: OffloadFractions
     ) -> NDArray[np.bool_]:
         fits: NDArray[np.bool_] = (
-            self._needed(front, start, stop, where, below) <= self._device.memory_bytes
+            self._needed(front, start, stop, where, offload) <= self._device.memory_bytes
         )
         return fits
 
     def _waiting(
-        self, front: _Front, start: int, stop: int, where: StageSetting, below: OffloadFractions
+        self, front: _Front, start: int, stop: int, where: StageSetting, offload: OffloadFractions
     ) -> Floats:
         """Return the seconds per micro-batch for which a backward waits because no memory is free to prefetch."""
         moved, largest = front.columns[:, _MOVED], front.columns[:, _LARGEST]
-        room = buffer_bytes(largest, where.in_flight * moved)
-        buffered = self._needed(front, start, stop, where, below, room) <= self._device.memory_bytes
+        free_bytes = buffer_bytes(largest, where.in_flight * moved)
+        buffered = (
+            self._needed(front, start, stop, where, offload, free_bytes)
+            <= self._device.memory_bytes
+        )
         read = self._device.read
         seconds = np.where(moved > 0, read.latency_seconds + moved / read.bytes_per_second, 0.0)
         waiting: Floats = np.where(buffered, 0.0, seconds)
@@ -294,33 +300,35 @@ class ExactStageFitter:
         start: int,
         stop: int,
         where: StageSetting,
-        below: OffloadFractions,
+        offload: OffloadFractions,
         limit: Floats | None = None,
     ) -> Floats:
         """Return the bytes on the device: the same sum as :meth:`StageLoad.peak_bytes`, with the smallest swap limit if
         none is given."""
-        static, boundary, _, _ = self._base(start, stop, where, below)
+        static, boundary, _, _ = self._base(start, stop, where, offload)
         columns = front.columns
         limit = columns[:, _LARGEST] if limit is None else limit
         passing = boundary + where.in_flight * columns[:, _KEPT] + limit + columns[:, _WORK]
         needed: Floats = static + passing + np.ceil(self._device.gap_share * passing)
         return needed
 
-    def _has_room(
-        self, front: _Front, start: int, stop: int, where: StageSetting, below: OffloadFractions
+    def _fits_tier(
+        self, front: _Front, start: int, stop: int, where: StageSetting, offload: OffloadFractions
     ) -> NDArray[np.bool_]:
         moved = front.columns[:, _MOVED]
-        places = np.where(moved > 0, np.ceil(where.in_flight * moved * TIER_SLACK) + TIER_FLOOR, 0)
-        room: NDArray[np.bool_] = (
-            places + self._base(start, stop, where, below)[2] <= self._device.tier_bytes
+        slot_bytes = np.where(
+            moved > 0, np.ceil(where.in_flight * moved * TIER_SLACK) + TIER_FLOOR, 0
         )
-        return room
+        fits: NDArray[np.bool_] = (
+            slot_bytes + self._base(start, stop, where, offload)[2] <= self._device.tier_bytes
+        )
+        return fits
 
     def _named(self, directives: NDArray[np.int8]) -> tuple[Directive, ...]:
         return tuple(self._allowed[d] for d in directives)
 
     def _find_base(
-        self, start: int, stop: int, where: StageSetting, below: OffloadFractions
+        self, start: int, stop: int, where: StageSetting, offload: OffloadFractions
     ) -> tuple[int, int, int, float]:
         """Return the costs that do not depend on a stage's directives: static bytes, bytes at its boundary, bytes in
         the tier, and the seconds for which parameter offload occupies the link to the tier."""
@@ -330,7 +338,7 @@ class ExactStageFitter:
             (Directive.KEEP,) * (stop - start),
             where.rows,
             device=self._device,
-            below=below,
+            offload=offload,
             replicas=where.replicas,
             split=where.split,
             beside=where.beside,
@@ -371,8 +379,10 @@ class ExactStageFitter:
         front = front.pick(_undominated(front.columns))
         self.effort += len(front.columns)
         if len(front.columns) > self._most:  # keep an even selection by size
-            spread = np.argsort(front.columns[:, _KEPT] + front.columns[:, _LARGEST], kind="stable")
-            chosen = spread[np.linspace(0, len(spread) - 1, self._most).astype(np.intp)]
+            by_bytes = np.argsort(
+                front.columns[:, _KEPT] + front.columns[:, _LARGEST], kind="stable"
+            )
+            chosen = by_bytes[np.linspace(0, len(by_bytes) - 1, self._most).astype(np.intp)]
             front = replace(front.pick(np.sort(chosen)), exact=False)
         return front
 

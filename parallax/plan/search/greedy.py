@@ -22,8 +22,8 @@ from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.schedule import Schedule
 from parallax.plan.schedule.gpipe import GPIPE
 from parallax.plan.schedule.one_forward import ONE_FORWARD_ONE_BACKWARD as PLAIN
-from parallax.plan.search.cuts import BlockChain, even_cuts, furthest
-from parallax.plan.search.exact_stage import StageChoice, judge_stage
+from parallax.plan.search.boundaries import BlockChain, even_boundaries, furthest
+from parallax.plan.search.exact_stage import StageChoice, evaluate_stage
 from parallax.plan.search.greedy_stage import (
     GreedyStage,
     GreedyStages,
@@ -83,7 +83,7 @@ class GreedySearch:
         self._stated: dict[
             tuple[object, ...], dict[Sizes, list[tuple[OffloadFractions, StateLoad, float]]]
         ] = {}
-        self._flights: dict[tuple[Schedule, int, int, int], list[int]] = {}
+        self._known_in_flight: dict[tuple[Schedule, int, int, int], list[int]] = {}
 
     def solve(
         self,
@@ -180,22 +180,22 @@ class GreedySearch:
         """Return whether a pipeline with these replicas fits if every device has at least ``memory`` bytes."""
         if shape.interleave > 1:
             return self._holds_even(shape, replicas, memory)
-        flights, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
+        in_flight_by_stage, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
         options = self._any_options(shape)
         stop, length = len(self.request.profile.blocks), 1
         for pipeline_rank in reversed(range(shape.pipeline_ranks)):
             fitter = self._fitter(shape, firsts[pipeline_rank], replicas[pipeline_rank], options)
             device = self.request.device(firsts[pipeline_rank], firsts[pipeline_rank + 1])
-            flight, budget = flights[pipeline_rank], max(memory, device.memory_bytes)
+            in_flight, budget = in_flight_by_stage[pipeline_rank], max(memory, device.memory_bytes)
 
             def fits(
                 start: int,
                 stop: int = stop,
                 fitter: GreedyStages = fitter,
-                flight: int = flight,
+                in_flight: int = in_flight,
                 budget: int = budget,
             ) -> bool:
-                return fitter.least_bytes(((start, stop, flight),)) <= budget
+                return fitter.least_bytes(((start, stop, in_flight),)) <= budget
 
             start = (
                 0 if pipeline_rank == 0 else furthest(fits, pipeline_rank, stop - 1, stop - length)
@@ -212,16 +212,16 @@ class GreedySearch:
     def _even(self, shape: Shape) -> tuple[int, ...]:
         """Return the replicas of each pipeline rank; empty if ranks would have no rows, or if the counts are not worth
         trying."""
-        asked, devices, pipeline_ranks = (
+        requested, devices, pipeline_ranks = (
             self.request.config.replicas,
             len(self.request.devices),
             shape.pipeline_ranks,
         )
-        if isinstance(asked, list | tuple):
-            return tuple(int(count) for count in asked)
+        if isinstance(requested, list | tuple):
+            return tuple(int(count) for count in requested)
         least, rest = divmod(devices, pipeline_ranks)
         if (shape.interleave > 1 and rest) or (
-            asked == AUTO and not self.request.has_rows(shape, least + (rest > 0))
+            requested == AUTO and not self.request.has_rows(shape, least + (rest > 0))
         ):
             return ()
         return tuple(
@@ -272,23 +272,23 @@ class GreedySearch:
     ) -> _Filled:
         """Fill pipeline ranks from the last; none may cost more than ``ceiling`` seconds divided by its weight."""
         self.filled += shape.pipeline_ranks
-        flights, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
+        in_flight_by_stage, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
         places: list[_PipelineRankPlace] = []
         stop, length, dearer = len(self.request.profile.blocks), 1, math.inf
         for pipeline_rank in reversed(range(shape.pipeline_ranks)):
             fitter = self._fitter(shape, firsts[pipeline_rank], replicas[pipeline_rank], options)
-            flight, weight = flights[pipeline_rank], weights[pipeline_rank]
+            in_flight, weight = in_flight_by_stage[pipeline_rank], weights[pipeline_rank]
 
             def fit_from(
                 start: int,
                 stop: int = stop,
                 fitter: GreedyStages = fitter,
-                flight: int = flight,
+                in_flight: int = in_flight,
                 weight: float = weight,
             ) -> GreedyStage | None:
                 nonlocal dearer
                 least = fitter.least_seconds(start, stop) * weight
-                fitted = fitter.find(((start, stop, flight),)) if least <= ceiling else None
+                fitted = fitter.find(((start, stop, in_flight),)) if least <= ceiling else None
                 cost = fitted.cost * weight if fitted is not None else least
                 if cost > ceiling:
                     dearer = min(dearer, cost)
@@ -304,7 +304,7 @@ class GreedySearch:
             fitted = fit_from(start)
             if fitted is None:
                 return _Filled([], dearer)
-            places.append(_PipelineRankPlace(((start, stop, flight),), fitted))
+            places.append(_PipelineRankPlace(((start, stop, in_flight),), fitted))
             stop, length = start, stop - start
         return _Filled(places[::-1])
 
@@ -336,14 +336,17 @@ class GreedySearch:
     ) -> Iterator[tuple[tuple[Part, ...], GreedyStages, Device]]:
         """Yield the parts of each pipeline rank, its fitter and its device."""
         stages = shape.pipeline_ranks * shape.interleave
-        cuts = even_cuts(
+        boundaries = even_boundaries(
             [0.0, *accumulate(self._fitter(shape, 0, replicas[0], options).seconds.tolist())],
             stages,
         )
-        flights, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
+        in_flight_by_stage, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
         for pipeline_rank in range(shape.pipeline_ranks):
             mine = shape.stages_of(pipeline_rank)
-            parts = tuple((cuts[stage], cuts[stage + 1], flights[stage]) for stage in mine)
+            parts = tuple(
+                (boundaries[stage], boundaries[stage + 1], in_flight_by_stage[stage])
+                for stage in mine
+            )
             first, stop = firsts[pipeline_rank], firsts[pipeline_rank + 1]
             yield (
                 parts,
@@ -354,13 +357,13 @@ class GreedySearch:
     def _in_flight(self, shape: Shape) -> list[int]:
         """Return the micro-batches in flight of every stage."""
         key = shape.schedule, shape.pipeline_ranks, shape.interleave, self.request.count(shape)
-        if key not in self._flights:
+        if key not in self._known_in_flight:
             schedule, pipeline_ranks, interleave, micro_batches = key
-            self._flights[key] = [
+            self._known_in_flight[key] = [
                 schedule.in_flight(pipeline_ranks * interleave, stage, micro_batches, interleave)
                 for stage in range(pipeline_ranks * interleave)
             ]
-        return self._flights[key]
+        return self._known_in_flight[key]
 
     def _any_options(self, shape: Shape) -> StageOptions:
         return StageOptions(tuple(self.request.allowed_in(shape)))
@@ -389,14 +392,14 @@ class GreedySearch:
         )
         key = kind, shape.interleave > 1, options
         if key not in self._fitters:
-            below = self._offload_fractions(shape, options)
+            offload = self._offload_fractions(shape, options)
             self._fitters[key] = GreedyStages(
                 self.request.profile,
                 self._chain,
                 kind,
                 allowed=options.allowed,
-                host_states=below,
-                stated=self._stated.setdefault((device, link, replicas, below), {}),
+                host_states=offload,
+                stated=self._stated.setdefault((device, link, replicas, offload), {}),
             )
         return self._fitters[key]
 
@@ -446,10 +449,10 @@ class GreedySearch:
         device = self.request.device(first, first + replicas)
         directives = place.fitted.directives(place.parts, options.allowed)
         found = []
-        for (start, _, flight), chosen in zip(place.parts, directives):
-            where = self.request.setting(shape, first, first + replicas, flight)
-            choice = judge_stage(
-                self.request.profile, device, start, chosen, where, place.fitted.below
+        for (start, _, in_flight), chosen in zip(place.parts, directives):
+            where = self.request.setting(shape, first, first + replicas, in_flight)
+            choice = evaluate_stage(
+                self.request.profile, device, start, chosen, where, place.fitted.offload
             )
             if choice is None:
                 return []

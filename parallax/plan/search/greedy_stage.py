@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from parallax.plan.cluster import Device, Link
 from parallax.plan.cost.collective import broadcast_seconds
-from parallax.plan.cost.communicators import Beside, way_bytes
+from parallax.plan.cost.communicators import Beside, connection_bytes
 from parallax.plan.cost.stage import BlockLoad, gap_bytes, load_block
 from parallax.plan.cost.states import (
     OffloadFractions,
@@ -34,7 +34,7 @@ from parallax.plan.cost.traffic import (
 )
 from parallax.plan.plan import Directive
 from parallax.plan.profile import ModelProfile
-from parallax.plan.search.cuts import BlockChain
+from parallax.plan.search.boundaries import BlockChain
 from parallax.plan.search.exact_stage import OFFERED
 from parallax.plan.search.request import ROUNDING
 
@@ -49,12 +49,12 @@ _Answer = tuple[float, tuple[int, ...], tuple[int, ...]]
 @dataclass(frozen=True, slots=True)
 class GreedyStage:
     """The greedy result: seconds per micro-batch, the same plus its part of the seconds after the last one (``cost``),
-    and the indices of the recomputed and offloaded blocks, counted over all parts. ``below`` are the fractions of
+    and the indices of the recomputed and offloaded blocks, counted over all parts. ``offload`` are the fractions of
     its offloaded states."""
 
     seconds: float
     cost: float
-    below: OffloadFractions
+    offload: OffloadFractions
     recomputed: tuple[int, ...]
     offloaded: tuple[int, ...]
 
@@ -77,7 +77,7 @@ class GreedyStage:
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Prefix sums over the blocks of one pipeline rank with ``flight`` micro-batches in flight, in the ``order`` of
+    """Prefix sums over the blocks of one pipeline rank with ``in_flight`` micro-batches in flight, in the ``order`` of
     recomputation. Array index is a number of blocks: for recomputed blocks, the bytes freed and the seconds; for
     ``offloaded`` blocks, the seconds, the bytes ``moved`` per micro-batch and ``gone`` for all in flight, the
     ``largest``, the ``places`` in the tier, the bytes besides workspace (``base``), and the workspace without and
@@ -85,7 +85,7 @@ class _Sums:
     the seconds that a backward then waits: with memory for two blocks, reading overlaps with computing; with memory
     for one it does not."""
 
-    flight: int
+    in_flight: int
     order: NDArray[np.int64]
     offloaded: NDArray[np.int64]
     compute: float
@@ -207,7 +207,7 @@ class GreedyStages:
     def _content(self, parts: tuple[Part, ...]) -> Content:
         """Return a key that is equal for parts with equal costs."""
         blocks = tuple(
-            (self._chain.kinds[start:stop].tobytes(), flight) for start, stop, flight in parts
+            (self._chain.kinds[start:stop].tobytes(), in_flight) for start, stop, in_flight in parts
         )
         ends = tuple((start == 0, stop == len(self._chain.kinds)) for start, stop, _ in parts)
         return blocks, ends, self._sizes(parts), self._rest(parts)
@@ -216,27 +216,27 @@ class GreedyStages:
         """Return the result with the least cost over all fractions of offloaded states that fit, its seconds after the
         last micro-batch included; of equal ones the first, which offloads least."""
         sums, best, rest = self._sums(parts), None, self._rest(parts)
-        for below, states, after in self._states(parts):
+        for offload, states, after in self._states(parts):
             tail = after / self._kind.micro_batches
             if best is not None and max(sums.compute, states.streaming_seconds) + tail >= best.cost:
                 continue
             free = self._device.memory_bytes - states.device_bytes - rest
-            room = free / (1 + self._device.gap_share) - self._boundary(parts)
+            free_bytes = free / (1 + self._device.gap_share) - self._boundary(parts)
             tier = self._device.tier_bytes - states.host_bytes
             found = (
-                self._fill(sums, room, tier, states.streaming_seconds)
-                if room > 0 and tier >= 0
+                self._fill(sums, free_bytes, tier, states.streaming_seconds)
+                if free_bytes > 0 and tier >= 0
                 else None
             )
             if (
                 found is not None
                 and best is not None
-                and not below.sharded
+                and not offload.sharded
                 and found[0] + tail >= best.cost
             ):
                 break  # offloading more states would not pay either
             if found is not None and (best is None or found[0] + tail < best.cost):
-                best = GreedyStage(found[0], found[0] + tail, below, found[1], found[2])
+                best = GreedyStage(found[0], found[0] + tail, offload, found[1], found[2])
         return best
 
     def _fewest(self, parts: tuple[Part, ...]) -> float:
@@ -264,20 +264,20 @@ class GreedyStages:
         """Return parameters, gradients and optimizer states for each fraction of offloaded states."""
         sizes = self._sizes(parts)
         if sizes not in self._stated:
-            self._stated[sizes] = [self._load(sizes, below) for below in self._host_states]
+            self._stated[sizes] = [self._load(sizes, offload) for offload in self._host_states]
         return self._stated[sizes]
 
-    def _load(self, sizes: Sizes, below: OffloadFractions) -> _States:
+    def _load(self, sizes: Sizes, offload: OffloadFractions) -> _States:
         kind = self._kind
         states = load_states(
-            self._profile, sizes, self._device, below, kind.replicas, split=kind.split
+            self._profile, sizes, self._device, offload, kind.replicas, split=kind.split
         )
         sent = (
             broadcast_seconds(sizes.trained, self._kind.replicas, self._kind.link)
-            if below.sharded
+            if offload.sharded
             else 0.0
         )
-        return below, states, states.update_seconds + sent
+        return offload, states, states.update_seconds + sent
 
     def _rest(self, parts: tuple[Part, ...]) -> int:
         """Return all other bytes that do not depend on directives."""
@@ -286,10 +286,10 @@ class GreedyStages:
             max(float(self._columns.inputs[start:stop].max()) for start, stop, _ in parts),
         )
         bounds = [(start, stop) for start, stop, _ in parts]
-        ways = way_bytes(
+        connections = connection_bytes(
             self._profile, self._device, bounds, self._kind.replicas, self._kind.beside
         )
-        return self._buffer_bytes(parts) + self._device.fixed_bytes + ways + gaps
+        return self._buffer_bytes(parts) + self._device.fixed_bytes + connections + gaps
 
     def _sizes(self, parts: tuple[Part, ...]) -> Sizes:
         chain, shared, tied = self._chain, self._profile.shared, self._profile.ties
@@ -320,22 +320,24 @@ class GreedyStages:
         return entering + sum(int(self._columns.leaving[stop - 1]) for _, stop, _ in parts)
 
     def _sums(self, parts: tuple[Part, ...]) -> _Sums:
-        """Return prefix sums of the blocks in the order in which they are recomputed; blocks are offloaded from its
-        end."""
+        """Return prefix sums over the blocks, in the order in which the search recomputes them. It offloads blocks in
+        the reverse order."""
         blocks = np.concatenate([np.arange(start, stop) for start, stop, _ in parts])
-        flights = np.concatenate(
-            [np.full(stop - start, flight, dtype=np.float64) for start, stop, flight in parts]
+        in_flight_by_block = np.concatenate(
+            [np.full(stop - start, in_flight, dtype=np.float64) for start, stop, in_flight in parts]
         )
         keep, again, moved = (
             self._columns.kept[Directive.KEEP][blocks],
             self._columns.again[blocks],
             self._columns.moved[blocks],
         )
-        freed = np.maximum(0.0, flights * (keep - self._columns.kept[Directive.RECOMPUTE][blocks]))
+        freed = np.maximum(
+            0.0, in_flight_by_block * (keep - self._columns.kept[Directive.RECOMPUTE][blocks])
+        )
         # Of equal blocks the first are offloaded: their backward is last, so there is most time to prefetch them.
         order = np.lexsort((-np.arange(len(blocks)), again / np.maximum(freed, 1e-9)))
         offloaded = np.arange(len(blocks) + 1)
-        gone = _prefixes((flights * moved)[order][::-1])
+        gone = _prefixes((in_flight_by_block * moved)[order][::-1])
         work = {
             directive: float(self._columns.work[directive][blocks].max()) for directive in OFFERED
         }
@@ -343,7 +345,7 @@ class GreedyStages:
         plain = np.where(offloaded > 0, offloading, work[Directive.KEEP])
         moving, largest = _prefixes(moved[order][::-1]), np.where(offloaded > 0, moved.max(), 0.0)
         return _Sums(
-            flight=max(flight for _, _, flight in parts),
+            in_flight=max(in_flight for _, _, in_flight in parts),
             order=order,
             offloaded=offloaded,
             compute=float(self._columns.seconds[blocks].sum()),
@@ -354,33 +356,35 @@ class GreedyStages:
             gone=gone,
             largest=largest,
             places=np.where(offloaded > 0, np.ceil(gone * TIER_SLACK) + TIER_FLOOR, 0.0),
-            base=float((flights * keep).sum()) - gone,
+            base=float((in_flight_by_block * keep).sum()) - gone,
             plain=plain,
             both=np.maximum(plain, work[Directive.RECOMPUTE]),
             buffers=self._swap_buffers(moving, gone, largest),
         )
 
-    def _fill(self, sums: _Sums, room: float, tier: int, streaming: float) -> _Answer | None:
-        """Return seconds per micro-batch and the recomputed and offloaded blocks within ``room`` bytes of the device,
+    def _fill(self, sums: _Sums, free_bytes: float, tier: int, streaming: float) -> _Answer | None:
+        """Return seconds per micro-batch and the recomputed and offloaded blocks within ``free_bytes`` of the device,
         while parameter offload occupies the link to the tier for ``streaming`` seconds."""
         count = len(sums.order)
-        if Directive.KEEP in self._allowed and sums.base[0] + sums.plain[0] <= room:
+        if Directive.KEEP in self._allowed and sums.base[0] + sums.plain[0] <= free_bytes:
             return max(sums.compute, streaming), (), ()
         best, answer = math.inf, None
         for limit, waiting in sums.buffers:
             least = np.maximum(
                 1,
-                np.searchsorted(sums.recompute_freed, sums.base + limit + sums.both - room - 1e-6),
+                np.searchsorted(
+                    sums.recompute_freed, sums.base + limit + sums.both - free_bytes - 1e-6
+                ),
             )
-            recomputed = np.where(sums.base + limit + sums.plain <= room, 0, least)
+            recomputed = np.where(sums.base + limit + sums.plain <= free_bytes, 0, least)
             if Directive.KEEP not in self._allowed:
                 recomputed = np.maximum(recomputed, count - sums.offloaded)
             possible = (sums.places <= tier) & (recomputed + sums.offloaded <= count)
             possible &= self._permitted(recomputed, sums.offloaded)
             first = np.minimum(recomputed, count)
             work = np.where(recomputed > 0, sums.both, sums.plain)
-            free = room - (sums.base - sums.recompute_freed[first] + work)
-            leaving = leaving_bytes(sums.moved, sums.flight, free)
+            free = free_bytes - (sums.base - sums.recompute_freed[first] + work)
+            leaving = leaving_bytes(sums.moved, sums.in_flight, free)
             copying = streaming + copying_seconds(self._device, leaving)
             computing = (
                 sums.compute + sums.recompute_seconds[first] + sums.offload_seconds + waiting

@@ -32,7 +32,7 @@ def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasibleP
         return InfeasiblePlan(
             f"plan.stages={config.stages} with plan.replicas={config.replicas} does not use {devices} "
             f"device(s) and {blocks} block(s): every stage needs a block and a device, and every device a stage; "
-            f"set cluster.devices{_devices_asked(config)}, or use plan.replicas=auto"
+            f"set cluster.devices{_devices_setting(config)}, or use plan.replicas=auto"
         )
     shapes = list(request.shapes())
     if not shapes:
@@ -43,8 +43,10 @@ def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasibleP
             "use plan.schedule=auto"
         )
     uneven = {shape.pipeline_ranks for shape in shapes if devices % shape.pipeline_ranks}
-    dealt = all(shape.interleave > 1 and shape.pipeline_ranks in uneven for shape in shapes)
-    if dealt and not _lists(config.replicas):
+    interleaved_unevenly = all(
+        shape.interleave > 1 and shape.pipeline_ranks in uneven for shape in shapes
+    )
+    if interleaved_unevenly and not _lists(config.replicas):
         counts = " or ".join(map(str, sorted(uneven)))
         return InfeasiblePlan(
             f"plan.schedule={shapes[0].schedule} needs as many devices on every pipeline rank, and {devices} "
@@ -174,7 +176,7 @@ def _lists(replicas: int | str | list[int]) -> TypeGuard[list[int]]:
     return isinstance(replicas, list | tuple)
 
 
-def _devices_asked(config: PlanConfig) -> str:
+def _devices_setting(config: PlanConfig) -> str:
     """Return ``=N`` if stages and replicas fix the number of devices."""
     stages, replicas = config.stages, config.replicas
     if _lists(replicas):

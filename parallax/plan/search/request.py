@@ -22,7 +22,7 @@ from parallax.plan.config import AUTO, PlanConfig
 from parallax.plan.cost.collective import link_among
 from parallax.plan.cost.communicators import Beside
 from parallax.plan.cost.states import ALL_ON_DEVICE, SHARDED, OffloadFractions, Sizes, load_states
-from parallax.plan.microbatches import dealt, sizes
+from parallax.plan.microbatches import balanced_sizes, sizes
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import fewest_rows, micro_batch_count
@@ -131,14 +131,14 @@ class Request:
 
     def _check_schedule(self) -> None:
         """Raise :class:`ConfigError` if the settings contradict each other."""
-        asked, config = self.schedules, self.config
-        splits = config.schedule != AUTO and any(schedule.splits for schedule in asked)
+        requested, config = self.schedules, self.config
+        splits = config.schedule != AUTO and any(schedule.splits for schedule in requested)
         if splits and not self._weight_share:
             raise ConfigError(
                 f"plan.schedule={config.schedule}: the profile of {self.profile.model} does not measure the gradients "
                 "of parameters separately; use plan.schedule=1f1b, or measure it again"
             )
-        shared = all(schedule.has_virtual_stages for schedule in asked)
+        shared = all(schedule.has_virtual_stages for schedule in requested)
         if shared and config.activations == Directive.OFFLOAD:
             raise ConfigError(
                 "plan.activations=offload: the stages of an interleaved device would need one shared swap limit; "
@@ -211,8 +211,12 @@ class Request:
 
     def offload_fractions(self, shape: Shape) -> tuple[OffloadFractions, ...]:
         """Return the elements of :attr:`host_states` that a shape supports."""
-        streams = not (self.runnable and shape.split)
-        return tuple(below for below in self.host_states if streams or not below.parameters)
+        may_offload_parameters = not (self.runnable and shape.split)
+        return tuple(
+            offload
+            for offload in self.host_states
+            if may_offload_parameters or not offload.parameters
+        )
 
     def allowed_in(self, shape: Shape) -> list[Directive]:
         """Return the directives that a shape supports: several stages of a pipeline rank would need one shared swap
@@ -260,7 +264,9 @@ class Request:
             pipeline_ranks if schedule is not None and schedule.grouped else 1,
             set(self._even_replicas(pipeline_ranks)),
         )
-        found = {size for count in replicas for size in dealt(self.global_batch, count, step)}
+        found = {
+            size for count in replicas for size in balanced_sizes(self.global_batch, count, step)
+        }
         return sorted(found.union(self.microbatches), reverse=True)
 
     def _even_replicas(self, pipeline_ranks: int) -> tuple[int, int]:
@@ -270,8 +276,10 @@ class Request:
     def _interleaves(self, schedule: Schedule, pipeline_ranks: int) -> Sequence[int]:
         if not schedule.has_virtual_stages:
             return (1,)
-        asked, blocks = self.config.interleaves(schedule), len(self.profile.blocks)
-        return [each for each in asked if pipeline_ranks > 1 and each * pipeline_ranks <= blocks]
+        requested, blocks = self.config.interleaves(schedule), len(self.profile.blocks)
+        return [
+            each for each in requested if pipeline_ranks > 1 and each * pipeline_ranks <= blocks
+        ]
 
     def _allows(self, shape: Shape) -> bool:
         """Return whether a shape is valid. Zero-bubble schedules split the backward, which the profile must measure
@@ -387,9 +395,9 @@ class Request:
     def beside(self, shape: Shape) -> Beside:
         """Return the largest number of ranks of the stages before and after a stage. A stage with larger neighbours is
         proved to fit only when it is predicted: in large requests, replica counts that are far from even."""
-        asked, most = self.config.replicas, len(self.devices) - shape.pipeline_ranks + 1
-        if asked != AUTO:
-            most = max(asked) if isinstance(asked, list | tuple) else int(asked)
+        requested, most = self.config.replicas, len(self.devices) - shape.pipeline_ranks + 1
+        if requested != AUTO:
+            most = max(requested) if isinstance(requested, list | tuple) else int(requested)
         elif not self.small:
             most = min(most, self._even_replicas(shape.pipeline_ranks)[1] + 1)
         return most, most
@@ -449,7 +457,7 @@ class Request:
         largest = max(self.devices, key=lambda device: device.memory_bytes - device.fixed_bytes)
         sizes, most = Sizes.of(self.profile, 0, len(self.profile.blocks)), len(self.devices)
         lasting = min(
-            load_states(self.profile, sizes, largest, below, most).lasting_bytes
-            for below in self.host_states
+            load_states(self.profile, sizes, largest, offload, most).lasting_bytes
+            for offload in self.host_states
         )
         return math.ceil(lasting / max(1, largest.memory_bytes - largest.fixed_bytes))

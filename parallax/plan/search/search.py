@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from parallax.errors import InfeasiblePlan
 from parallax.plan.cluster import Cluster
 from parallax.plan.config import AUTO, PlanConfig
-from parallax.plan.cost.below import with_room_below
+from parallax.plan.cost.offload_tier import with_offload_bytes
 from parallax.plan.plan import Alternative, Directive, Pipeline, Plan, Prediction
 from parallax.plan.profile import ModelProfile
 from parallax.plan.search.candidates import EFFORT as CANDIDATE_EFFORT
@@ -276,7 +276,7 @@ def describe(pipeline: Pipeline) -> str:
     shown = str(replicas[0]) if len(set(replicas)) == 1 else str(replicas)
     chosen = [directive for stage in pipeline.stages for directive in stage.directives]
     counts = ", ".join(f"{d} {chosen.count(d)}" for d in Directive if d in chosen)
-    below = max(stage.optimizer_offload for stage in pipeline.stages)
+    offloaded = max(stage.optimizer_offload for stage in pipeline.stages)
     parts = [
         pipeline.schedule.name
         + (f" ({pipeline.interleave} stages each)" if pipeline.interleave > 1 else ""),
@@ -285,8 +285,8 @@ def describe(pipeline: Pipeline) -> str:
         counts,
     ]
     sharded = any(stage.shard_optimizer for stage in pipeline.stages)
-    parts += [f"up to {below:.0%} of optimizer states below"] if below else []
-    return ", ".join(parts + (["optimizer states shared by replicas"] if sharded else []))
+    parts += [f"up to {offloaded:.0%} of optimizer states offloaded"] if offloaded else []
+    return ", ".join(parts + (["optimizer states sharded over replicas"] if sharded else []))
 
 
 def _runners_up(
@@ -335,7 +335,7 @@ def _plan(
         schedule=pipeline.schedule,
         global_batch=request.global_batch,
         microbatch=pipeline.microbatch,
-        stages=with_room_below(profile, pipeline.stages, pipeline.pipeline_ranks),
+        stages=with_offload_bytes(profile, pipeline.stages, pipeline.pipeline_ranks),
         tier=devices[0].tier,
         prediction=Prediction(
             step_seconds=round(forecast.step_seconds, 6),

@@ -140,7 +140,7 @@ def _draw_frontier(axes: Any, found: list[Series]) -> None:
         best = frontier(places)
         axes.plot(*zip(*best), color=colour, linewidth=2, drawstyle="steps-post", zorder=2)
         for at, (point, place) in enumerate(zip(series.points, places) if notes else ()):
-            _note(axes, series.words(point), place, at)
+            _note(axes, series.point_label(point), place, at)
     rates = [point.per_second or 0.0 for series in found for point in series.points]
     if max(rates) > _MOST_LINEAR * min(rates):
         axes.set_yscale("log")

@@ -86,7 +86,7 @@ class Series:
         """Return the common settings of the points as text; empty without swept settings."""
         return " ".join(f"{key}={value}" for key, value in self.common.items())
 
-    def words(self, point: PointResult) -> str:
+    def point_label(self, point: PointResult) -> str:
         """Return the settings of one of its points that others lack, as text."""
         own = {key: value for key, value in point.swept.items() if key not in self.common}
         return " ".join(f"{k.rpartition('.')[2]}={v}" for k, v in own.items()) or point.layout

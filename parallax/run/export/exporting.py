@@ -86,5 +86,5 @@ def _check_room(out: Path, size: int) -> None:
     if size > free:
         raise CheckpointError(
             f"--out {printable(str(out))}: its tensors take {format_bytes(size)}, and {format_bytes(free)} are free "
-            "there; make room, or name a folder on another disk"
+            "there; free space, or name a folder on another disk"
         )

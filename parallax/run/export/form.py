@@ -70,7 +70,7 @@ class Trained:
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise CheckpointError(
-                f"{self.reader.directory} is not of the model that the run's settings say now: {', '.join(wrong[:3])}"
+                f"{self.reader.directory} is not of the model in the run's present settings: {', '.join(wrong[:3])}"
                 f"{more}; restore what they name (model.pretrained, model.target)"
             )
         return found

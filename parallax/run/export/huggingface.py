@@ -21,7 +21,8 @@ from parallax.model.files.conversions import (
 from parallax.run.export.form import Contents, Trained, all_names
 from parallax.run.export.shards import Shards
 
-# Of a folder of transformers what is of its weights, its training or its page, not of its tokenizer or processor.
+# Files of a transformers folder that are not copied: weights, training state and model card, not tokenizer or
+# processor.
 _LEFT_NAMES = ("config.json", "generation_config.json", "trainer_state.json", "adapter_config.json")
 _WEIGHT_ENDS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".onnx")
 _LEFT_ENDS = (

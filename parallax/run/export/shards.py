@@ -25,7 +25,7 @@ class Shards:
         self._trained = trained
         self._sources = {layout.kept_name(names): names[0] for names in trained.names()}
         self.held = {name: tensors[source] for name, source in self._sources.items()}
-        self._shards = cut(layout.saved(self.held), self.held)
+        self._shards = split_into_shards(layout.saved(self.held), self.held)
 
     @property
     def size(self) -> int:
@@ -45,7 +45,7 @@ class Shard:
     size: int = 0
 
 
-def cut(recipes: Sequence[Recipe], held: Mapping[str, Tensor]) -> list[Shard]:
+def split_into_shards(recipes: Sequence[Recipe], held: Mapping[str, Tensor]) -> list[Shard]:
     """Return the files, of :data:`SHARD_BYTES`; larger elements come first, so that all tensors are aligned to their
     size."""
     made = [(recipe, recipe.make(held.__getitem__)) for recipe in recipes]

@@ -47,11 +47,11 @@ def import_settings(path: Path, form: str, overrides: Sequence[str]) -> RunConfi
     """Return the settings of the new run. A folder of transformers sets the model, unless the user does."""
     keys = ("model.pretrained", "model.architecture")
     named = any(configuration.said(overrides, key) for key in keys)
-    words = list(overrides)
+    completed = list(overrides)
     if form == "huggingface" and not named and configuration.said(overrides, "model") in ("", form):
         text = str(path).replace("\\", "\\\\").replace("'", "\\'")
-        words = ["model=huggingface", *overrides, f"model.pretrained='{text}'"]
-    config = configuration.compose(words)
+        completed = ["model=huggingface", *overrides, f"model.pretrained='{text}'"]
+    config = configuration.compose(completed)
     return replace(config, name=config.name if config.name != "auto" else free_name())
 
 
@@ -171,8 +171,8 @@ class _Import:
                     )
 
     def _weight(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the master weight where the source has one; a tensor that files may lack is made by the model's
-        constructor."""
+        """Return a tensor in the checkpoint's dtype: the source's master weight, else the source's weight, else the
+        value of the model's constructor."""
         held = self._source.weights.find(name, self._aliases)
         if MASTER in self._source.states.get(name, {}):
             value = self._source.read_state(name, MASTER)
@@ -233,5 +233,5 @@ def _check_room(directory: Path, found: _Import) -> None:
     if size > free:
         raise CheckpointError(
             f"{printable(str(directory))}: the checkpoint is {format_bytes(size)}, and {format_bytes(free)} are free "
-            "there; make room, or name a folder on another disk (checkpoint.directory)"
+            "there; free space, or name a folder on another disk (checkpoint.directory)"
         )

@@ -47,7 +47,7 @@ def check_states(
                     f"{key} of {printable(name)} is {list(tensor.shape)} and must be {wanted}"
                 )
     fresh = sorted(set(trained) - set(source.states)) if source.states else []
-    remarks = [f"optimizer states of {_listed(fresh)} begin anew"] if fresh else []
+    remarks = [f"optimizer states of {_listed(fresh)} start from zero"] if fresh else []
     if source.unread:
         remarks.append(
             f"not imported, as it is neither the model's nor an optimizer's: {_listed([*source.unread])}"

@@ -45,8 +45,8 @@ class Agent:
     checkpoints: Path
     libraries: tuple[str, ...] = ()
 
-    def start(self, told: Mapping[str, str], forwarder: SignalForwarder) -> int:
-        """Start the ranks with ``told`` in their environment, wait for their end, and return the exit code.
+    def start(self, environment: Mapping[str, str], forwarder: SignalForwarder) -> int:
+        """Start the ranks with ``environment``, wait for their end, and return the exit code.
         ``forwarder`` handles requests to end meanwhile.
 
         The rendezvous is a file, so no port is opened that others could reach. A failed rank reports the reason itself.
@@ -55,7 +55,7 @@ class Agent:
         restarts = Restarts(self.max_restarts, self.directory, self.checkpoints)
         with temporary_folder() as folder:
             try:
-                while (code := self._attempts(told, forwarder, restarts, folder)) is None:
+                while (code := self._attempts(environment, forwarder, restarts, folder)) is None:
                     pass
                 return code
             except Stopped as stopped:
@@ -92,12 +92,12 @@ class Agent:
                 except ServerLost as lost:
                     failure = Failure.of_server(lost.code, heartbeats.report)
                 else:
-                    told = heartbeats.report or read_exit_report(report)
+                    reported = heartbeats.report or read_exit_report(report)
                     early = heartbeats.living(rank for rank in codes if not codes[rank])
-                    if (code := self._ended(codes, forwarder, told, early)) is not None:
+                    if (code := self._ended(codes, forwarder, reported, early)) is not None:
                         return code
-                    failure = Failure.of(codes, told, early)
-                if not _starts_again(failure, restarts, asked=bool(forwarder.first)):
+                    failure = Failure.of(codes, reported, early)
+                if not _starts_again(failure, restarts, stop_requested=bool(forwarder.first)):
                     return failure.report.code
         return None
 
@@ -133,8 +133,10 @@ class Agent:
         ``early``."""
         stopped = report is not None and report.how is FailureKind.STOPPED
         ended = {*codes.values()} - {0}
-        asked = forwarder.first and report is None and (ended or early) and ended <= _BY_REQUEST
-        if stopped or asked:
+        stop_requested = (
+            forwarder.first and report is None and (ended or early) and ended <= _BY_REQUEST
+        )
+        if stopped or stop_requested:
             return self._say_stopped(forwarder.first, report)
         well = len(codes) == self.ranks and not any(codes.values())
         return 0 if well and not early else None
@@ -192,10 +194,10 @@ class SignalForwarder(Requests):
         server.signal(signal.SIGTERM)  # whichever signal was received
 
 
-def _starts_again(failure: Failure, restarts: Restarts, *, asked: bool) -> bool:
-    """Print the failure and the next action; return whether all ranks must restart. ``asked``: they were asked to
-    end."""
-    refused = restarts.refused(failure, asked=asked)
+def _starts_again(failure: Failure, restarts: Restarts, *, stop_requested: bool) -> bool:
+    """Print the failure and the next action; return whether all ranks must restart. ``stop_requested``: they were asked
+    to end."""
+    refused = restarts.refused(failure, stop_requested=stop_requested)
     after = restarts.next() if refused is None else refused
     what = failure.report.text or ("the run failed" if refused is None else "")
     if what:

@@ -67,7 +67,7 @@ def leaving_out_unfit(overrides: Sequence[str], nodes: Nodes, watch: Watch) -> I
             _leave_run(why[nodes.hosts[nodes.rank]])
         fit = [rank for rank, host in enumerate(nodes.hosts) if host not in why]
         if nodes.rank == fit[0]:
-            _tell_refusal(overrides, why)
+            _report_refusal(overrides, why)
         end_process(ParallaxError.exit_code)  # torchrun then restarts the remaining ranks
 
 
@@ -85,7 +85,7 @@ def _leave_run(reason: str) -> NoReturn:
     end_process(UserError.exit_code)
 
 
-def _tell_refusal(overrides: Sequence[str], why: Mapping[str, str]) -> None:
+def _report_refusal(overrides: Sequence[str], why: Mapping[str, str]) -> None:
     """Print why some hosts are excluded, and record it if the run has a directory on this host."""
     text = printable("; ".join(why.values()))
     print(f"parallax: continuing without a host: {text}", file=sys.stderr, flush=True)

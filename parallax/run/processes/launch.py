@@ -57,8 +57,8 @@ def launch(run: PreparedRun, *, own_process: bool) -> int:
         if stops and (reason := _drifted(run.directory)):
             again = _replanned(run, reason, safe_console())
             code = _start(again, OnDrift.NOTE, forwarder, own_process)
-        if code == 0 and (words := _contradicted(run)):
-            safe_console().print(words, highlight=False, markup=False, soft_wrap=True)
+        if code == 0 and (message := _contradicted(run)):
+            safe_console().print(message, highlight=False, markup=False, soft_wrap=True)
     if forwarder.first and own_process:
         exit_on_request(code)  # later requests are handled as well
     return code
@@ -150,7 +150,7 @@ def _start(
     afresh = os.environ.pop(_AFRESH, "")
     if own_process and not afresh and kind != "cpu" and accelerator_named(kind).in_use:
         _start_afresh(run, on_drift)
-    told = rank_environment(run) | {ON_DRIFT: on_drift.value}
+    environment = rank_environment(run) | {ON_DRIFT: on_drift.value}
     config, directory = run.config, run.directory
     agent = Agent(
         config.name,
@@ -160,7 +160,7 @@ def _start(
         config.checkpoint.folder(directory, config.name),
         libraries=_libraries(config) if kind == "cpu" else (),
     )
-    return agent.start(told, forwarder)
+    return agent.start(environment, forwarder)
 
 
 def _libraries(config: RunConfig) -> tuple[str, ...]:

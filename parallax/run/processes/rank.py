@@ -25,7 +25,7 @@ from parallax.nodes.joining import start_processes, stop_processes
 from parallax.nodes.places import Nodes
 from parallax.nodes.together import all_gather_result
 from parallax.plan.config import AUTO
-from parallax.report import placement, save_placement, summary_table, ways_in_words
+from parallax.report import placement, save_placement, summary_table, transports_text
 from parallax.run.job import (
     build_chain,
     build_loss,
@@ -137,7 +137,7 @@ def _join_ranks() -> None:
         address, port = (os.environ.get(key, "(not set)") for key in ("MASTER_ADDR", "MASTER_PORT"))
         reason = printable((str(error).splitlines() or [type(error).__name__])[0])
         raise ConfigError(
-            f"the ranks cannot meet at MASTER_ADDR={address} MASTER_PORT={port}: {reason}; choose a free port and an "
+            f"the ranks cannot join at MASTER_ADDR={address} MASTER_PORT={port}: {reason}; choose a free port and an "
             f"address that all of them reach{unset_hint()}"
         ) from error
 
@@ -213,10 +213,12 @@ def _end(run: PreparedRun, nodes: Nodes, summary: Mapping[str, Any]) -> int:
     return code
 
 
-def _place(run: PreparedRun, nodes: Nodes, ways: Mapping[str, str]) -> None:
+def _place(run: PreparedRun, nodes: Nodes, transports: Mapping[str, str]) -> None:
     """Write the placement of ranks and their transports; print it if there are several nodes."""
     by_edge = {
-        edge: way for found in all_gather_result(lambda: ways) for edge, way in found.items()
+        edge: transport
+        for found in all_gather_result(lambda: transports)
+        for edge, transport in found.items()
     }
     if nodes.rank != 0:
         return
@@ -225,7 +227,7 @@ def _place(run: PreparedRun, nodes: Nodes, ways: Mapping[str, str]) -> None:
         save_placement(run.directory, placement(run.plan, names, by_edge))
     if nodes.several and by_edge:
         console = safe_console()
-        console.print(f"messages: {ways_in_words(by_edge)}", highlight=False, soft_wrap=True)
+        console.print(f"messages: {transports_text(by_edge)}", highlight=False, soft_wrap=True)
 
 
 def _build_engine(run: PreparedRun, chain: Chain, loss: Loss, device: torch.device) -> Engine:

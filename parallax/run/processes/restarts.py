@@ -33,28 +33,32 @@ class Failure:
 
     @classmethod
     def of(
-        cls, codes: dict[int, int], told: FailureReport | None, early: Collection[int] = ()
+        cls, codes: dict[int, int], report: FailureReport | None, early: Collection[int] = ()
     ) -> Failure:
-        """Build it from exit codes by rank, in the order of arrival, and the report ``told`` by the ranks. Only a
+        """Build it from exit codes by rank, in the order of arrival, and the ``report`` of the ranks. Only a
         rank's parent knows the signal that ended it, and no rank can report if none was alive. Ranks that ended
         ``early`` have exit code 0; restarting would not help."""
-        if early and (told is None or told.how is FailureKind.LOST):
-            rank = told.rank if told is not None and told.rank in early else next(iter(early))
-            return cls(report=_ended_early(rank, told), exit_code=0)
+        if early and (report is None or report.how is FailureKind.LOST):
+            rank = report.rank if report is not None and report.rank in early else next(iter(early))
+            return cls(report=_ended_early(rank, report), exit_code=0)
         ended = {rank: code for rank, code in codes.items() if code}
         killed = {
             rank: code for rank, code in ended.items() if code < 0 and code != -signal.SIGTERM
         }
-        if killed and (told is None or told.how is FailureKind.LOST):
-            rank = told.rank if told is not None and told.rank in killed else next(iter(killed))
-            known = told if told is not None and told.rank == rank else None
+        if killed and (report is None or report.how is FailureKind.LOST):
+            rank = (
+                report.rank if report is not None and report.rank in killed else next(iter(killed))
+            )
+            known = report if report is not None and report.rank == rank else None
             return cls(report=_killed(rank, killed[rank], known), exit_code=killed[rank])
         # If no rank has ended by itself, the launcher killed all because they did not answer.
         rank, code = next(iter(ended.items()), (-1, -signal.SIGKILL))
-        if told is None:
-            said = code if code == UserError.exit_code else 1
-            told = FailureReport(rank, FailureKind.LOST, f"rank {rank}", _ended(code), code=said)
-        return cls(report=told, exit_code=ended.get(told.rank, code))
+        if report is None:
+            exit_code = code if code == UserError.exit_code else 1
+            report = FailureReport(
+                rank, FailureKind.LOST, f"rank {rank}", _ended(code), code=exit_code
+            )
+        return cls(report=report, exit_code=ended.get(report.rank, code))
 
     @classmethod
     def of_server(cls, code: int, report: FailureReport | None) -> Failure:
@@ -67,9 +71,11 @@ class Failure:
     @property
     def may_pass(self) -> bool:
         """Whether the next attempt may succeed."""
-        asked = self.report.how in (FailureKind.STOPPED, FailureKind.OVERDUE)
-        asked = asked or -self.exit_code in REQUESTS
-        return self.report.may_pass and not asked and self.report.code != UserError.exit_code
+        stop_requested = self.report.how in (FailureKind.STOPPED, FailureKind.OVERDUE)
+        stop_requested = stop_requested or -self.exit_code in REQUESTS
+        return (
+            self.report.may_pass and not stop_requested and self.report.code != UserError.exit_code
+        )
 
     def same_as(self, other: Failure) -> bool:
         """Return whether both are of the same kind and of the same rank."""
@@ -84,8 +90,8 @@ def _killed(rank: int, code: int, known: FailureReport | None) -> FailureReport:
     return replace(known, what=_ended(code))
 
 
-def _ended_early(rank: int, told: FailureReport | None) -> FailureReport:
-    known = told if told is not None and told.rank == rank else None
+def _ended_early(rank: int, report: FailureReport | None) -> FailureReport:
+    known = report if report is not None and report.rank == rank else None
     known = known or FailureReport(rank, FailureKind.LOST, f"rank {rank}", "")
     what = "ended with exit code 0 before the run's end"
     remark = f"{known.remark}: its code called exit; let it raise, or return"
@@ -115,14 +121,14 @@ class Restarts:
     def counted(self) -> int:
         return self.limit - self._left
 
-    def refused(self, failure: Failure, *, asked: bool) -> str | None:
+    def refused(self, failure: Failure, *, stop_requested: bool) -> str | None:
         """Record ``failure``, and return the message if nothing restarts after it; None if all ranks must restart.
-        ``asked``: they were asked to end. Call it once for each failure."""
+        ``stop_requested``: they were asked to end. Call it once for each failure."""
         step = last_step(self._metrics)
         same = self._before is not None and failure.same_as(self._before) and step == self._step
         self._times = self._times + 1 if same else 0
         self._before, self._step = failure, step
-        if asked or not failure.may_pass or not self.limit:
+        if stop_requested or not failure.may_pass or not self.limit:
             return self._again() if failure.exit_code < 0 else ""
         if self._times >= (_BY_THE_SYSTEM if failure.exit_code == -signal.SIGKILL else 1):
             same_again = f"the same failure came {self._times + 1} times at the same step"

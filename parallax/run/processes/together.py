@@ -21,7 +21,7 @@ from parallax.common.units import format_bytes
 from parallax.config import RunConfig
 from parallax.errors import DataError, InfeasiblePlan, PlanError, UnfitHostError, printable
 from parallax.nodes.fitness import Elastic, from_hosts
-from parallax.nodes.places import Nodes, find_sites
+from parallax.nodes.places import Nodes, find_directory_groups
 from parallax.nodes.together import all_gather_result, broadcast_result
 from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
@@ -43,7 +43,7 @@ def prepare_together(
     locked until ``held`` is closed."""
     sized = present_settings(overrides, nodes)
     config = configuration.load(
-        broadcast_result(lambda: configuration.dump(_asked(settings(sized, RUNS).config)))
+        broadcast_result(lambda: configuration.dump(_checked(settings(sized, RUNS).config)))
     )
     from_hosts(lambda: check_devices(config), nodes)
     share_devices(local_cluster(config), nodes, select=True)
@@ -109,11 +109,11 @@ def compare_rows(source: Source, nodes: Nodes) -> None:
 
 def _distributed(directory: Path, nodes: Nodes, held: contextlib.ExitStack) -> PreparedRun:
     """Return the run, read from its directory; nodes that do not see the directory create their own."""
-    sites = find_sites(directory, nodes)
-    files = broadcast_result(lambda: {} if sites.shared else run_files(directory))
+    groups = find_directory_groups(directory, nodes)
+    files = broadcast_result(lambda: {} if groups.shared else run_files(directory))
 
     def write() -> None:
-        if sites.leads and not sites.at_first:
+        if groups.leads and not groups.sees_rank_0:
             held.enter_context(locked(directory, patience_seconds()))
             write_files(directory, files)
 
@@ -147,7 +147,7 @@ def _join(config: RunConfig, nodes: Nodes) -> Joined:
     return joined.at_speeds([seconds[nodes.first(kinds.index(kind))] for kind in kinds])
 
 
-def _asked(config: RunConfig) -> RunConfig:
+def _checked(config: RunConfig) -> RunConfig:
     """Check that a configuration sets the number of steps and requests available devices; return it."""
     config.trainer.check_steps()
     local_cluster(config)

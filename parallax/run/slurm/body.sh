@@ -1,15 +1,14 @@
 # ---- What follows is the same in every script: it needs name, processes, python and the array settings.
 #
-# One torchrun for each node starts the node's ranks; they meet at the first node. Asked to end (SIGUSR1, before the
-# time limit or by `scancel --signal=USR1 JOB`), the ranks save and end well; then the job goes back into the queue,
-# and starts again as the same run, which goes on from its last checkpoint. A node that is lost does the same, without
-# a word to the ranks.
+# One torchrun on each node starts the node's ranks, which join on the first node. After SIGUSR1 (before the time limit,
+# or by `scancel --signal=USR1 JOB`) the ranks save and end; the job is then queued again, and the same run resumes from
+# its last checkpoint. If a node is lost, Slurm queues the job again without a signal to the ranks.
 
 say() {
     echo "slurm: $*" >&2
 }
 
-# Under which Slurm itself reaches a node: the node's name may be no host's, or mean loopback there.
+# The address under which Slurm reaches a node: a node's name need not be a host name, and may resolve to loopback.
 address_of() {
     scontrol --oneliner show node "$1" | sed -n 's/.*[[:space:]]NodeAddr=\([^[:space:]]*\).*/\1/p'
 }
@@ -61,19 +60,19 @@ tell_ranks() {
     scancel --signal=USR1 "$SLURM_JOB_ID" || true
 }
 
-# With --signal=B:… Slurm tells this shell alone.
-asked=0
-trap 'asked=1; tell_ranks' USR1
+# With --signal=B:… Slurm signals this shell alone.
+stop_requested=0
+trap 'stop_requested=1; tell_ranks' USR1
 srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
     ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-bad-exit=1 \
     bash -c "$(declare -f address_of on_node); on_node \"\$@\"" torchrun \
     "$head" "$port" "$processes" "$python" "name=$name" ${settings[@]+"${settings[@]}"} &
 step=$!
-# A signal ends `wait` before srun has ended: wait again. Ranks that were just starting have not heard it, so it is said
-# again every ten seconds; to all others that is the same.
+# A signal ends `wait` before srun has ended: wait again. Ranks that were just starting have missed it, so it is sent
+# again every ten seconds; other ranks ignore the repetition.
 seconds=0
 while kill -0 "$step" 2>/dev/null; do
-    if ((asked == 0)); then
+    if ((stop_requested == 0)); then
         wait "$step" || true
     else
         sleep 1
@@ -88,7 +87,7 @@ if ((code != 0)); then
 fi
 if [[ ! $directory/summary.json -nt $directory/.started ]]; then
     # A run that was complete already keeps its summary.
-    ((asked == 0)) && grep -q '"ended": "steps"' "$directory/summary.json" 2>/dev/null && exit 0
+    ((stop_requested == 0)) && grep -q '"ended": "steps"' "$directory/summary.json" 2>/dev/null && exit 0
     say "$directory was asked to end before its first step; it is not started again: allow more time (--time)"
     exit 1
 fi
@@ -99,5 +98,5 @@ if [[ $(newest_checkpoint) == "$before" ]]; then
     say "$directory was asked to end and has made no step since it was started; it is not started again"
     exit 1
 fi
-say "$directory goes back into the queue, to go on from $(newest_checkpoint)"
+say "$directory is queued again and resumes from $(newest_checkpoint)"
 scontrol requeue "$SLURM_JOB_ID"

@@ -95,7 +95,7 @@ class SlurmJob:
         cores and devices."""
         log = f"{runs}/{self.name}{'-%a' if self.points else ''}/{LOG}"
         grace = self.grace_seconds or _USUAL_GRACE_SECONDS
-        asked = {
+        options = {
             "job-name": self.name,
             "chdir": shlex.quote(str(folder)),
             "output": log,
@@ -109,7 +109,7 @@ class SlurmJob:
             "array": f"0-{len(self.points) - 1}" if self.points else "",
         }
         whole = [] if self.cpus else ["--exclusive", "--mem=0"]
-        named = [f"--{key}={value}" for key, value in asked.items() if value]
+        named = [f"--{key}={value}" for key, value in options.items() if value]
         return [*named, *whole, "--requeue", *self.options]
 
     def _variables(self) -> list[str]:
@@ -143,9 +143,9 @@ def _sbatch(path: Path) -> str:
             f"--slurm: sbatch has not answered for {_SUBMIT_SECONDS:g} s; see whether `sinfo` does, then submit {path}"
         ) from None
     if done.returncode != 0:
-        said = "; ".join(line for line in done.stderr.splitlines() if line) or "no reason given"
+        reason = "; ".join(line for line in done.stderr.splitlines() if line) or "no reason given"
         raise ConfigError(
-            f"--slurm: sbatch refuses {printable(str(path))}: {printable(said)}; options for it are given as "
+            f"--slurm: sbatch refuses {printable(str(path))}: {printable(reason)}; options for it are given as "
             "--sbatch=--partition=NAME"
         )
     return done.stdout.strip().partition(";")[0]

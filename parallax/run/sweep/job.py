@@ -45,8 +45,8 @@ _STOPPED = {exit_code(number) for number in REQUESTS}
 
 @dataclass
 class SweepProgress:
-    """What is shown of a sweep: which point runs, how the others ended, what is expected to be left. ``total`` is 0
-    where nobody knows; ``quiet`` where another process says it."""
+    """Prints which point of a sweep runs, how the others ended, and the expected remaining time. ``total`` is 0 if it
+    is unknown; ``quiet``: another process prints it."""
 
     total: int = 0
     left: int = 0
@@ -54,28 +54,30 @@ class SweepProgress:
     seconds: list[float] = field(default_factory=list)
 
     def begins(self, point: Point, directory: Path) -> None:
-        self._say(f"{self._which(point)}: {point.words} ({directory / OUTPUT})")
+        self._print(f"{self._which(point)}: {point.label} ({directory / OUTPUT})")
 
     def ends(self, outcome: PointOutcome, directory: Path) -> None:
         self.left = max(0, self.left - 1)
         self.seconds.append(outcome.seconds)
         took = f"{outcome.status} after {format_seconds(outcome.seconds)}"
-        told = outcome.reason or _speed(directory)
+        detail = outcome.reason or _speed(directory)
         expected = ""
         if self.left:
             mean = sum(self.seconds) / len(self.seconds)
             expected = f"; {self.left} left, about {format_seconds(mean * self.left)}"
-        self._say(f"{self._which(outcome.point)} {took}{f': {told}' if told else ''}{expected}")
+        self._print(
+            f"{self._which(outcome.point)} {took}{f': {detail}' if detail else ''}{expected}"
+        )
 
     def note(self, point: Point, text: str) -> None:
         """Something else about a point."""
         self.left = max(0, self.left - 1)
-        self._say(f"{self._which(point)} {text}")
+        self._print(f"{self._which(point)} {text}")
 
     def _which(self, point: Point) -> str:
         return f"point {point.number}{f' of {self.total}' if self.total else ''}"
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if not self.quiet:
             print(printable(text), flush=True)
 
@@ -111,11 +113,11 @@ class PointJob:
         self.progress.begins(point, directory)
         begun = time.monotonic()
         PointOutcome(point, PointStatus.RUNNING).save(directory)
-        status, reason, asked = self._run(point, directory)
+        status, reason, number = self._run(point, directory)
         outcome = PointOutcome(point, status, reason, time.monotonic() - begun)
         outcome.save(directory)
-        if asked and os.getpid() == self.process:
-            raise Stopped(asked)
+        if number and os.getpid() == self.process:
+            raise Stopped(number)
         self.progress.ends(outcome, directory)
         found = (summary_of(directory) or {}).get("validation_loss")
         return float(found) if status is PointStatus.DONE and found is not None else math.nan
@@ -123,19 +125,19 @@ class PointJob:
     def _point(self, overrides: list[str]) -> Point:
         point = Point.of(0, overrides, self.alike)
         number = self.numbers.get(point.name, 0)
-        if not number:  # of a sweeper that finds its points as it goes
+        if not number:  # the sweeper chooses its points one after the other
             found = outcomes(RUNS / self.sweep)
             known = found.get(point.name)
             number = known.point.number if known is not None else len(found) + 1
         return replace(point, number=number)
 
     def _run(self, point: Point, directory: Path) -> tuple[PointStatus, str, int]:
-        """How its process ended, why, and the signal that asked for it."""
-        words = [*self.added, *point.overrides, f"name={self.sweep}/{point.name}"]
-        command = [sys.executable, "-m", "parallax", "train", *words]
+        """Run the point's process; return how it ended, why, and the signal that ended it, or 0."""
+        overrides = [*self.added, *point.overrides, f"name={self.sweep}/{point.name}"]
+        command = [sys.executable, "-m", "parallax", "train", *overrides]
         with (directory / OUTPUT).open("ab") as log:
-            start, asked = log.tell(), _HandOn()
-            with handling_requests(asked):
+            start, signals = log.tell(), _PointSignals()
+            with handling_requests(signals):
                 try:
                     process = subprocess.Popen(
                         command,
@@ -145,21 +147,21 @@ class PointJob:
                         start_new_session=True,  # Ctrl-C comes from here alone, once
                         preexec_fn=_bind_to_parent(),
                     )
-                    asked.process = process
+                    signals.process = process
                     code = process.wait()
                 except BaseException:  # as a launcher raises when it wants its job to end
-                    asked.send(signal.SIGTERM)
+                    signals.send(signal.SIGTERM)
                     reason = _reason(directory / OUTPUT, start)
                     PointOutcome(point, PointStatus.STOPPED, reason).save(directory)
                     raise
         reason = _reason(directory / OUTPUT, start)
         if code == 0 and is_complete(summary_of(directory)):
-            return PointStatus.DONE, "", asked.first
-        stopped = asked.first or code in _STOPPED
-        return (PointStatus.STOPPED if stopped else PointStatus.FAILED), reason, asked.first
+            return PointStatus.DONE, "", signals.first
+        stopped = signals.first or code in _STOPPED
+        return (PointStatus.STOPPED if stopped else PointStatus.FAILED), reason, signals.first
 
 
-class _HandOn:
+class _PointSignals:
     """A handler that hands requests to end on to a point's process, which saves, and is impatient itself."""
 
     def __init__(self) -> None:
@@ -205,11 +207,15 @@ def _bind_to_parent() -> Callable[[], object] | None:
 
 
 def _reason(log: Path, start: int) -> str:
-    """Why a run ended, as it said last; of what others say, the last line."""
+    """Return why a run ended: its own last message, or else the last line of its output."""
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(start, size - _READ))
         lines = file.read().decode("utf-8", "replace").splitlines()
     ours = [line.removeprefix(OURS) for line in lines if line.startswith(OURS)]
-    said = (ours or [line.strip() for line in lines if line.strip()] or ["it said nothing"])[-1]
-    return printable(said if len(said) <= _LONGEST_REASON else f"{said[: _LONGEST_REASON - 3]}...")
+    reason = (ours or [line.strip() for line in lines if line.strip()] or ["it printed nothing"])[
+        -1
+    ]
+    return printable(
+        reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 3]}..."
+    )

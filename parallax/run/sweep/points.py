@@ -33,7 +33,7 @@ class PointStatus(StrEnum):
 
     RUNNING = "running"
     DONE = "done"
-    STOPPED = "stopped"  # it was asked to end, and can go on
+    STOPPED = "stopped"  # it was asked to end, and can be resumed
     FAILED = "failed"
 
 
@@ -56,19 +56,19 @@ class Point:
         """Return the differences as the name of a folder: ``model-gpt_devices-2``. Where they are too long or have
         characters that a name may not have, a hash is part of it."""
         short = {key: key.rpartition(".")[2] for key in self.swept}
-        words = [
+        parts = [
             f"{key if list(short.values()).count(word) > 1 else word}-{self.swept[key]}"
             for key, word in short.items()
         ]
-        text = "_".join(words) or "point"
+        text = "_".join(parts) or "point"
         if _NO_WONDER.fullmatch(text) and len(text) <= _LONGEST_NAME:
             return text
-        said = "\0".join(f"{key}={value}" for key, value in sorted(self.swept.items()))
+        swept = "\0".join(f"{key}={value}" for key, value in sorted(self.swept.items()))
         plain = re.sub(r"[^A-Za-z0-9._]+", "-", text)[: _LONGEST_NAME - 7].strip("-.") or "point"
-        return f"{plain}-{hashlib.sha256(said.encode()).hexdigest()[:6]}"
+        return f"{plain}-{hashlib.sha256(swept.encode()).hexdigest()[:6]}"
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         return printable(" ".join(f"{key}={value}" for key, value in self.swept.items())) or "alone"
 
 

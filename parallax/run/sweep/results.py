@@ -66,26 +66,24 @@ def _status(folder: Path) -> PointStatus:
 
 def _result(name: str, directory: Path, outcome: PointOutcome) -> PointResult:
     """Return the result of a point; for a failed point at least the reason."""
-    words = dict(outcome.point.swept)
+    swept = dict(outcome.point.swept)
     try:
         measured = dict(_measured(directory))
     except (ParallaxError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"its files cannot be read ({type(error).__name__}: {printable(str(error))[:200]})"
-        return PointResult(name=name, swept=words, status=str(PointStatus.FAILED), reason=reason)
+        return PointResult(name=name, swept=swept, status=str(PointStatus.FAILED), reason=reason)
     status, reason = outcome.status, outcome.reason
     if status is PointStatus.DONE and not is_complete(summary_of(directory)):
-        status, reason = PointStatus.STOPPED, "it has not come to its end"
+        status, reason = PointStatus.STOPPED, "it did not finish"
     if status is PointStatus.STOPPED and not reason:
         reason = f"there is no summary of all its steps in {directory}"
-    if (
-        status is not PointStatus.DONE
-    ):  # what it measured may be of a few steps, or of an earlier plan
+    if status is not PointStatus.DONE:  # its measurements may cover a few steps, or an earlier plan
         measured = {key: value for key, value in measured.items() if key in _PLANNED}
     reason = printable(reason)
     return PointResult(
         name=name,
         number=outcome.point.number,
-        swept=words,
+        swept=swept,
         status=str(status),
         reason=reason,
         seconds=outcome.seconds or None,

@@ -42,7 +42,7 @@ from parallax.run.sweep.points import (
 )
 from parallax.run.sweep.results import read_results
 
-_LOOK_SECONDS = 1.0  # between two looks at what other processes have written
+_POLL_SECONDS = 1.0  # between two reads of the points' results
 _SHOWN = 6  # points that the last line lists
 
 
@@ -51,44 +51,46 @@ def sweep(overrides: Sequence[str], console: Console) -> int:
     written where a point is invalid."""
     with handling_requests(interrupt):
         with console.status("reading the points"):
-            asked = Multirun.read(overrides)
-            name = asked.name if asked.name != "auto" else free_name()
+            multirun = Multirun.read(overrides)
+            name = multirun.name if multirun.name != "auto" else free_name()
             folder = RUNS / name
             _check_folder(folder)
-            points = _points(asked)
-            done = [point for point in points if _judged(point, name, asked)]
+            points = _points(multirun)
+            done = [point for point in points if _check_point(point, name, multirun)]
             left = [point for point in points if point not in done]
-            asked.check([_launched(point, asked) for point in left])
+            multirun.check([_launched(point, multirun) for point in left])
         with locked(folder):
             _write(folder, overrides, points, done)
             so_far = f", {len(done)} of them done" if done else ""
             of = f"{len(points)} point(s){so_far}" if points else "its sweeper finds the points"
             console.print(f"sweep {name}: {of}", highlight=False, markup=False)
             try:
-                if left or asked.points is None:
-                    _launch(asked, folder, points, left)
+                if left or multirun.points is None:
+                    _launch(multirun, folder, points, left)
             except Stopped as stopped:
-                return _say_stopped(stopped.number, folder, asked)
+                return _say_stopped(stopped.number, folder, multirun)
     return _tell(folder, points, console)
 
 
-def _launch(asked: Multirun, folder: Path, points: Sequence[Point], left: Sequence[Point]) -> None:
+def _launch(
+    multirun: Multirun, folder: Path, points: Sequence[Point], left: Sequence[Point]
+) -> None:
     """Run the points that are ``left`` and show their progress."""
     job = PointJob(
         sweep=folder.name,
-        alike=asked.alike,
+        alike=multirun.alike,
         numbers={point.name: point.number for point in points},
-        added=tuple(asked.options.words),
+        added=tuple(multirun.options.overrides),
         process=os.getpid(),
-        progress=SweepProgress(len(points), len(left), quiet=not asked.in_turn),
+        progress=SweepProgress(len(points), len(left), quiet=not multirun.in_turn),
     )
-    with _watching(folder, left, asked, SweepProgress(len(points), len(left))):
-        asked.launch(folder, job, [_launched(point, asked) for point in left])
+    with _watching(folder, left, multirun, SweepProgress(len(points), len(left))):
+        multirun.launch(folder, job, [_launched(point, multirun) for point in left])
 
 
-def _launched(point: Point, asked: Multirun) -> tuple[str, ...]:
+def _launched(point: Point, multirun: Multirun) -> tuple[str, ...]:
     """Return a point's overrides in Hydra's form."""
-    return (asked.points or ())[point.number - 1]
+    return (multirun.points or ())[point.number - 1]
 
 
 def _check_folder(folder: Path) -> None:
@@ -96,34 +98,34 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(f"{folder} is a run, not a sweep: choose another name")
 
 
-def _points(asked: Multirun) -> list[Point]:
+def _points(multirun: Multirun) -> list[Point]:
     """Return all points of Hydra's basic sweeper. For a sweeper that chooses points as it goes, check the settings that
     all its points share, and return none."""
-    if asked.points is None:
-        words = [plain(word) for word in asked.words]
+    if multirun.points is None:
+        plain_overrides = [plain(word) for word in multirun.overrides]
         compose(
             [
-                *asked.options.words,
-                *(w for w in words if w.lstrip("~").partition("=")[0] in asked.alike),
+                *multirun.options.overrides,
+                *(w for w in plain_overrides if w.lstrip("~").partition("=")[0] in multirun.alike),
             ]
         )
-    known = asked.points or ()
+    known = multirun.points or ()
     return [
-        Point.of(number, [plain(word) for word in overrides], asked.alike)
+        Point.of(number, [plain(word) for word in overrides], multirun.alike)
         for number, overrides in enumerate(known, start=1)
     ]
 
 
-def _judged(point: Point, sweep_name: str, asked: Multirun) -> bool:
-    """Whether a point is done with its present settings. Raises :class:`ConfigError` where they are invalid."""
-    words = [*asked.options.words, *point.overrides, f"name={sweep_name}/{point.name}"]
+def _check_point(point: Point, sweep_name: str, multirun: Multirun) -> bool:
+    """Return whether a point is done with its present settings; raise :class:`ConfigError` if they are invalid."""
+    overrides = [*multirun.options.overrides, *point.overrides, f"name={sweep_name}/{point.name}"]
     try:
-        config = settings(words, RUNS).config
+        config = settings(overrides, RUNS).config
         local_cluster(config)
         built_model(config)
         config.trainer.check_steps()
     except UserError as error:
-        which = f" (point {point.number}: {point.words})" if len(asked.points or ()) > 1 else ""
+        which = f" (point {point.number}: {point.label})" if len(multirun.points or ()) > 1 else ""
         raise ConfigError(f"{error}{which}") from None
     return _is_done(RUNS / sweep_name / point.name, config)
 
@@ -149,18 +151,18 @@ def _write(
 
 @contextmanager
 def _watching(
-    folder: Path, left: Sequence[Point], asked: Multirun, progress: SweepProgress
+    folder: Path, left: Sequence[Point], multirun: Multirun, progress: SweepProgress
 ) -> Iterator[None]:
     """Print the outcomes that points in other processes write."""
-    if asked.in_turn:
+    if multirun.in_turn:
         yield
         return
     ended, names = threading.Event(), {point.name for point in left}
     before = outcomes(folder)
 
-    def look() -> None:
+    def poll() -> None:
         while True:
-            last = ended.wait(_LOOK_SECONDS)
+            last = ended.wait(_POLL_SECONDS)
             for name, outcome in outcomes(folder).items():
                 if before.get(name) == outcome or (names and name not in names):
                     continue
@@ -172,7 +174,7 @@ def _watching(
             if last:
                 return
 
-    thread = threading.Thread(target=look, name="parallax-sweep", daemon=True)
+    thread = threading.Thread(target=poll, name="parallax-sweep", daemon=True)
     thread.start()
     try:
         yield
@@ -181,18 +183,18 @@ def _watching(
         thread.join()
 
 
-def _say_stopped(number: int, folder: Path, asked: Multirun) -> int:
+def _say_stopped(number: int, folder: Path, multirun: Multirun) -> int:
     """Print how to continue; return the exit code."""
     found = outcomes(folder)
     done = sum(outcome.status is PointStatus.DONE for outcome in found.values())
-    many = f"{done} of {len(asked.points)}" if asked.points else f"{done}"
+    many = f"{done} of {len(multirun.points)}" if multirun.points else f"{done}"
     last = next((each for each in found.values() if each.status is PointStatus.STOPPED), None)
     where = f", in {last.point.name}: {_without_command(last.reason)}" if last is not None else ""
-    if not asked.in_turn:
-        where = "; points that were submitted go on by themselves"
+    if not multirun.in_turn:
+        where = "; points that were submitted continue by themselves"
     print(
         f"parallax: {stopped_by(number)} after {many} points{printable(where)}; the same command with "
-        f"name={folder.name} goes on",
+        f"name={folder.name} resumes the sweep",
         file=sys.stderr,
     )
     return exit_code(number)

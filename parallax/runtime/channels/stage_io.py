@@ -84,12 +84,13 @@ class StageIO:
         self._parts = [(low, self._part(high - low)) for low, high in bounds]
 
     def rows(self, micro: int) -> tuple[int, int]:
-        """Return the first row of a micro-batch on this rank, counted from the batch's, and their number."""
+        """Return this rank's rows of a micro-batch: the index of the first row in the global batch, and their
+        number."""
         low, part = self._parts[micro]
         return low + part.start, part.rows
 
     def size(self, micro: int) -> int:
-        """Return the rows of a micro-batch over all replicas."""
+        """Return the number of rows of a micro-batch over all replicas."""
         return self._sizes[micro]
 
     @property

@@ -69,11 +69,11 @@ class StagingBuffer(Protocol):
     """The device memory into which the messages of one channel are copied."""
 
     def upload(self, data: Tensor) -> tuple[Tensor, Event]:
-        """Return ``data`` on the device, for the stream that computes, and the event after which the host's bytes are
-        free."""
+        """Return ``data`` on the device, for use on the compute stream, and the event after which ``data`` may be
+        overwritten."""
 
     def mark_read(self) -> None:
-        """Note that all reads of the last upload are queued on the stream that computes."""
+        """Note that all reads of the last upload are queued on the compute stream."""
 
 
 class Staging(Protocol):
@@ -88,8 +88,8 @@ class Staging(Protocol):
     def send(
         self, tensors: Sequence[Tensor], targets: Sequence[Tensor], post: Callable[[], None]
     ) -> None:
-        """Copy ``tensors`` into ``targets``, parts of a host buffer, then call ``post``: in the order of the sends, and
-        without blocking the device."""
+        """Copy ``tensors`` into ``targets``, parts of a host buffer, then call ``post``. Calls of ``post`` are in the
+        order of the sends. The device does not wait."""
 
     def drain(self) -> None:
         """Wait until all messages are posted; raise the error of a failed send."""
@@ -99,7 +99,7 @@ class Staging(Protocol):
 
 
 class _InPlace:
-    """No-op: the host's memory is the device's."""
+    """Returns messages as they are: on a CPU, host memory is device memory."""
 
     def upload(self, data: Tensor) -> tuple[Tensor, Event]:
         return data, DoneEvent()
@@ -109,7 +109,7 @@ class _InPlace:
 
 
 class NoStaging:
-    """No-op: gloo sends from the device's memory, which is the host's."""
+    """Sends without staging: on a CPU, gloo sends from device memory."""
 
     def buffers(self) -> Buffers:
         return Buffers(CpuCopies())
@@ -140,7 +140,7 @@ class DeviceBuffer:
         self._read: Event | None = None
 
     def upload(self, data: Tensor) -> tuple[Tensor, Event]:
-        """Copy on a side stream; the stream that computes waits for the copy, this thread does not."""
+        """Copy on a side stream; the compute stream waits for the copy, this thread does not."""
         if self._memory.numel() < data.numel():
             self._memory = torch.empty(data.numel(), dtype=torch.uint8, device=self._device)
             self._read = None  # the copy then waits for all queued work, whichever used this memory
@@ -174,7 +174,7 @@ class PinnedStaging:
     def send(
         self, tensors: Sequence[Tensor], targets: Sequence[Tensor], post: Callable[[], None]
     ) -> None:
-        """Copy to the host on a side stream, and post from the thread."""
+        """Copy to the host on a side stream; the thread calls ``post`` after the copy."""
         sources = list(tensors)
         events: list[Event] = [
             self._copies.copy(source, target) for source, target in zip(sources, targets)

@@ -53,6 +53,6 @@ class CheckpointConfig:
         )
 
     @property
-    def judges(self) -> bool:
+    def needs_validation(self) -> bool:
         """Whether each checkpoint needs an evaluation."""
         return self.best > 0 and self.metric == "validation_loss"

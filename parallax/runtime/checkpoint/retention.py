@@ -28,9 +28,9 @@ class Retention:
         steps = sorted(each for each in held if each <= step)
         if not self.keep_last:
             return []
-        judged = [(value, each) for each in steps if (value := held[each]) is not None]
+        scored = [(value, each) for each in steps if (value := held[each]) is not None]
         ranked = sorted(
-            (pair for pair in judged if math.isfinite(pair[0])),
+            (pair for pair in scored if math.isfinite(pair[0])),
             key=lambda pair: (pair[0], -pair[1]),
         )
         stay = {*steps[-self.keep_last :], *(each for _, each in ranked[: self.best])}

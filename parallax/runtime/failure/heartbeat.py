@@ -129,7 +129,7 @@ class Heartbeats:
                 _file(folder, rank).touch()
 
     def living(self, ranks: Iterable[int]) -> list[int]:
-        """Return the elements of ``ranks`` that have not ended in order."""
+        """Return the ``ranks`` that have not removed their heartbeat file, as a rank does when it ends properly."""
         return [rank for rank in ranks if _file(self._folder, rank).exists()]
 
     def have_stopped(self) -> bool:

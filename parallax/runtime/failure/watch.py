@@ -107,7 +107,7 @@ class Watch:
         self._exit_at = float("inf")
         self._claim: FailureReport | None = None
         self._report: FailureReport | None = None
-        self._judged = threading.Event()
+        self._decided = threading.Event()
         self._speaking = threading.Lock()
         self._closing = False
         self._waking = WakeUp()
@@ -181,7 +181,7 @@ class Watch:
 
     def wait(self) -> None:
         """Wait until this rank may print its report. If another rank failed first, the process ends meanwhile."""
-        self._judged.wait(PATIENCE_SECONDS)
+        self._decided.wait(PATIENCE_SECONDS)
 
     def say(self, report: FailureReport) -> None:
         if self._speaking.acquire(blocking=False):
@@ -337,7 +337,7 @@ class Watch:
                 link.send({"report": report.to_dict()})
         self._report = report
         if report.rank == self.rank:
-            self._judged.set()
+            self._decided.set()
             if report.how is FailureKind.RAISED:
                 time.sleep(PATIENCE_SECONDS)  # the main thread reports and ends the process
             if report.how is FailureKind.HANGS:

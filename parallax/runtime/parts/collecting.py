@@ -22,7 +22,7 @@ import torch.distributed as dist
 from parallax.common.files import replacing
 from parallax.errors import CheckpointError, printable
 from parallax.machine.host import node_name
-from parallax.nodes.places import Sites
+from parallax.nodes.places import DirectoryGroups
 from parallax.nodes.together import all_gather_result
 from parallax.runtime.checkpoint import CheckpointReader
 
@@ -32,13 +32,13 @@ _PART_BYTES = 2**30  # after which all ranks synchronize
 _Done = TypeVar("_Done")
 
 
-def collect(directory: Path, names: Iterable[str], sites: Sites) -> None:
+def collect(directory: Path, names: Iterable[str], groups: DirectoryGroups) -> None:
     """Copy the files with the tensors that this rank needs of the parameters ``names``. Every rank of torch's world
     calls it. Tensors that no node has stay missing."""
-    if sites.shared:
+    if groups.shared:
         return
     lacking, files = zip(
-        *all_gather_result(lambda: _search(CheckpointReader(directory), names, sites))
+        *all_gather_result(lambda: _search(CheckpointReader(directory), names, groups))
     )
     wanted: dict[str, set[int]] = {}  # file → the leaders to copy it to
     holders: dict[str, int] = {}
@@ -46,18 +46,18 @@ def collect(directory: Path, names: Iterable[str], sites: Sites) -> None:
         for name in missing:
             for holder, held in enumerate(files):
                 if name in held:
-                    wanted.setdefault(held[name], set()).add(sites.leaders[rank])
+                    wanted.setdefault(held[name], set()).add(groups.leaders[rank])
                     holders.setdefault(held[name], holder)
                     break
     for file in sorted(wanted):
-        _Copy(directory / file, holders[file], wanted[file], sites.rank).run()
+        _Copy(directory / file, holders[file], wanted[file], groups.rank).run()
 
 
 def _search(
-    reader: CheckpointReader, names: Iterable[str], sites: Sites
+    reader: CheckpointReader, names: Iterable[str], groups: DirectoryGroups
 ) -> tuple[list[str], dict[str, str]]:
     """Return the tensors that this rank lacks, and, for its site, the file of each tensor that it has."""
-    return reader.missing(names), reader.files() if sites.leads else {}
+    return reader.missing(names), reader.files() if groups.leads else {}
 
 
 class _Copy:

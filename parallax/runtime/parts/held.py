@@ -18,7 +18,7 @@ from pathlib import Path
 
 from parallax.errors import CheckpointError, printable
 from parallax.machine.host import node_name
-from parallax.nodes.places import Nodes, Sites
+from parallax.nodes.places import DirectoryGroups, Nodes
 from parallax.nodes.together import all_gather_result
 from parallax.runtime.checkpoint import CheckpointReader, digest, list_checkpoints, step_of
 from parallax.runtime.checkpoint.folder import INDEX
@@ -44,11 +44,11 @@ class Together:
 
 
 def whole_checkpoints(
-    directory: Path, sites: Sites, nodes: Nodes
+    directory: Path, groups: DirectoryGroups, nodes: Nodes
 ) -> tuple[list[Together], list[str]]:
     """Return the checkpoints in ``directory`` of which the nodes have all parts, after writing their index on every
     node, and messages about the others. Every rank of torch's world calls it."""
-    found = all_gather_result(lambda: _held(directory, nodes) if sites.leads else ({}, []))
+    found = all_gather_result(lambda: _held(directory, nodes) if groups.leads else ({}, []))
     damaged = [line for _, lines in found for line in lines]
     whole, lost = _sorted_out([held for held, _ in found])
     lost = [
@@ -58,7 +58,7 @@ def whole_checkpoints(
         for text in lost
     ]
     for each in whole:
-        _make_known(directory, each, sites)
+        _make_known(directory, each, groups)
     return whole, damaged + lost
 
 
@@ -101,19 +101,19 @@ def _sorted_out(found: Sequence[Mapping[str, HeldParts]]) -> tuple[list[Together
     return list(whole.values()), lost
 
 
-def _make_known(directory: Path, wanted: Together, sites: Sites) -> None:
+def _make_known(directory: Path, wanted: Together, groups: DirectoryGroups) -> None:
     """Write the index of a checkpoint on nodes that lack it; another checkpoint of that name is renamed."""
-    leaders = sorted(set(sites.leaders))
+    leaders = sorted(set(groups.leaders))
     if all(rank in wanted.holders for rank in leaders):
         return
     path = directory / wanted.name / INDEX
     holder = wanted.holders[0]
-    text = all_gather_result(lambda: path.read_text("utf-8") if sites.rank == holder else "")[
+    text = all_gather_result(lambda: path.read_text("utf-8") if groups.rank == holder else "")[
         holder
     ]
 
     def write() -> None:
-        if not sites.leads or sites.rank in wanted.holders:
+        if not groups.leads or groups.rank in wanted.holders:
             return
         try:
             if path.parent.exists():

@@ -1,8 +1,8 @@
 """Gradients of offloaded parameters, summed over the replicas of a stage while the last backward runs.
 
-They become available block by block and are soon offloaded again, so they are summed in between: in buckets, through
-two permanent buffers. A gradient that finds no free buffer is offloaded as usual, and read back when its bucket's turn
-has come, so the backward waits neither for other replicas nor for the tier. ::
+Gradients become final block by block and are then offloaded, so they are summed before: in buckets, through two
+permanent buffers. If no buffer is free, a gradient is offloaded first, and read back when its bucket is next. So the
+backward waits neither for other replicas nor for the tier. ::
 
     backward    │ block 3 ──▶ buffer 0 │ block 2 ──▶ buffer 1 │ block 1 ──▶ tier │
     all-reduce              │ bucket 0            │ bucket 1            │ bucket 2 (read from the tier)
@@ -338,7 +338,8 @@ class StreamedSum:
         return True
 
     def _launch(self, bucket: _GradientBucket, wait: bool) -> bool:
-        """Start the all-reduce, when those of all buckets before it have started."""
+        """Start the all-reduce of ``bucket`` if those of all earlier buckets have started and its reads have ended, or
+        wait for them with ``wait``; return whether it was started."""
         before = itertools.takewhile(lambda each: each is not bucket, self._active)
         if any(
             each.state in (_BucketState.FILLING, _BucketState.READING) for each in before
@@ -390,10 +391,10 @@ class StreamedSum:
 
     def _newly_used(self) -> list[nn.Parameter]:
         """Return the parameters that a replica used for the first time in this step."""
-        asked = [parameter for parameter in self._trained if parameter in self._unused]
-        mine = [self._streamed.gradient(parameter).seen for parameter in asked]
-        used = anywhere(mine, asked[0].device, self._group)
-        new = [parameter for parameter, is_used in zip(asked, used) if is_used]
+        unused = [parameter for parameter in self._trained if parameter in self._unused]
+        mine = [self._streamed.gradient(parameter).seen for parameter in unused]
+        used = anywhere(mine, unused[0].device, self._group)
+        new = [parameter for parameter, is_used in zip(unused, used) if is_used]
         self._unused.difference_update(new)
         return new
 

@@ -148,12 +148,13 @@ class SwapManager:
     def save(
         self, tensor: Tensor, micro: int, operation: int | None = None
     ) -> tuple[Entry, Tensor | None]:
-        """Return a claim on the storage of a saved tensor; a new record is evicted or kept, as the policy decides.
+        """Return a claim on the storage of a saved tensor, and an alias of the tensor or None. If the storage has no
+        record yet, one is made, and evicted or kept as the policy decides.
 
-        The second value is the record's alias if that is an alias of ``tensor``, whose storage had no record; else
-        None. ``operation`` identifies the operator that saves. Some operators write into tensors that they have saved
-        (the noise of ``rrelu``, running statistics), so while memory suffices no record of an operator is evicted
-        before the next operator saves, or :meth:`settle` is called.
+        The alias is returned only for a new record that keeps an alias of ``tensor``. ``operation`` identifies the
+        operator that saves. Some operators write into tensors that they have saved (the noise of ``rrelu``, running
+        statistics), so while memory suffices no record of an operator is evicted before the next operator saves, or
+        :meth:`settle` is called.
         """
         with self._lock:
             if self.closed:
@@ -336,7 +337,7 @@ class SwapManager:
         self._prefetcher.add(batch)
 
     def _free_bytes_for(self, size: int, micro: int) -> None:
-        """Return when ``size`` more bytes fit, by the steps that the module docstring lists."""
+        """Free memory until ``size`` more bytes fit within the limit, by the steps that the module docstring lists."""
         while self._accounting.resident_bytes + size > self._accounting.limit_bytes:
             if self._draining:
                 self._transfers.wait_ignoring_errors(self._draining[0], micro)

@@ -50,7 +50,7 @@ class RecordQueues:
         record.evicting = True
 
     def unmark_evicting(self, record: Record) -> None:
-        """Undo :meth:`mark_evicting`: the record stays, or its bytes are free."""
+        """Undo :meth:`mark_evicting`: the record stays on the device, or its bytes have been freed."""
         if record.evicting:
             record.evicting = False
             self.evicting_bytes -= record.size

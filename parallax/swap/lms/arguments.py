@@ -73,12 +73,12 @@ def size(key: str, value: Any) -> int:
 
 
 def size_or_auto(key: str, value: Any) -> int | None:
-    """Return bytes; None for auto."""
+    """Return ``value`` in bytes; None for auto."""
     return None if isinstance(value, str) and value == AUTO else size(key, value)
 
 
 def whole(key: str, value: Any, *, least: int = 0) -> int:
-    """Return a whole number not below ``least``."""
+    """Return ``value`` as a whole number; raise :class:`ConfigError` if it is none or below ``least``."""
     count = _whole(value)
     if count is None or count < least:
         raise ConfigError(f"{key}={_shown(value)}: accepted are whole numbers from {least}")
@@ -92,12 +92,12 @@ def smallest(value: Any, device: torch.device) -> int:
 
 
 def whole_or_none(key: str, value: Any) -> int | None:
-    """Return a whole number or None."""
+    """Return ``value`` as a whole number, or None; raise :class:`ConfigError` for anything else."""
     return None if value is None else whole(key, value)
 
 
 def flag(key: str, value: Any) -> bool:
-    """Return True or False."""
+    """Return ``value``; raise :class:`ConfigError` unless it is True or False."""
     if not isinstance(value, bool):
         raise ConfigError(f"{key}={_shown(value)}: accepted are True and False")
     return value

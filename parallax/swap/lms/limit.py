@@ -41,7 +41,8 @@ class Share:
 def divide(
     model: nn.Module, optimizers: Sequence[Optimizer], limit: int | None, device: torch.device
 ) -> Share:
-    """Divide ``limit`` bytes of ``device``; None: the bytes that the model holds there plus the free bytes."""
+    """Return the shares of parameters and gradients in ``limit`` bytes of ``device``. A limit of None is the bytes that
+    the model holds there plus the free bytes."""
     tensors = held_tensors(model, optimizers)
     trained = [t for t in tensors if t.requires_grad]
     weights, gradients = _storage_bytes(tensors), sum(local_bytes(t) for t in trained)
@@ -67,8 +68,8 @@ class ProcessMemory:
     def report(self) -> str:
         taken, beside, limit = map(format_bytes, (self.peak_bytes(), self._beside, self._limit))
         return (
-            f"process: took {taken} at most as measured, where the limit is {limit}, beside {beside} that were there; "
-            f"freed memory went back {self._bound.trims} times"
+            f"process: {taken} at its measured peak, limit {limit}, beyond the {beside} before; "
+            f"freed memory was returned {self._bound.trims} times"
         )
 
     def close(self) -> None:

@@ -236,11 +236,11 @@ class OptimizerStates:
         self._spare = self._budget.bytes_between_steps()
         pieces = self._pieces()
         expected = sum(self._size(*each) for piece in pieces for each in piece)
-        cuts = bool(self._offloaded) or (len(pieces) > 1 and expected > self._spare)
-        if cuts and not self._divisible(args, kwargs):
+        in_pieces = bool(self._offloaded) or (len(pieces) > 1 and expected > self._spare)
+        if in_pieces and not self._divisible(args, kwargs):
             return self._load_all(args, kwargs)
         self._check_fits(pieces)
-        if not pieces or not cuts:
+        if not pieces or not in_pieces:
             return args, kwargs
         self._current = ChunkedStep(optimizer, pieces)
         try:
@@ -425,7 +425,7 @@ class OptimizerStates:
         *,
         strict: bool = True,
     ) -> None:
-        asked = False
+        requested = False
         while self.device_bytes + size > self._budget.bytes_now():
             other = next(
                 (p for p, held in self._resident.items() if held and p not in needed), None
@@ -434,8 +434,8 @@ class OptimizerStates:
                 self._finish_oldest_write()
             elif other is not None:
                 self._offload(other)
-            elif strict and not asked:
-                asked = True
+            elif strict and not requested:
+                requested = True
                 self._budget.request(self.device_bytes + size)
             elif strict:
                 left = max(0, self._budget.bytes_now())

@@ -389,7 +389,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def span(segment: ParameterSegment) -> int:
-    """Bytes from the begin of a segment to the begin of the next, aligned."""
+    """Return the aligned bytes from the start of a segment to the start of the next."""
     return -(-bytes_of(segment) // ALIGNMENT) * ALIGNMENT
 
 

@@ -430,7 +430,8 @@ class OffloadedParameters:
 
 
 class ResidentParameters:
-    """The same interface for parameters that all stay on the device. ``blocks`` are iterated once."""
+    """The interface of :class:`OffloadedParameters` for a stage whose parameters all stay on the device. ``blocks`` are
+    iterated once."""
 
     chunks: tuple[Chunk, ...] = ()
     stall_seconds = 0.0

@@ -19,7 +19,7 @@ _LONGEST_NAME = 255  # bytes, on every file system in use
 def private_file(directory: Path, remedies: Remedies = ENGINE) -> int:
     """Return an open, unlinked file in ``directory``.
 
-    The file is opened relative to the open directory, so that nobody can replace it in between."""
+    The file is opened relative to the open directory, so that no process can replace it in between."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):

@@ -129,8 +129,8 @@ class HostStore:
     @property
     def waste_bytes(self) -> int:
         """Memory allocated so far beyond the requested bytes."""
-        asked = min(self._capacity, len(self._slabs) * self._slab_bytes)
-        return sum(slab.allocated_bytes for slab in self._slabs) - asked
+        requested = min(self._capacity, len(self._slabs) * self._slab_bytes)
+        return sum(slab.allocated_bytes for slab in self._slabs) - requested
 
     def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
         """Begin to copy ``data`` to a slot, on the stream for copies to the host."""

@@ -6,8 +6,8 @@ is one file::
 
     FAST = Tier(name="fast", key="disk", shared=True, ...)
 
-    def open_fast(asked: StoreRequest) -> Store:
-        return DiskStore(Path("/fast"), asked.capacity, asked.copies, threads=asked.threads, tier=FAST)
+    def open_fast(request: StoreRequest) -> Store:
+        return DiskStore(Path("/fast"), request.capacity, request.copies, threads=request.threads, tier=FAST)
 
     register_tier(FAST, open_fast)                # in every process that plans or trains"""
 
@@ -57,14 +57,14 @@ class _Opener(NamedTuple):
     check: CheckFolder
 
 
-def open_store(asked: StoreRequest) -> Store:
+def open_store(request: StoreRequest) -> Store:
     """Return the store; raise :class:`PlanError` for a tier that holds no data."""
-    if asked.tier.name not in _OPENERS:
+    if request.tier.name not in _OPENERS:
         raise PlanError(
-            f"tier {printable(asked.tier.name)} holds no data, but the plan offloads to it: plan again with "
+            f"tier {printable(request.tier.name)} holds no data, but the plan offloads to it: plan again with "
             "swap.tier=auto"
         )
-    return _OPENERS[asked.tier.name].open(asked)
+    return _OPENERS[request.tier.name].open(request)
 
 
 def register_tier(tier: Tier, opener: OpenStore, check: CheckFolder = _any_folder) -> None:
@@ -83,27 +83,27 @@ def check_tier_opens(tier: Tier, directory: Path, remedies: Remedies) -> None:
     _OPENERS[tier.name].check(directory, remedies)
 
 
-def open_host(asked: StoreRequest) -> Store:
+def open_host(request: StoreRequest) -> Store:
     """Open a store in host memory."""
     return HostStore(
-        asked.capacity,
-        asked.copies,
-        asked.remedies,
-        tier=asked.tier,
-        slab_bytes=asked.slab_bytes,
+        request.capacity,
+        request.copies,
+        request.remedies,
+        tier=request.tier,
+        slab_bytes=request.slab_bytes,
     )
 
 
-def open_disk(asked: StoreRequest) -> Store:
+def open_disk(request: StoreRequest) -> Store:
     """Open a store in a file."""
     return DiskStore(
-        asked.directory,
-        asked.capacity,
-        asked.copies,
-        threads=asked.threads,
-        delay=asked.delay,
-        remedies=asked.remedies,
-        tier=asked.tier,
+        request.directory,
+        request.capacity,
+        request.copies,
+        threads=request.threads,
+        delay=request.delay,
+        remedies=request.remedies,
+        tier=request.tier,
     )
 
 

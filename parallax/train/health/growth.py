@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 WINDOW = 16  # points
-LEAST_BYTES = 2**20  # of a window's rise: less is nobody's concern
+LEAST_BYTES = 2**20  # of a window's growth that matters
 SCATTER = 3.0  # times the median distance from the line that a window's rise must have
 STEADY = 0.6  # of the first window's slope that the last one's must have
 REPEATED = 0.8  # of the slope that was seen first that is to be seen again
@@ -58,13 +58,14 @@ def rise(points: Sequence[tuple[int, float]]) -> float:
             return 0.0
     whole = line(points).slope
     levels = [statistics.median([value for _, value in part]) for part in parts]
-    # Otherwise what has risen within a window is gone in the next.
+    # Otherwise the growth within a window is lost in the next.
     lasts = levels == sorted(levels) and whole >= STEADY * min(found.slope for found in lines)
     return whole if lasts and lines[-1].slope >= STEADY * lines[0].slope else 0.0
 
 
-class GrowthJudge:
-    """Judges one series. ``suspects``: the series has grown for a while, perhaps as a cache that fills."""
+class GrowthDetector:
+    """Detects steady growth of one memory measurement, added after each step. ``suspects``: it has grown for a while,
+    perhaps because a cache fills."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, float]] = deque(maxlen=3 * WINDOW)
@@ -81,7 +82,8 @@ class GrowthJudge:
         return self._begun > 0
 
     def add(self, step: int, count: float, free_bytes: Callable[[], float]) -> float:
-        """Return the bytes per step of certain growth; 0 otherwise. ``free_bytes`` returns the memory that is left."""
+        """Add the measurement ``count`` after ``step``; return the growth in bytes per step if it is certain, else 0.
+        ``free_bytes`` returns the free memory."""
         self._recent.append((step, count))
         slowly = self._add_slowly(step, count)
         if len(self._recent) < 3 * WINDOW or step % WINDOW:
@@ -93,7 +95,9 @@ class GrowthJudge:
             self._begun = 0
         elif not self._begun:
             self._begun, self._since, self._speed = step, step, slope
-        elif slope < REPEATED * self._speed:  # it slows down: look as long again as it has risen
+        elif (
+            slope < REPEATED * self._speed
+        ):  # it slows down: watch for as long again as it has grown
             self._since, self._speed = step, slope
         elif step - self._since >= max(3 * WINDOW, self._since - self._begun):
             return slope

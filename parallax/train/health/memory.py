@@ -17,7 +17,7 @@ import torch
 
 from parallax.common.units import format_bytes
 from parallax.machine.host import available_memory, data_bytes
-from parallax.train.health.growth import GrowthJudge
+from parallax.train.health.growth import GrowthDetector
 
 WARM_UP = 3  # steps in which libraries and caches are filled
 ROWS, STEP, BETWEEN = "rows", "step", "between"
@@ -65,9 +65,9 @@ class MemoryAlarm:
     ) -> None:
         self._tiers, self._device, self._ranks = tiers, device, ranks
         self._resident, self._free = resident, free
-        self._judge, self._device_judge = GrowthJudge(), GrowthJudge()
+        self._detector, self._device_detector = GrowthDetector(), GrowthDetector()
         self._parts = dict.fromkeys((ROWS, STEP, BETWEEN), 0)
-        self._last, self._steps, self._said = 0, 0, False
+        self._last, self._steps, self._reported = 0, 0, False
         self._before: _Account | None = None
 
     def mark(self, part: str) -> None:
@@ -77,28 +77,30 @@ class MemoryAlarm:
             self._parts[part] += now - self._last
         self._last = now
 
-    def look(self) -> Growth | None:
+    def find_growth(self) -> Growth | None:
         """Return the growth after a step, once and only when it is certain."""
         self._steps += 1
-        if self._said or self._steps <= WARM_UP:
+        if self._reported or self._steps <= WARM_UP:
             return None
-        found = self._look_at_host() or self._look_at_device()
-        self._said = found is not None
+        found = self._host_growth() or self._device_growth()
+        self._reported = found is not None
         return found
 
-    def _look_at_host(self) -> Growth | None:
-        slope = self._judge.add(self._steps, self._last, lambda: self._free(1))
-        if self._judge.suspects and self._before is None:
-            self._before = self._books()
-        elif not self._judge.suspects and not slope:
+    def _host_growth(self) -> Growth | None:
+        slope = self._detector.add(self._steps, self._last, lambda: self._free(1))
+        if self._detector.suspects and self._before is None:
+            self._before = self._account()
+        elif not self._detector.suspects and not slope:
             self._before = None
         if not slope:
             return None
-        now, left = self._books(), self._free(1) / slope / self._ranks
+        now, left = self._account(), self._free(1) / slope / self._ranks
         first = _Account(now.tiers, dict.fromkeys(self._parts, 0), now.tensors)
-        return Growth("resident memory of the host", slope, left, blame(self._before or first, now))
+        return Growth(
+            "resident memory of the host", slope, left, probable_cause(self._before or first, now)
+        )
 
-    def _look_at_device(self) -> Growth | None:
+    def _device_growth(self) -> Growth | None:
         if self._device.type == "cpu":
             return None
         held = torch.accelerator.memory_allocated(self._device)
@@ -106,12 +108,12 @@ class MemoryAlarm:
         def free() -> int:  # a call of the driver, which not every step needs
             return torch.accelerator.get_memory_info(self._device)[0]
 
-        slope = self._device_judge.add(self._steps, held, free)
+        slope = self._device_detector.add(self._steps, held, free)
         if not slope:
             return None
         return Growth(f"allocated memory of {self._device}", slope, free() / slope, WHOSE[STEP])
 
-    def _books(self) -> _Account:
+    def _account(self) -> _Account:
         return _Account(dict(self._tiers()), dict(self._parts), _tensors())
 
 
@@ -124,7 +126,7 @@ class _Account:
     tensors: Counter[Shape]
 
 
-def blame(before: _Account, now: _Account) -> str:
+def probable_cause(before: _Account, now: _Account) -> str:
     """Return the probable cause of the growth between two accounts."""
     came = {part: now.parts[part] - before.parts[part] for part in now.parts}
     risen = max(1, sum(came.values()))

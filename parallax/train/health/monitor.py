@@ -14,7 +14,7 @@ from parallax.runtime.engine import Engine
 from parallax.runtime.meters.step import StepResult
 from parallax.train.health.inputs import TimedRows
 from parallax.train.health.memory import BETWEEN, ROWS, STEP, Growth, MemoryAlarm
-from parallax.train.health.stragglers import Straggler, StragglerJudge
+from parallax.train.health.stragglers import Straggler, StragglerDetector
 
 _HIDDEN = 0.1  # fraction of a device's seconds up to which reading is ignored
 
@@ -25,7 +25,7 @@ class HealthMonitor:
 
     def __init__(self, engine: Engine) -> None:
         self._mesh = engine.mesh
-        self._judge = StragglerJudge(engine.plan)
+        self._detector = StragglerDetector(engine.plan)
         self._alarm = MemoryAlarm(
             engine.tier_bytes, engine.mesh.device, engine.mesh.nodes.local_count
         )
@@ -52,7 +52,7 @@ class HealthMonitor:
         self._busy = self._own_seconds(busy_seconds(result.spans), on_demand)
         self._input_seconds, self._seconds = self._fetching + on_demand, result.seconds
         self._alarm.mark(STEP)
-        self._growth = self._alarm.look()
+        self._growth = self._alarm.find_growth()
 
     def _own_seconds(self, busy: float, on_demand: float) -> float:
         """Return the seconds that this rank computed; 0 if unknown. An accelerator's spans are measured on the device,
@@ -76,13 +76,13 @@ class HealthMonitor:
         step = self._seconds + self._fetching
         self.input_share = min(1.0, max(waited) / step) if step > 0 else 0.0
         self._waited, self._total = self._waited + max(waited), self._total + step
-        slow = [] if saving else self._judge.add(self._seconds, busy)
+        slow = [] if saving else self._detector.add(self._seconds, busy)
         found = [
-            self._judge.straggler(rank, factor, self._mesh.nodes.name(rank))
+            self._detector.straggler(rank, factor, self._mesh.nodes.name(rank))
             for rank, factor in slow
         ]
         self.stragglers += found
-        growths = self._tell_growth() if any(columns["memory_grows"]) else []
+        growths = self._gather_growth_messages() if any(columns["memory_grows"]) else []
         self._growths += growths
         return [
             f": {each}" for each in (*(f"{one}; training continues" for one in found), *growths)
@@ -102,8 +102,8 @@ class HealthMonitor:
             "memory_growth": self._growths,
         }
 
-    def _tell_growth(self) -> list[str]:
+    def _gather_growth_messages(self) -> list[str]:
         mine = str(self._growth) if self._growth is not None else ""
-        told = self._mesh.all_gather_object(mine)
+        messages = self._mesh.all_gather_object(mine)
         self._growth = None
-        return [f"rank {rank}: {words}" for rank, words in enumerate(told) if words]
+        return [f"rank {rank}: {message}" for rank, message in enumerate(messages) if message]

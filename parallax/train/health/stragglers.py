@@ -71,11 +71,11 @@ class _RankWork:
     dispatch: float
 
     def share_of(self, other: _RankWork) -> float:
-        """The most that this rank's seconds may be of those of another replica."""
+        """Return the largest acceptable ratio of this rank's seconds to those of another replica."""
         return max(self.micro_batches / other.micro_batches, self.rows / other.rows)
 
 
-class StragglerJudge:
+class StragglerDetector:
     """Finds slow ranks of ``plan`` from the seconds that each rank computed in a step."""
 
     def __init__(self, plan: Plan) -> None:
@@ -214,8 +214,8 @@ def _work(plan: Plan, place: Coordinate, seconds: float) -> _RankWork:
     replicas = plan.stages[place.pipeline_rank].replicas
     count = plan.micro_batches(plan.global_batch)
     parts = [micro_batch_rows(plan.global_batch, count, micro) for micro in range(count)]
-    dealt = [replica_rows(high - low, replicas, place.replica) for low, high in parts]
-    rows = [high - low for low, high in dealt if high > low]
+    intervals = [replica_rows(high - low, replicas, place.replica) for low, high in parts]
+    rows = [high - low for low, high in intervals if high > low]
     return _RankWork(
         micro_batches=len(rows),
         rows=sum(rows),

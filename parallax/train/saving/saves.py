@@ -51,11 +51,11 @@ class Saves:
         return {"saving_progress": progress, "checkpoint_seconds": waited}
 
     def advance(self, logger: RankZeroLogger, columns: Mapping[str, Sequence[float]]) -> None:
-        """Continue the write as far as all ranks have come; all ranks call it."""
+        """Continue the write to the state that all ranks have reached; all ranks call it."""
         progress = columns["saving_progress"]
         if any(progress):
             with self._waiting():
-                self._say(logger, self._engine.saving.pending.advance(progress))
+                self._log_saved(logger, self._engine.saving.pending.advance(progress))
 
     def resumed(self, path: Path) -> None:
         """Record that the run resumes from ``path``."""
@@ -77,8 +77,8 @@ class Saves:
             self.finish(logger, next_step=step)
             if step != self._saved:
                 known = {k: v for k, v in metrics.items() if v is not None}
-                told = {"state": state, "metrics": known}
-                self._engine.saving.begin(self._directory, step, told, self._retention)
+                saved = {"state": state, "metrics": known}
+                self._engine.saving.begin(self._directory, step, saved, self._retention)
                 self._saved, self._saves_none = step, False
             if last or not self._config.asynchronous:
                 self.finish(logger)
@@ -87,7 +87,7 @@ class Saves:
         """Wait for the current write; ``next_step`` is the step whose checkpoint is already due."""
         pending, start = self._engine.saving.pending, time.perf_counter()
         with self._waiting():
-            self._say(logger, pending.finish())
+            self._log_saved(logger, pending.finish())
         waited = time.perf_counter() - start
         if next_step and waited > _LONG_SECONDS:
             logger.note(
@@ -122,6 +122,6 @@ class Saves:
         finally:
             self.seconds = before + time.perf_counter() - start  # nested waits count once
 
-    def _say(self, logger: RankZeroLogger, path: Path | None) -> None:
+    def _log_saved(self, logger: RankZeroLogger, path: Path | None) -> None:
         if path is not None:
             logger.note(f"step {step_of(path)}: checkpoint {path}")

@@ -119,7 +119,7 @@ def test_plans_benchmark_puts_what_was_predicted_beside_what_was_measured() -> N
         best = plans[part["best_even"]]
         assert part["over_uneven"] == best["over_uneven"]
         assert part["over_uneven"]["median"] == min(
-            row["over_uneven"]["median"] for way, row in plans.items() if way != name
+            row["over_uneven"]["median"] for variant, row in plans.items() if variant != name
         )
         assert part["met"] == (part["over_uneven"]["median"] > 1)
         assert part["predicted"] == (part["predicted_over_uneven"] > 1)

@@ -36,7 +36,7 @@ from benchmarks.gpu.results import (
 )
 from benchmarks.gpu.runners import by_turns, row, running
 from benchmarks.gpu.setup import BARS, CONTEXT_BYTES, dry_setup, setup_for
-from benchmarks.gpu.ways import Spec
+from benchmarks.gpu.variants import Spec
 from benchmarks.teams import Answer, Run
 from benchmarks.workers import Deadline, WayFailed
 from parallax.config import compose
@@ -123,7 +123,7 @@ def test_it_refuses_nonsense(argument: list[str], capsys: pytest.CaptureFixture[
     assert argument[1] in capsys.readouterr().err
 
 
-def test_a_folder_that_is_a_file_is_said(
+def test_a_folder_that_is_a_file_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
@@ -370,7 +370,7 @@ def test_a_killed_run_leaves_its_file(tmp_path: Path, sent: int, state: str) -> 
     assert [part["state"] for part in found["parts"].values()] == [state, NOT_BEGUN]
 
 
-def test_a_way_out_of_memory_ends_no_other() -> None:
+def test_a_variant_out_of_memory_ends_no_other() -> None:
     setup = dry_setup()
     free = Spec(way="plain", device="cpu", rows=2, minimum_bytes=1024)
     specs = {"small": Spec(way="plain", device="cpu", rows=2, cap_bytes=300 * 1024), "plain": free}
@@ -419,7 +419,7 @@ def test_where_plain_does_not_fit_its_peers_still_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough  # as one that is out of memory, but after a while
-def test_a_way_that_hangs_ends_no_other() -> None:
+def test_a_variant_that_hangs_ends_no_other() -> None:
     setup = dry_setup()
     fine = Spec(way="plain", device="cpu", rows=2, minimum_bytes=1024)
     specs = {"hangs": Spec(way="plain", device="cpu", rows=2, warm_seconds=600.0), "fine": fine}
@@ -501,9 +501,9 @@ def test_what_the_sanitizer_says_stands_beside_the_tests(tmp_path: Path) -> None
 def test_peaks_of_the_allocator_are_compared_with_its_part_of_the_prediction() -> None:
     """max_memory_allocated, which has no context, was divided by a peak with one: half of it, and all bars were met."""
     found = forecast([1, 2], machines(3, memory=10**4, context_bytes=4000))
-    told = plan(prediction=replace(plan().prediction, ranks=found.ranks, stages=found.stages))
-    most = max(told.allocator_peak_bytes(rank) for rank in range(3))
-    answer, ran = Answer(plan=told), Run(seconds=[1.0], losses=[1.0], peak_bytes=2 * most)
+    planned = plan(prediction=replace(plan().prediction, ranks=found.ranks, stages=found.stages))
+    most = max(planned.allocator_peak_bytes(rank) for rank in range(3))
+    answer, ran = Answer(plan=planned), Run(seconds=[1.0], losses=[1.0], peak_bytes=2 * most)
     (row,) = rows_of_plans({"keep": answer}, {"keep": ran}, "keep", dry_setup().plans, 4)
     assert row["predicted_peak_bytes"] == most <= max(r.peak_bytes for r in found.ranks) - 4000
     assert row["peak_of_predicted"] == 2
@@ -515,10 +515,10 @@ def test_peaks_of_the_allocator_are_compared_with_its_part_of_the_prediction() -
     assert not bar.met
 
 
-def test_a_cap_of_the_allocator_leaves_room_for_a_context() -> None:
+def test_a_cap_of_the_allocator_leaves_memory_for_a_context() -> None:
     found = forecast([1, 2], machines(3, memory=10**4, context_bytes=4000))
-    told = plan(prediction=replace(plan().prediction, ranks=found.ranks, stages=found.stages))
-    assert allocator_cap(told) == min(told.allocator_bytes(rank) for rank in range(3)) < 6000
+    planned = plan(prediction=replace(plan().prediction, ranks=found.ranks, stages=found.stages))
+    assert allocator_cap(planned) == min(planned.allocator_bytes(rank) for rank in range(3)) < 6000
 
 
 # ---------------------------------------------------------------------------------------------------- bars, comparing
@@ -579,7 +579,9 @@ def test_what_got_worse_by_more_than_its_spread_is_marked(
     assert "0 worse by more than their spread" in capsys.readouterr().out
 
 
-def test_what_is_not_comparable_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_incomparable_results_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     old = write(tmp_path / "old.json", **sample(), device={"state": COMPLETE, "name": "one"})
     later = sample() | {"plans": {"state": UNDERWAY}}
     new = write(tmp_path / "new.json", **later, device={"state": COMPLETE, "name": "two"})

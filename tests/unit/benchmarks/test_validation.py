@@ -144,7 +144,7 @@ def test_lines_that_cannot_be_are_refused(
         vtrain.read_runs(path)
 
 
-def test_nothing_left_to_judge_is_said(tmp_path: Path) -> None:
+def test_nothing_left_to_compare_is_reported(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", RUNS[:4])
     with pytest.raises(DataError, match=r"is in .* too"):
         vtrain.check(path, path)

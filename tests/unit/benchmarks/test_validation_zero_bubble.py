@@ -48,7 +48,7 @@ def test_the_published_table() -> None:
 
 
 def test_bubbles_by_hand() -> None:
-    """Equal halves, free messages: 1F1B waits for three stages, ZB-H1 for a third of that, ZB-H2 not at all."""
+    """Equal B and W passes, free messages: 1F1B waits for three stages, ZB-H1 for a third of that, ZB-H2 not at all."""
     case = Case.of(LINE)
     assert case.bubbles == {"1f1b": 0.2}
     assert case.bubble("1f1b") == pytest.approx(3 / 15)

@@ -1,4 +1,4 @@
-"""A home directory that cannot be written: caches go to a folder of this user's, which is said once."""
+"""A home directory that cannot be written: caches go to a folder of this user's, which is reported once."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def test_a_home_directory_that_cannot_be_written_is_replaced(
     folder = Path(os.environ["XDG_CACHE_HOME"])
     assert found == folder / "parallax"
     assert folder.stat().st_mode & 0o777 == 0o700
-    (said,) = caplog.messages
-    assert str(folder) in said
-    assert said.isprintable()
+    (output,) = caplog.messages
+    assert str(folder) in output
+    assert output.isprintable()
     assert os.environ["MPLCONFIGDIR"].startswith(str(folder))
     (found / "a").unlink()
     found.rmdir()

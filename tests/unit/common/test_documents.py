@@ -28,8 +28,8 @@ from parallax.plan.profile import Affine, BlockCost
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("NaN", "NaN is no number"),
-        ("[-Infinity]", "-Infinity is no number"),
+        ("NaN", "NaN is not a number"),
+        ("[-Infinity]", "-Infinity is not a number"),
         ("1e999", "is no finite number"),
         ("9" * 5000, "of 5000 digits"),
         ("-" + "9" * 400, "of 401 digits"),
@@ -65,7 +65,7 @@ def test_any_text_is_json_or_a_value_error(text: str) -> None:
 
 
 def test_a_pipe_a_folder_and_a_device_are_no_plain_files(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")  # nobody writes to it: to open it would take for ever
+    os.mkfifo(tmp_path / "pipe")  # without a writer, opening it would block for ever
     start = time.monotonic()
     for path in (tmp_path / "pipe", Path("/dev/zero"), Path("/dev/null")):
         with pytest.raises(ValueError, match="no plain file"):

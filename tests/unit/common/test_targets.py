@@ -83,7 +83,7 @@ def with_bias(biased):
 def mistaken(biased):
     return with_bias(biased)
 
-def mistaken_below(**kwargs):
+def mistaken_later(**kwargs):
     return without(kwargs["width"])
 
 def without(wide):
@@ -132,21 +132,21 @@ def test_a_keyword_that_is_not_taken() -> None:
 
 def test_a_keyword_that_is_handed_on() -> None:
     line = refused("own_targets:passing", width=3, leyers=2)
-    assert line.startswith("model.kwargs.leyers: own_targets:passing hands it on to Net.__init__ (")
+    assert line.startswith("model.kwargs.leyers: own_targets:passing passes it to Net.__init__ (")
     assert line.endswith(
         "which takes no such argument; accepted are width, layers (did you mean 'layers'?)"
     )
     assert "(did you mean 'width'?)" in refused("own_targets:through_sizes", wodth=3)
-    assert "hands it on to Linear.__init__" in refused("own_targets:further", biass=False)
+    assert "passes it to Linear.__init__" in refused("own_targets:further", biass=False)
 
 
 def test_a_keyword_that_is_handed_on_and_on() -> None:
-    assert "hands it on to Net.__init__" in refused("own_targets:decorated", width=3, leyers=2)
-    assert "hands it on to Linear.__init__" in refused("own_targets:into_one", biased=False)
+    assert "passes it to Net.__init__" in refused("own_targets:decorated", width=3, leyers=2)
+    assert "passes it to Linear.__init__" in refused("own_targets:into_one", biased=False)
 
 
-def test_a_keyword_of_somebody_elses_is_a_mistake_of_theirs() -> None:
-    for target, kwargs in (("mistaken", {"biased": True}), ("mistaken_below", {"width": 3})):
+def test_a_wrong_keyword_inside_a_library_is_its_own_error() -> None:
+    for target, kwargs in (("mistaken", {"biased": True}), ("mistaken_later", {"width": 3})):
         with pytest.raises(TypeError, match="unexpected keyword argument"):
             call_target("model", f"own_targets:{target}", kwargs)
 

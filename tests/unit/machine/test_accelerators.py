@@ -82,14 +82,16 @@ def install(*totals: int, name: str = H100, kind: type[Rack] = Rack) -> None:
     register_accelerator(kind([DeviceFacts(i, name, size) for i, size in enumerate(totals)]))
 
 
-def cluster_of(folder: Path, *, tier: str = "auto", context: int = 0, **asked: object) -> Cluster:
+def cluster_of(
+    folder: Path, *, tier: str = "auto", context: int = 0, **requested: object
+) -> Cluster:
     speeds = {
         f.name: 1e9
         for f in dataclasses.fields(Probes)
         if f.name not in ("directory", "context_bytes")
     }
     probes = Probes(directory=str(folder), context_bytes=context, **speeds)
-    config = ClusterConfig(kind="rack", **asked)  # type: ignore[arg-type]
+    config = ClusterConfig(kind="rack", **requested)  # type: ignore[arg-type]
     return build_cluster(config, choose_devices(config), tier=tier, probes=probes)
 
 
@@ -185,7 +187,9 @@ def test_each_rank_has_the_budget_of_its_own_device(tmp_path: Path) -> None:
     ],
     ids=["two kinds", "one without a name", "one without a device", "CPUs", "nobody asked"],
 )
-def test_what_is_not_known_of_all_is_not_told(found: list[OwnDevice | None]) -> None:
+def test_devices_that_some_ranks_do_not_report_are_not_collected(
+    found: list[OwnDevice | None],
+) -> None:
     assert RanksDevices.collect(found, range(len(found))) is None
 
 
@@ -198,27 +202,27 @@ def test_a_rank_has_the_device_that_it_selected_or_will(
     monkeypatch: pytest.MonkeyPatch, local_rank: str | None, selected: int, index: int
 ) -> None:
     install(*([80 * GIB] * 4))
-    asked: list[int] = []
-    monkeypatch.setattr(Rack, "lasting_identity", lambda self, i: asked.append(i) or f"{i}")
+    requested: list[int] = []
+    monkeypatch.setattr(Rack, "lasting_identity", lambda self, i: requested.append(i) or f"{i}")
     monkeypatch.setattr("torch.accelerator.current_device_index", lambda: selected)
     if local_rank is None:
         monkeypatch.delenv("LOCAL_RANK", raising=False)
     else:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
     share_devices(ClusterConfig(kind="rack"), ALONE, select=False)
-    assert asked == [index]
+    assert requested == [index]
     assert ranks_devices("rack") == RanksDevices("rack", 1, False, ((80 * GIB, 1),))
 
 
 def test_a_budget_may_be_of_cpus_alone(tmp_path: Path) -> None:
     """That of the main job is less than a context takes, and its first run was refused."""
     install(80 * GIB)
-    for asked, elsewhere, cpus in (
+    for requested, elsewhere, cpus in (
         ("cpu:130MiB", 76 * GIB, 130 * MIB),
         ("130MiB", 130 * MIB, 130 * MIB),
     ):
-        assert cluster_of(tmp_path, device_memory=asked).devices[0].memory_bytes == elsewhere
-        config = ClusterConfig(kind="cpu", devices=1, device_memory=asked)
+        assert cluster_of(tmp_path, device_memory=requested).devices[0].memory_bytes == elsewhere
+        config = ClusterConfig(kind="cpu", devices=1, device_memory=requested)
         assert config.memory_of("cpu") == cpus
     assert compose([]).cluster.memory_of("rack") is None
     with pytest.raises(ConfigError, match=r"cluster\.device_memory=much"):
@@ -228,7 +232,7 @@ def test_a_budget_may_be_of_cpus_alone(tmp_path: Path) -> None:
 def test_a_device_that_torch_cannot_use_is_not_passed_over(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It trained on the CPU, and said nothing."""
+    """It once trained on the CPU without a message."""
     monkeypatch.setattr(accelerators, "NVIDIA_DEVICE", tmp_path)
     monkeypatch.setattr(accelerators, "present_kind", lambda: None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -261,13 +265,13 @@ def test_what_was_measured_is_given_back_before_the_limit(monkeypatch: pytest.Mo
     assert done == ["emptied", "5 bytes"]
 
 
-def test_variables_are_set_before_devices_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_set_before_the_first_device_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asking for their properties makes torch's allocator, which reads them."""
-    asked: list[str] = []
+    requested: list[str] = []
 
     class Watched(Rack):
         def devices(self) -> tuple[DeviceFacts, ...]:
-            asked.append(os.environ.get("PYTORCH_ALLOC_CONF", ""))
+            requested.append(os.environ.get("PYTORCH_ALLOC_CONF", ""))
             return self.present
 
         def lasting_identity(self, index: int) -> str:
@@ -281,10 +285,10 @@ def test_variables_are_set_before_devices_are_asked_for(monkeypatch: pytest.Monk
         monkeypatch.setenv(name, "")  # and gone after the test
     install(80 * GIB, kind=Watched)
     share_devices(ClusterConfig(kind="rack"), ALONE, select=True)
-    assert set(asked) == {"expandable_segments:True"}
+    assert set(requested) == {"expandable_segments:True"}
 
 
-def test_what_was_told_of_other_devices_is_no_matter(tmp_path: Path) -> None:
+def test_identities_of_another_kind_of_device_are_ignored(tmp_path: Path) -> None:
     install(80 * GIB)
     set_ranks_devices(
         RanksDevices.collect([own(each, kind="another") for each in "abcd"], range(4))
@@ -301,7 +305,7 @@ def test_what_was_told_of_other_devices_is_no_matter(tmp_path: Path) -> None:
     ],
     ids=["one device", "two parts of one", "a driver that calls all the same"],
 )
-def test_a_device_is_told_from_others(
+def test_devices_are_distinguished(
     monkeypatch: pytest.MonkeyPatch, one: dict[str, Any], other: dict[str, Any], same: bool
 ) -> None:
     class Seen(Accelerator):
@@ -324,7 +328,7 @@ def test_a_device_that_has_no_name_is_each_process_s_own() -> None:
     assert Nameless("it").identity(0) != Nameless("it").identity(1)
 
 
-def test_who_is_alone_has_no_groups(tmp_path: Path) -> None:
+def test_a_single_rank_has_no_groups(tmp_path: Path) -> None:
     install(80 * GIB, 80 * GIB)
     (device,) = cluster_of(tmp_path, devices=1).devices
     assert device.memory_bytes == 76 * GIB

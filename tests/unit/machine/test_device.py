@@ -104,7 +104,7 @@ def test_pages_are_touched_by_threads_near_the_device(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("count", [1, 4096, 4097, 100_000_007])
-def test_an_arena_is_as_large_as_asked(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arena_is_as_large_as_requested(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime()
     arena = pin(runtime, count, monkeypatch)
     assert arena.data.numel() == count
@@ -122,7 +122,7 @@ def test_an_arena_is_as_large_as_asked(count: int, monkeypatch: pytest.MonkeyPat
     assert watch() is None
 
 
-def test_memory_that_cannot_be_pinned_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_pinned_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         SwapError,
         match=r"cannot pin 1\.0 MiB .*: error 2 of the device's runtime; lower cluster\.host_memory, .*ulimit -l",

@@ -134,7 +134,7 @@ def test_a_file_that_is_no_option_is_refused(name: str, capfd: pytest.CaptureFix
     assert "accepted is a name that ends in .yaml" in line
 
 
-def test_a_slurm_that_does_not_answer_is_said_in_one_line(
+def test_a_slurm_that_does_not_answer_ends_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     sinfo = tmp_path / "sinfo"

@@ -81,7 +81,7 @@ def tree(root: Path, groups: str, files: dict[str, str]) -> Path:
     return root
 
 
-def test_cores_are_cut_by_a_v2_quota_anywhere_above(tmp_path: Path) -> None:
+def test_cores_are_limited_by_a_v2_quota_anywhere_above(tmp_path: Path) -> None:
     files = {
         "sys/fs/cgroup/job/cpu.max": "50000 100000",
         "sys/fs/cgroup/job/task/cpu.max": "max 100000",
@@ -89,7 +89,7 @@ def test_cores_are_cut_by_a_v2_quota_anywhere_above(tmp_path: Path) -> None:
     assert usable_cores(tree(tmp_path, "0::/job/task", files)) == 0.5
 
 
-def test_cores_are_cut_by_a_v1_quota(tmp_path: Path) -> None:
+def test_cores_are_limited_by_a_v1_quota(tmp_path: Path) -> None:
     files = {
         "sys/fs/cgroup/cpu,cpuacct/docker/cpu.cfs_quota_us": "75000",
         "sys/fs/cgroup/cpu,cpuacct/docker/cpu.cfs_period_us": "100000",
@@ -253,7 +253,7 @@ def test_existing_parent(tmp_path: Path) -> None:
     assert disk_free_bytes(tmp_path / "not" / "yet") > 0
 
 
-def test_probes_are_measured_once_and_again_when_asked(tmp_path: Path, cache: Path) -> None:
+def test_probes_are_measured_once_and_again_on_request(tmp_path: Path, cache: Path) -> None:
     threads, handles = threading.active_count(), len(os.listdir("/proc/self/fd"))
     first = measure_probes(tmp_path / "runs" / "swap")
     assert not (tmp_path / "runs").exists()
@@ -309,10 +309,10 @@ def test_a_process_that_cannot_compute_is_one_line(monkeypatch: pytest.MonkeyPat
 
 @no_cuda
 def test_processes_are_measured_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    requests = []
 
     def compute(count: int, threads: int) -> tuple[list[float], ...]:
-        asked.append((count, threads))
+        requests.append((count, threads))
         return [1.0, 1.5][:count], [0.001, 0.002][:count], [1e-9, 2e-9][:count]
 
     monkeypatch.setattr(module, "compute_together", compute)
@@ -320,9 +320,9 @@ def test_processes_are_measured_together_once(monkeypatch: pytest.MonkeyPatch) -
     first = probe_together(choose_devices(config))
     assert (first.sum_seconds, first.reduce_seconds) == ((0.001, 0.002), (1e-9, 2e-9))
     assert probe_together(choose_devices(config)) == first
-    assert asked == [(2, 1)]
+    assert requests == [(2, 1)]
     assert probe_together(choose_devices(config), fresh=True) == first
-    assert len(asked) == 2
+    assert len(requests) == 2
     assert probe_together(choose_devices(ClusterConfig(kind="cpu", devices=1))) == ALONE
 
 
@@ -384,12 +384,14 @@ def test_the_one_thread_that_torchrun_sets_is_no_wish(monkeypatch: pytest.Monkey
 
 
 @no_cuda
-def test_more_threads_than_cores_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_threads_than_cores_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "usable_cores", lambda: 2.0)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    said = [processes_of(choose_devices(ClusterConfig(devices=count))) for count in ("auto", 1, 3)]
-    assert said[:2] == ["2 processes × 1 thread on 2 cores", "1 process × 2 threads on 2 cores"]
-    assert said[2].startswith("3 processes × 1 thread share 2 cores: as requested, and slower")
+    output = [
+        processes_of(choose_devices(ClusterConfig(devices=count))) for count in ("auto", 1, 3)
+    ]
+    assert output[:2] == ["2 processes × 1 thread on 2 cores", "1 process × 2 threads on 2 cores"]
+    assert output[2].startswith("3 processes × 1 thread share 2 cores: as requested, and slower")
 
 
 @no_cuda

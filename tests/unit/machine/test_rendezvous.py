@@ -53,14 +53,14 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
         ("two", {"two": OTHER}, ["--rdzv-conf=is_host=0", f"--local-addr={OWN}"]),
     ],
 )
-def test_who_hosts_and_under_which_address(
+def test_the_head_and_its_address(
     host: Callable[[dict[str, str]], None], head: str, names: dict[str, str], options: list[str]
 ) -> None:
     host(names)
     assert torchrun_options(f"{head}:29400") == options
 
 
-def test_the_address_on_the_way_to_another_is_this_hosts() -> None:
+def test_the_address_on_the_route_to_another_host_is_this_hosts() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there:
         there.bind(("127.0.0.1", 0))
         place = there.getsockname()

@@ -24,7 +24,7 @@ def test_waits_for_other_threads_count_where_threads_work_together() -> None:
     assert elapsed > clock.now() - processor  # nothing was computed meanwhile
 
 
-def test_waits_for_a_core_are_nobodys_where_the_system_does_not_tell_them(
+def test_waits_for_a_core_are_unknown_where_the_system_does_not_report_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain = builtins.open

@@ -219,7 +219,7 @@ def test_files_fill_parametrised_names(tmp_path: Path) -> None:
     assert torch.equal(block(torch.ones(16)), saved(torch.ones(16)))
 
 
-def test_memory_is_that_of_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_freed_when_no_longer_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of a larger tensor does not keep the whole, and what is in between is freed."""
     peak = 0
 

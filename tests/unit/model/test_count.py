@@ -197,10 +197,10 @@ def test_mixed_precision() -> None:
 
 
 def test_equal_blocks_are_counted_once() -> None:
-    said: list[str] = []
+    printed: list[str] = []
     chain = describe(GPTConfig(layers=6, hidden=32, heads=2, vocabulary=64, sequence=8).build)
-    count(chain, GPT.loss, tokens(64, 8), precision=FP32, minimum_bytes=1, progress=said.append)
-    assert [text.split()[2] for text in said] == ["1", "2", "8"] * 2
+    count(chain, GPT.loss, tokens(64, 8), precision=FP32, minimum_bytes=1, progress=printed.append)
+    assert [text.split()[2] for text in printed] == ["1", "2", "8"] * 2
 
 
 class Curious(nn.Module):

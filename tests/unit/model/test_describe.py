@@ -57,7 +57,7 @@ class Named(nn.Module):
 
 
 class Returning(nn.Module):
-    """``blocks()`` returns what it is told to."""
+    """``blocks()`` returns the given value."""
 
     def __init__(self, found: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def weights(factory: Callable[[], nn.Module], cuts: list[int], **options: Any) -
     return found
 
 
-def test_the_three_ways_to_a_chain() -> None:
+def test_the_three_ways_to_describe_a_chain() -> None:
     assert [b.name for b in describe(GPT.build).blocks] == [
         "embedding",
         "layers.0",
@@ -111,9 +111,9 @@ def test_members_of_a_list_stay_in_their_order() -> None:
         (
             Named,
             (),
-            r"Named is no chain of blocks \(it has no forward\): give the model a method blocks\(\)",
+            r"Named cannot be partitioned into blocks \(it has no forward\): give the model a method blocks\(\)",
         ),
-        (nn.Sequential, (), r"Sequential is no chain of blocks"),
+        (nn.Sequential, (), r"Sequential cannot be partitioned into blocks"),
         (
             Named,
             ["embed", "layer.*"],

@@ -40,7 +40,7 @@ def written(folder: Path) -> Path:
 
 
 def rewrite(folder: Path, change: Callable[[Any], Any]) -> Path:
-    """Change the index as whoever made the folder could have; in this process, which made it."""
+    """Change the index as the maker of the folder could have; in this process, which made it."""
     file = folder / ".metadata"
     index = pickle.loads(file.read_bytes())
     file.write_bytes(pickle.dumps(change(index) or index))
@@ -123,10 +123,10 @@ def test_no_payload_is_executed(tmp_path: Path, place: str) -> None:
     for name, payload in payloads(mark).items():
         folder = written(tmp_path / name)
         rewrite(folder, lambda index: PLACES[place](index, payload))  # noqa: B023
-        with pytest.raises(CheckpointError, match="is damaged or malicious") as told:
+        with pytest.raises(CheckpointError, match="is damaged or malicious") as reported:
             DistributedFiles(folder)
-        assert "which an index does not contain; it is not executed" in str(told.value), name
-        assert str(told.value).isprintable()
+        assert "which an index does not contain; it is not executed" in str(reported.value), name
+        assert str(reported.value).isprintable()
         assert not mark.exists(), name
 
 
@@ -195,10 +195,10 @@ def _record(name: str, **changes: Any) -> Callable[[Any], None]:
 def test_what_an_index_says_is_checked(
     tmp_path: Path, change: Callable[[Any], Any], said: str
 ) -> None:
-    with pytest.raises(CheckpointError) as told:
+    with pytest.raises(CheckpointError) as reported:
         DistributedFiles(rewrite(written(tmp_path), change))
-    assert said in str(told.value)
-    assert str(told.value).isprintable()
+    assert said in str(reported.value)
+    assert str(reported.value).isprintable()
 
 
 def test_another_folder_is_refused(tmp_path: Path) -> None:

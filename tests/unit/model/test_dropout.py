@@ -206,7 +206,7 @@ def test_bytes_of_choices_are_as_frequent_as_they_should_be(p: float) -> None:
 
 
 def test_choices_are_written_down() -> None:
-    """A checkpoint goes on with the masks that it would have had."""
+    """A resumed run has the masks of an uninterrupted one."""
     found = choices(3, 2 * RUN + 5, 0.3)
     assert found.sum(1).tolist() == WRITTEN
     assert "".join("01"[kept] for kept in found[1, RUN : RUN + 40].tolist()) == PIECE

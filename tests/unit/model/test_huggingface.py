@@ -58,12 +58,12 @@ def build(attention: str, entry: Entry) -> nn.Module:
     return model
 
 
-def in_turn(names: Iterable[str], ways: Iterable[str]) -> list[Any]:
+def in_turn(names: Iterable[str], variants: Iterable[str]) -> list[Any]:
     """Each name in one of the two ways, the next one in the other; the rest is thorough."""
     return [
-        pytest.param(name, way, marks=[pytest.mark.thorough] if (i + j) % 2 else [])
+        pytest.param(name, variant, marks=[pytest.mark.thorough] if (i + j) % 2 else [])
         for i, name in enumerate(names)
-        for j, way in enumerate(ways)
+        for j, variant in enumerate(variants)
     ]
 
 
@@ -231,7 +231,7 @@ def test_broken_folders_are_refused(text: str | None, message: str, tmp_path: Pa
         materialise(llama_of(tmp_path), 0, 1, CPU)
 
 
-def test_pickled_weights_are_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_pickled_weights_are_refused_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
     with pytest.raises(CheckpointError, match="load and save it again with transformers"):
         materialise(llama_of(tmp_path), 0, 1, CPU)

@@ -138,9 +138,9 @@ def test_the_loss_is_part_of_the_last_block() -> None:
 
 
 def test_equal_blocks_are_measured_once() -> None:
-    said: list[str] = []
-    found = profile_of(chain_of(linear(), *[Both] * 5, linear()), progress=said.append).blocks
-    measured = [text.split("(")[1].split(")")[0] for text in said if "measuring" in text]
+    printed: list[str] = []
+    found = profile_of(chain_of(linear(), *[Both] * 5, linear()), progress=printed.append).blocks
+    measured = [text.split("(")[1].split(")")[0] for text in printed if "measuring" in text]
     assert measured == ["0", "1", "6"] * 2  # at each of two numbers of rows, and timed again
     assert [block.name for block in found] == [str(i) for i in range(7)]
     costs = {(b.forward_seconds, b.backward_seconds, b.moved) for b in found[1:6]}
@@ -148,9 +148,9 @@ def test_equal_blocks_are_measured_once() -> None:
 
 
 def test_the_first_block_needs_no_gradient_of_its_input() -> None:
-    said: list[str] = []
-    profile_of(chain_of(linear(), linear(), linear(), linear()), progress=said.append)
-    measured = [text.split("(")[1].split(")")[0] for text in said if "measuring" in text]
+    printed: list[str] = []
+    profile_of(chain_of(linear(), linear(), linear(), linear()), progress=printed.append)
+    measured = [text.split("(")[1].split(")")[0] for text in printed if "measuring" in text]
     assert measured == ["0", "1", "3"] * 2
 
 
@@ -393,7 +393,7 @@ def test_seconds_at_few_rows_are_measured_not_extrapolated(monkeypatch: pytest.M
     assert forward.at(7) == pytest.approx(12)  # by the line from 1 row to 4
 
 
-def test_the_shorter_of_two_looks_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shorter_of_two_measurements_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that were timed while another process had the machine were planned as slow ones."""
     looks = iter([9.0] * 4 + [1.0] * 4)
     monkeypatch.setattr(
@@ -494,8 +494,9 @@ def test_all_boundary_tensors_are_priced() -> None:
 
 
 def test_split_backward_costs_match_hand_computed_ones() -> None:
-    """Between the halves a linear layer holds its input and the gradient of its output; the norm's gradients come with
-    the first half, and what it and GELU saved is free then."""
+    """Between the input-gradient and the weight-gradient pass a linear layer holds its input and the gradient of its
+    output. The norm's gradients are computed in the input-gradient pass, which frees the saved tensors of norm and
+    GELU."""
     found = profile_of(chain_of(linear(), Both, nn.GELU, linear())).blocks
     row = WIDE * FLOAT
     assert found[1].deferred.at(3) == 3 * (row + 2 * row + 2 * row + row)

@@ -67,11 +67,11 @@ def test_a_tier_too_small_for_a_block_is_logged_and_the_block_is_measured(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("parallax.swap.stores.store.os.pwrite", full)
-    said: list[str] = []
-    found = profile_of(chain_of(Both), offloader=Counting(tmp_path), progress=said.append)
+    output: list[str] = []
+    found = profile_of(chain_of(Both), offloader=Counting(tmp_path), progress=output.append)
     assert found.blocks[0].forward_seconds.at(4) > 0
     assert found.blocks[0].offload_seconds.at(4) == 0
-    assert any("the cost of offloading was not measured: cannot write" in text for text in said)
+    assert any("the cost of offloading was not measured: cannot write" in text for text in output)
 
 
 def test_where_nothing_may_be_offloaded_nothing_is_tried() -> None:

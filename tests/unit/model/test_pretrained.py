@@ -107,10 +107,10 @@ def rows(count: int, step: int) -> TensorRows:
 def test_a_task_and_a_type_name_a_class(
     task: str, kind: str, settings: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
-    asked = {
+    requested = {
         key: value for key, value in settings.items() if kind not in ("vit",) or key != "vocab_size"
     }
-    config = HuggingFaceConfig(architecture=task, config={"model_type": kind, **asked})
+    config = HuggingFaceConfig(architecture=task, config={"model_type": kind, **requested})
     with torch.device("meta"):
         model = config.build()
     assert type(model).__name__ == expected

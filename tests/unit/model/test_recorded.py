@@ -302,7 +302,8 @@ class Wrapped(nn.Module):
 def test_what_cannot_be_recorded_says_why_and_what_to_write() -> None:
     with pytest.raises(
         DescribeError,
-        match=r"Deciding is no chain.*branches on the values of tensors, at .*test_recorded.py:\d+\)(?s:.*)def blocks",
+        match=r"Deciding cannot be partitioned.*branches on the values of tensors, at .*test_recorded.py:\d+\)(?s:.*)"
+        r"def blocks",
     ):
         describe(Deciding, sample=lambda n: torch.randn(n, 4))
     with pytest.raises(DescribeError, match="describe\\(\\) was given no sample"):

@@ -62,7 +62,7 @@ class EndsAlike(Tokens):
 
 
 class SomeOnly(Tokens):
-    """Only some of the tokens go on, as many as there happen to be."""
+    """Only some of the tokens are passed on; their number depends on values."""
 
     def between(self, x: Tensor, ids: Tensor, *more: Tensor) -> Tensor:
         chosen = x[ids > 7]
@@ -168,7 +168,7 @@ def test_a_batch_that_decides_otherwise_ends_in_one_line(
 
 
 def test_as_many_as_there_are_may_vary() -> None:
-    """A size that follows from values alone is that of the tensor, in each batch anew."""
+    """A size that follows from values alone is read from the tensor in each batch."""
     _, run, plain = chained(SomeOnly, ids)
     given = torch.tensor([[8, 1, 9, 2], [3, 3, 3, 15]])
     torch.testing.assert_close(run(given), plain(given), rtol=0, atol=0)
@@ -177,9 +177,9 @@ def test_as_many_as_there_are_may_vary() -> None:
 def test_assumptions_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="parallax"):
         describe(EndsAlike, sample=ids)
-    said = [text for text in caplog.messages if "branches on values" in text]
-    assert said
-    assert all("test_recorded_values.py:" in text for text in said)
+    output = [text for text in caplog.messages if "branches on values" in text]
+    assert output
+    assert all("test_recorded_values.py:" in text for text in output)
 
 
 class Undecided(Tokens):

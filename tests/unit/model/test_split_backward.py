@@ -1,4 +1,4 @@
-"""A backward in two halves adds up to the whole one."""
+"""A split backward gives the gradients of a whole one."""
 
 from __future__ import annotations
 
@@ -90,20 +90,20 @@ def gradients(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
     return found
 
 
-def in_halves(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
-    """The same, all input halves before the first weight half."""
-    found, owed = [], []
+def in_split_passes(model: nn.Module, inputs: list[Tensor]) -> list[Tensor]:
+    """The same, with all input-gradient passes before the first weight-gradient pass."""
+    found, deferred = [], []
     for x in inputs:
-        x, halves = x.clone().requires_grad_(), WeightGradStore()
-        with halves.splitting():
+        x, weight_grads = x.clone().requires_grad_(), WeightGradStore()
+        with weight_grads.splitting():
             outputs = model(x)
         outputs.square().sum().backward()
         assert x.grad is not None
         found.append(x.grad)
-        owed.append(halves)
-    for halves in owed:
-        halves.finish()
-        assert not halves.pending_parameters()
+        deferred.append(weight_grads)
+    for weight_grads in deferred:
+        weight_grads.finish()
+        assert not weight_grads.pending_parameters()
     return found
 
 
@@ -135,7 +135,7 @@ def test_split_backward_equals_plain_backward(
     if frozen:
         next(model.parameters()).requires_grad_(False)
     twin, inputs = copy.deepcopy(model), [torch.randn(shape) for _ in range(2)]
-    for found, expected in zip(in_halves(twin, inputs), gradients(model, inputs)):
+    for found, expected in zip(in_split_passes(twin, inputs), gradients(model, inputs)):
         same(found, expected)
     for (name, found), expected in zip(twin.named_parameters(), model.parameters()):
         if expected.requires_grad:
@@ -158,7 +158,7 @@ class First(nn.Module):
 
 def test_a_custom_function_goes_backward_once() -> None:
     Doubled.backwards = 0
-    in_halves(OfAllKinds(), [torch.randn(2, 3, 8)])
+    in_split_passes(OfAllKinds(), [torch.randn(2, 3, 8)])
     assert Doubled.backwards == 1
 
 
@@ -167,7 +167,7 @@ def test_autocast() -> None:
     model = OfAllKinds()
     twin, x = copy.deepcopy(model), [torch.randn(2, 3, 8)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected, found = gradients(model, x), in_halves(twin, x)
+        expected, found = gradients(model, x), in_split_passes(twin, x)
     same(found[0], expected[0])
     for one, other in zip(twin.parameters(), model.parameters()):
         assert one.grad is not None
@@ -179,16 +179,16 @@ def test_recomputed_blocks_split_as_well() -> None:
     torch.manual_seed(1)
     model = OfAllKinds()
     twin, x = copy.deepcopy(model), torch.randn(2, 3, 8, requires_grad=True)
-    halves = WeightGradStore()
+    weight_grads = WeightGradStore()
 
     def run(y: Tensor) -> Tensor:
-        with halves.splitting():
+        with weight_grads.splitting():
             outputs: Tensor = twin(y)
             return outputs
 
     checkpoint(run, x, use_reentrant=False).square().sum().backward()
     assert twin.first.weight.grad is None
-    halves.finish()
+    weight_grads.finish()
     gradients(model, [x.detach()])
     for one, other in zip(twin.parameters(), model.parameters()):
         same(one.grad, other.grad)
@@ -196,12 +196,12 @@ def test_recomputed_blocks_split_as_well() -> None:
 
 def test_ready_is_called_when_a_gradient_is_complete() -> None:
     torch.manual_seed(1)
-    model, halves, told = OfAllKinds(), WeightGradStore(), []
-    with halves.splitting():
+    model, weight_grads, reported = OfAllKinds(), WeightGradStore(), []
+    with weight_grads.splitting():
         outputs = model(torch.randn(2, 3, 8))
     outputs.sum().backward()
-    owed, names = (
-        halves.pending_parameters(),
+    deferred, names = (
+        weight_grads.pending_parameters(),
         {parameter: name for name, parameter in model.named_parameters()},
     )
     before = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -210,32 +210,32 @@ def test_ready_is_called_when_a_gradient_is_complete() -> None:
         "norm.bias",
         "shift",
     }
-    halves.finish(lambda parameter: told.append(names[parameter]))
-    assert sorted(told) == sorted(names[parameter] for parameter in owed)
-    assert len(told) == len(set(told))
-    assert told[0] == "matrix" or told.index("matrix") < told.index("first.weight")
+    weight_grads.finish(lambda parameter: reported.append(names[parameter]))
+    assert sorted(reported) == sorted(names[parameter] for parameter in deferred)
+    assert len(reported) == len(set(reported))
+    assert reported[0] == "matrix" or reported.index("matrix") < reported.index("first.weight")
 
 
 def test_nothing_is_held_after_the_weight_gradient_pass() -> None:
-    model, halves = OfAllKinds(), WeightGradStore()
-    with halves.splitting():
+    model, weight_grads = OfAllKinds(), WeightGradStore()
+    with weight_grads.splitting():
         outputs = model(torch.randn(2, 3, 8))
-    assert halves.deferred_bytes == 0
+    assert weight_grads.deferred_bytes == 0
     outputs.sum().backward()
-    assert halves.deferred_bytes > 0
-    halves.finish()
-    assert halves.deferred_bytes == 0
+    assert weight_grads.deferred_bytes > 0
+    weight_grads.finish()
+    assert weight_grads.deferred_bytes == 0
 
 
 def test_without_gradients_nothing_changes() -> None:
-    model, halves = nn.Linear(4, 4), WeightGradStore()
-    with halves.splitting(), torch.no_grad():
+    model, weight_grads = nn.Linear(4, 4), WeightGradStore()
+    with weight_grads.splitting(), torch.no_grad():
         assert not model(torch.ones(2, 4)).requires_grad
     x = torch.ones(2, 4)
-    with halves.splitting():
+    with weight_grads.splitting():
         assert torch.equal(F.linear(x, torch.ones(3, 4)), x @ torch.ones(4, 3))
         assert model(x).requires_grad  # also where its input does not
-    assert not halves.pending_parameters()
+    assert not weight_grads.pending_parameters()
 
 
 class Positions(nn.Module):
@@ -252,30 +252,30 @@ class Positions(nn.Module):
 def test_stored_gradients_do_not_change_in_the_next_micro_batch() -> None:
     torch.manual_seed(1)
     model, rows = Positions(), [torch.randn(1, 3, 4) for _ in range(3)]
-    twin, owed = copy.deepcopy(model), []
+    twin, deferred = copy.deepcopy(model), []
     for x in rows:
-        halves = WeightGradStore()
-        with halves.splitting():
+        weight_grads = WeightGradStore()
+        with weight_grads.splitting():
             outputs = twin(x)
-        outputs.backward(torch.ones_like(outputs) * (1 + len(owed)))
-        halves.separate_gradients(list(twin.parameters()))
-        owed.append(halves)
+        outputs.backward(torch.ones_like(outputs) * (1 + len(deferred)))
+        weight_grads.separate_gradients(list(twin.parameters()))
+        deferred.append(weight_grads)
         output = model(x)
-        output.backward(torch.ones_like(output) * len(owed))
-    for halves in owed:
-        halves.finish()
+        output.backward(torch.ones_like(output) * len(deferred))
+    for weight_grads in deferred:
+        weight_grads.finish()
     for one, other in zip(twin.parameters(), model.parameters()):
         same(one.grad, other.grad)
 
 
 def test_a_derivative_taken_in_a_forward_owes_nothing() -> None:
-    layer, halves = nn.Linear(4, 1), WeightGradStore()
+    layer, weight_grads = nn.Linear(4, 1), WeightGradStore()
     x = torch.randn(3, 4, requires_grad=True)
-    with halves.splitting():
+    with weight_grads.splitting():
         (slope,) = torch.autograd.grad(layer(x).sum(), x)
         outputs = layer(x * slope)
     outputs.sum().backward()
-    halves.finish()
+    weight_grads.finish()
     plain = copy.deepcopy(layer)
     plain.zero_grad()
     plain(x * slope).sum().backward()

@@ -52,8 +52,8 @@ def images(name: str, rows: int) -> Tensor:
 
 
 def chain_of(name: str, **changes: Any) -> Chain:
-    asked = config(name, **changes)
-    return describe(asked.build, seed=3, sample=lambda rows: images(name, rows))
+    requested = config(name, **changes)
+    return describe(requested.build, seed=3, sample=lambda rows: images(name, rows))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -78,20 +78,20 @@ def test_blocks_compute_what_the_model_computes(
     assert found[0].shape == (3, 5)
 
 
-def saved(folder: Path, name: str = "resnet10t", **said: Any) -> dict[str, Tensor]:
+def saved(folder: Path, name: str = "resnet10t", **entries: Any) -> dict[str, Tensor]:
     torch.manual_seed(7)
     model = config(name).build()
     state = {key: value.contiguous() for key, value in model.state_dict().items()}
     save_file(state, folder / "model.safetensors")
-    if said:
-        (folder / "config.json").write_text(json.dumps(said))
+    if entries:
+        (folder / "config.json").write_text(json.dumps(entries))
     return state
 
 
 def test_weights_of_a_folder_are_read_stage_by_stage(tmp_path: Path) -> None:
     state = saved(tmp_path, architecture="resnet10t", num_classes=5)
-    asked = TimmConfig(pretrained=str(tmp_path))
-    chain = describe(asked.build, sample=lambda rows: images("resnet10t", rows))
+    requested = TimmConfig(pretrained=str(tmp_path))
+    chain = describe(requested.build, sample=lambda rows: images("resnet10t", rows))
     for index in range(len(chain.blocks)):
         (block,) = materialise(chain, index, index + 1, CPU)
         for inner, tensor in block.state_dict().items():
@@ -180,7 +180,7 @@ def test_the_command_line_names_it_and_text_is_no_image() -> None:
 def test_adapters_around_it() -> None:
     pytest.importorskip("peft", reason="peft is not installed (it comes with the peft extra)")
     adapter = {"peft_type": "LORA", "r": 2, "target_modules": ["qkv"], "modules_to_save": ["head"]}
-    asked = config("vit_tiny_patch16_224", adapter=adapter)
-    chain = describe(asked.build, sample=lambda rows: images("vit_tiny_patch16_224", rows))
+    requested = config("vit_tiny_patch16_224", adapter=adapter)
+    chain = describe(requested.build, sample=lambda rows: images("vit_tiny_patch16_224", rows))
     trained = {n for n, p in chain.model.named_parameters() if p.requires_grad}
     assert {name.split(".")[0] for name in trained} == {"blocks", "head"}

@@ -83,17 +83,17 @@ def altered(chain: Chain, old: str, new: str) -> tuple[Chain, int]:
 def test_a_right_chain_passes_in_silence_and_is_checked_once(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    said: list[str] = []
+    printed: list[str] = []
     chain = chain_of(Net)
     before = torch.get_rng_state()
     for _ in range(2):
-        assert verify(chain, F.cross_entropy, batch(), progress=said.append) == Verdict()
-    assert said == ["checking the chain against the model"]
+        assert verify(chain, F.cross_entropy, batch(), progress=printed.append) == Verdict()
+    assert printed == ["checking the chain against the model"]
     assert torch.get_rng_state().equal(before)
-    verify(chain, F.cross_entropy, batch(), when=True, progress=said.append)
-    verify(chain, F.cross_entropy, batch(), key="other rows", progress=said.append)
-    verify(chain, F.cross_entropy, batch(), when=False, key="never", progress=said.append)
-    assert len(said) == 3
+    verify(chain, F.cross_entropy, batch(), when=True, progress=printed.append)
+    verify(chain, F.cross_entropy, batch(), key="other rows", progress=printed.append)
+    verify(chain, F.cross_entropy, batch(), when=False, key="never", progress=printed.append)
+    assert len(printed) == 3
     assert capfd.readouterr() == ("", "")
 
 
@@ -122,7 +122,7 @@ def test_a_block_that_does_something_else_is_refused_by_name(old: str, new: str)
 
 
 class Coupled(nn.Module):
-    """Rows meet in the model."""
+    """Rows interact in the model."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ def test_each_meeting_has_a_part_of_its_own() -> None:
         assert [part.get("number") for part in parts] == [str(number).encode()] * RANKS
 
 
-def test_who_comes_late_is_answered_by_a_rank_0_that_lives() -> None:
+def test_a_late_rank_is_answered_by_a_living_rank_0() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     meeting = OpenMeeting(store)
     with ThreadPoolExecutor(1) as thread:

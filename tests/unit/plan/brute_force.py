@@ -37,13 +37,13 @@ Numbers = np.ndarray[Any, Any]
 @dataclass(frozen=True)
 class Cut:
     """Blocks from ``start`` to ``stop`` on ``replicas`` devices, each with up to ``rows`` rows of a micro-batch;
-    ``flight`` micro-batches are under way at once."""
+    ``in_flight`` micro-batches are under way at once."""
 
     start: int
     stop: int
     replicas: int
     rows: int
-    flight: int
+    in_flight: int
     split: bool
 
 
@@ -83,19 +83,19 @@ def figures(load: BlockLoad) -> tuple[float, float, float, float]:
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryCheck:
     """What a stage needs on a device under each choice of directives, with its states where they are."""
 
     sums: Sums
     load: StageLoad
     device: Device
-    flight: int
+    in_flight: int
 
     @cached_property
     def passing(self) -> Numbers:
         """Bytes that come and go in a step."""
         sums = self.sums
-        held = self.load.boundary_bytes + self.flight * sums.kept
+        held = self.load.boundary_bytes + self.in_flight * sums.kept
         return held + sums.largest + sums.work
 
     @cached_property
@@ -105,8 +105,8 @@ class Room:
     @cached_property
     def fits(self) -> Numbers:
         moved = self.sums.moved
-        below = np.where(moved > 0, np.ceil(self.flight * moved * TIER_SLACK) + TIER_FLOOR, 0)
-        tier = below + self.load.host_state_bytes
+        in_tier = np.where(moved > 0, np.ceil(self.in_flight * moved * TIER_SLACK) + TIER_FLOOR, 0)
+        tier = in_tier + self.load.host_state_bytes
         return (self.peak <= self.device.memory_bytes) & (tier <= self.device.tier_bytes)
 
     def seconds(self) -> float:
@@ -119,18 +119,19 @@ class Room:
         return float(np.where(self.fits, np.maximum(computing, streaming + copying), np.inf).min())
 
     def _waits(self) -> Numbers:
-        """Room for two blocks, or for all that moves, lets reading overlap; with less a backward waits for it."""
+        """Memory for two blocks, or for all offloaded data, lets reads overlap; with less, a backward waits for
+        them."""
         largest, moved = self.sums.largest, self.sums.moved
-        ahead = self.passing - largest + np.minimum(2 * largest, self.flight * moved)
+        ahead = self.passing - largest + np.minimum(2 * largest, self.in_flight * moved)
         return self._with_gaps(ahead) > self.device.memory_bytes
 
     def _leaving(self) -> Numbers:
-        """With one micro-batch in flight only what the swap limit has no room for leaves the device."""
+        """With one micro-batch in flight, only activations beyond the swap limit are offloaded."""
         moved, spare = self.sums.moved, self.device.memory_bytes - self.peak
         limit = self.sums.largest + spare / (1 + self.device.gap_share)
-        if self.flight == 1:
+        if self.in_flight == 1:
             return np.maximum(0.0, moved - limit)
-        return np.where(limit >= self.flight * moved, 0, moved)
+        return np.where(limit >= self.in_flight * moved, 0, moved)
 
     def _with_gaps(self, passing: Numbers) -> Numbers:
         return self.load.static_bytes + passing + np.ceil(self.device.gap_share * passing)
@@ -143,25 +144,25 @@ def each(seconds: Callable[[float], float], sizes: Numbers) -> Numbers:
 def every_stage(
     request: Request, shape: Shape, cut: Cut, *, always: bool
 ) -> list[tuple[float, float, float]]:
-    """(seconds, tail, least peak bytes) of the fastest directives that fit, for every share of states below."""
+    """(seconds, tail, least peak bytes) of the fastest directives that fit, for every share of offloaded states."""
     model, device = request.profile, request.device(0, 1)
     sums, keep = Sums.of(request, cut), (Directive.KEEP,) * (cut.stop - cut.start)
     found: list[tuple[float, float, float]] = []
-    for below in request.offload_fractions(shape):
-        if below.sharded and cut.replicas == 1 and found:
+    for offload in request.offload_fractions(shape):
+        if offload.sharded and cut.replicas == 1 and found:
             continue
-        where = {"device": device, "below": below, "replicas": cut.replicas, "split": cut.split}
+        where = {"device": device, "offload": offload, "replicas": cut.replicas, "split": cut.split}
         load = load_stage(model, cut.start, keep, cut.rows, **where)
-        room = Room(sums, load, device, cut.flight)
-        if not room.fits.any():
+        memory = MemoryCheck(sums, load, device, cut.in_flight)
+        if not memory.fits.any():
             continue
-        best, tail = room.seconds(), tail_seconds(request, load, cut.replicas)
-        if below.sharded:
+        best, tail = memory.seconds(), tail_seconds(request, load, cut.replicas)
+        if offload.sharded:
             if found and found[0][0] <= best * TIE and not always:
                 continue
             spread = broadcast_seconds(load.trained_bytes, cut.replicas, request.cluster.local)
             tail += spread
-        found.append((best, tail, float(room.peak[room.fits].min())))
+        found.append((best, tail, float(memory.peak[memory.fits].min())))
     return found
 
 
@@ -213,8 +214,10 @@ def every_cut(request: Request, shape: Shape) -> Iterator[list[Cut]]:
         for replicas in compipeline_ranks(devices, parts):
             if not request.has_rows(shape, max(replicas)):
                 continue
-            flights = [shape.schedule.in_flight(parts, s, count) for s in range(parts)]
+            in_flight_by_stage = [shape.schedule.in_flight(parts, s, count) for s in range(parts)]
             yield [
-                Cut(start, stop, r, -(-micro // r), flight, shape.split)
-                for start, stop, r, flight in zip(bounds, bounds[1:], replicas, flights)
+                Cut(start, stop, r, -(-micro // r), in_flight, shape.split)
+                for start, stop, r, in_flight in zip(
+                    bounds, bounds[1:], replicas, in_flight_by_stage
+                )
             ]

@@ -78,7 +78,7 @@ def random_case(r: random.Random, count: int, devices: int) -> tuple[ModelProfil
         reserve=r.choice([0, 100]),
         gap_share=r.choice([0.0, 0.1]),
         host_update_seconds=r.choice([0.0, 0.02]),
-        below=r.choice(["host", "host", "disk"]),
+        tier_name=r.choice(["host", "host", "disk"]),
     )
     return profile(blocks, **ties, optimizer_seconds=0.01), machines, r.choice([1, 3, 4, 6])
 

@@ -80,16 +80,19 @@ def test_advice_on_settings_that_exclude_each_other(
 ) -> None:
     """Another refusal may be behind the first; following the first advice of each ends in settings that go together,
     after no more refusals than settings were typed."""
-    said, typed = list[str](), len(words)
+    output, typed = list[str](), len(words)
     while message := refusal(words, blocks, fixed=fixed):
-        assert message not in said, (words, message)
-        said.append(message)
-        ways = advised(message)
-        assert ways, message
-        for way in ways:
-            assert refusal([*words, *way], blocks, fixed=fixed) != message, (words, way)
-        words = [*words, *ways[0]]
-    assert len(said) <= typed
+        assert message not in output, (words, message)
+        output.append(message)
+        variants = advised(message)
+        assert variants, message
+        for variant in variants:
+            assert refusal([*words, *variant], blocks, fixed=fixed) != message, (
+                words,
+                variant,
+            )
+        words = [*words, *variants[0]]
+    assert len(output) <= typed
 
 
 @pytest.mark.sampled
@@ -124,32 +127,32 @@ def test_advice_on_plans_that_do_not_fit(
     ]
 
     def attempt(words: list[str]) -> str:
-        asked = compose([*typed, *words])
-        devices = int(asked.cluster.devices)  # type: ignore[arg-type]
+        requested = compose([*typed, *words])
+        devices = int(requested.cluster.devices)  # type: ignore[arg-type]
         try:
             machines = cluster(
                 devices,
-                asked.cluster.memory_of("cpu"),  # type: ignore[union-attr, arg-type]
-                tier=_bytes(asked.cluster.disk) // devices,  # type: ignore[union-attr]
+                requested.cluster.memory_of("cpu"),  # type: ignore[union-attr, arg-type]
+                tier=_bytes(requested.cluster.disk) // devices,  # type: ignore[union-attr]
             )
-            rows, size = asked.trainer.global_batch, asked.trainer.microbatch
+            rows, size = requested.trainer.global_batch, requested.trainer.microbatch
             used = check_question(
                 Question(
-                    config=asked.plan,
+                    config=requested.plan,
                     blocks=5,
                     devices=devices,
                     rows=rows,
                     microbatch=size,
-                    swap=asked.swap.offloads,
+                    swap=requested.swap.offloads,
                 )
             )
             search(
                 layers(5, 3),
                 machines.first(used),
-                asked.plan,
+                requested.plan,
                 global_batch=rows,
                 microbatch=size,
-                swap=asked.swap.offloads,
+                swap=requested.swap.offloads,
             )
         except (InfeasiblePlan, ConfigError) as error:
             return str(error)
@@ -157,13 +160,13 @@ def test_advice_on_plans_that_do_not_fit(
 
     followed: list[str] = []
     while message := attempt(followed):
-        ways = advised(message)
-        assert ways, message
-        for way in ways:
-            left = attempt([*followed, *way])
-            assert left != message, (way, message)
-            assert not left or "fits" not in message, (way, message)
-        followed = [*followed, *ways[0]]
+        variants = advised(message)
+        assert variants, message
+        for variant in variants:
+            left = attempt([*followed, *variant])
+            assert left != message, (variant, message)
+            assert not left or "fits" not in message, (variant, message)
+        followed = [*followed, *variants[0]]
 
 
 def _bytes(size: int | str) -> int:

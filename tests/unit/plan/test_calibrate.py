@@ -120,7 +120,7 @@ def test_ratios_of_each_stage_forward_and_backward_apart() -> None:
     assert better.optimizer_seconds == pytest.approx(0.01)
 
 
-def test_a_recomputed_forward_is_not_blamed_on_the_backward() -> None:
+def test_a_recomputed_forward_is_not_attributed_to_the_backward() -> None:
     plan, cluster = plan_of((0, 6), (1,), "recompute"), fakes.cluster(1)
     wrong = distorted(true_profile(), [3.0] * BLOCKS, [1.0] * BLOCKS, 1.0)
     better = calibrate(

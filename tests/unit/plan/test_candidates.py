@@ -11,7 +11,7 @@ import pytest
 from benchmarks.regret import Cell, Question
 from parallax.config import compose
 from parallax.plan.config import PlanConfig
-from parallax.plan.microbatches import dealt
+from parallax.plan.microbatches import balanced_sizes
 from parallax.plan.plan import Directive
 from parallax.plan.profile import Affine
 from parallax.plan.rows import micro_batch_count
@@ -44,22 +44,23 @@ def test_no_micro_batch_is_better_than_those_tried(batch: int, replicas: int) ->
     """Fewer micro-batches, or fewer rows on the fullest rank, cost less: for every number of rows there is one that is
     tried with no more of either."""
     tried = [
-        (micro_batch_count(batch, size), -(-size // replicas)) for size in dealt(batch, replicas)
+        (micro_batch_count(batch, size), -(-size // replicas))
+        for size in balanced_sizes(batch, replicas)
     ]
-    assert all(size >= replicas for size in dealt(batch, replicas))
+    assert all(size >= replicas for size in balanced_sizes(batch, replicas))
     for size in range(replicas, batch + 1):
         count, rows = micro_batch_count(batch, size), -(-size // replicas)
         assert any(c <= count and r <= rows for c, r in tried), size
 
 
-def test_micro_batches_of_interleaved_schedules_are_dealt_out() -> None:
-    for size in dealt(1536, 16, 16):
+def test_micro_batches_of_interleaved_schedules_are_partitioned() -> None:
+    for size in balanced_sizes(1536, 16, 16):
         assert micro_batch_count(1536, size) % 16 == 0
-    assert dealt(1536, 16, 16)
+    assert balanced_sizes(1536, 16, 16)
 
 
 def test_of_very_many_sizes_some_of_all_magnitudes_are_tried() -> None:
-    found = dealt(10**6, 4)
+    found = balanced_sizes(10**6, 4)
     assert len(found) < 200
     assert max(found) == 10**6
     assert min(found) <= 8
@@ -102,21 +103,21 @@ def test_no_even_pipeline_is_forecast_below_the_bound_of_its_shape(name: str) ->
         ),
     ],
 )
-def test_plans_asked_for_by_hand_are_no_better(name: str, cell: Cell) -> None:
+def test_plans_requested_by_hand_are_no_better(name: str, cell: Cell) -> None:
     """By its own forecast the planner once took a third longer than a plan that anybody might have asked for: it tried
     halvings of the batch alone, which leave every second replica with a row less, and ranked zero-bubble schedules by
     what they save where all activations stay."""
     question = Question.of(name)
-    chosen, asked = (
+    chosen, requested = (
         question.ask().prediction.step_seconds,
         question.ask(cell).prediction.step_seconds,
     )
-    assert chosen <= asked * 1.01
+    assert chosen <= requested * 1.01
 
 
 @pytest.mark.slow
 def test_a_trillion_parameters_fit_a_thousand_devices() -> None:
-    """With one row for each of eight replicas: a layer's 31 GB of weights and gradients leave no room for two."""
+    """With one row for each of eight replicas: a layer's 31 GB of weights and gradients leave no memory for two."""
     plan = Question.of("1t a100x1024 bf16").ask()
     assert plan.world_size == 1024
     assert all(rank.peak_bytes <= rank.budget_bytes for rank in plan.prediction.ranks)
@@ -124,17 +125,17 @@ def test_a_trillion_parameters_fit_a_thousand_devices() -> None:
 
 @pytest.mark.slow
 def test_a_search_says_how_far_it_is() -> None:
-    question, told = Question.of("7b a100x8 bf16"), list[str]()
+    question, reported = Question.of("7b a100x8 bf16"), list[str]()
     search(
         question.profile,
         question.cluster,
         PlanConfig(),
         global_batch=question.global_batch,
         runnable=False,
-        progress=told.append,
+        progress=reported.append,
     )
-    assert any("of" in line and "shapes, the best takes" in line for line in told)
-    assert any(line.startswith("predicting plans") for line in told)
+    assert any("of" in line and "shapes, the best takes" in line for line in reported)
+    assert any(line.startswith("predicting plans") for line in reported)
 
 
 def test_what_is_refused_is_refused_soon() -> None:
@@ -185,12 +186,12 @@ def test_a_heavy_first_block_hides_a_part_of_the_ramp(batch: int, schedule: str)
     assert searched.bound_seconds <= least
     for microbatch in (1, 2, 3, 5, 8, 10, 13):
         if microbatch <= batch:
-            asked, _ = search(
+            requested, _ = search(
                 model, machines, config, global_batch=batch, microbatch=microbatch, runnable=False
             )
             # The slowest pipeline rank is the first block alone; how the others share the rest is not looked at
             # further.
-            assert least <= asked.prediction.step_seconds * 1.02
+            assert least <= requested.prediction.step_seconds * 1.02
 
 
 @pytest.mark.slow

@@ -33,7 +33,8 @@ def forecast(replicas: list[int], machines: Cluster, **changes: object) -> Forec
 
 
 def test_a_rank_has_its_own_groups() -> None:
-    """Of its replicas one, of those that stream another; and two ways to every rank of the stages beside."""
+    """One group of its replicas, another for offloaded parameters; and two connections to every rank of its neighbour
+    stages."""
     first, middle, last = forecast([1, 2, 3], machines(6)).stages
     assert [stage.memory["context"] for stage in (first, middle, last)] == [CONTEXT] * 3
     assert [stage.memory["communicators"] for stage in (first, middle, last)] == [0, GROUP, GROUP]
@@ -42,8 +43,8 @@ def test_a_rank_has_its_own_groups() -> None:
         2 * (1 + 3) * EDGE,
         2 * 2 * EDGE,
     ]
-    below = forecast([1, 2, 3], machines(6), parameter_offload=1.0).stages
-    assert [stage.memory["communicators"] for stage in below] == [0, 2 * GROUP, 2 * GROUP]
+    offloaded = forecast([1, 2, 3], machines(6), parameter_offload=1.0).stages
+    assert [stage.memory["communicators"] for stage in offloaded] == [0, 2 * GROUP, 2 * GROUP]
 
 
 def test_replicas_that_gather_their_outputs_have_a_group_for_it() -> None:
@@ -51,10 +52,12 @@ def test_replicas_that_gather_their_outputs_have_a_group_for_it() -> None:
     for replicas, more in (([1, 2], [0, GROUP]), ([2, 1], [0, 0])):
         parts = tuple(stages([0, 2, 3], replicas))
         prediction = replace(plan().prediction, ranks=plan().prediction.ranks[:1] * 3)
-        asked = plan(stages=parts, prediction=prediction)
-        found, usual = (predict(model, machines(3), asked).stages for model in (gathering, MODEL))
-        ways = [[stage.memory["ways"] for stage in each] for each in (found, usual)]
-        assert [a - b for a, b in zip(*ways)] == more
+        requested = plan(stages=parts, prediction=prediction)
+        found, usual = (
+            predict(model, machines(3), requested).stages for model in (gathering, MODEL)
+        )
+        connections = [[stage.memory["ways"] for stage in each] for each in (found, usual)]
+        assert [a - b for a, b in zip(*connections)] == more
 
 
 def test_they_are_in_the_proof() -> None:
@@ -75,35 +78,35 @@ def test_hosts_that_carry_tensors_take_none() -> None:
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
-def test_a_search_leaves_room_for_them(devices: int) -> None:
+def test_a_search_leaves_memory_for_them(devices: int) -> None:
     least = 2 * GROUP + CONTEXT + 8 * devices * EDGE
     for spare in (200, 400, 2000):
         found, _ = search(
             MODEL, machines(devices, memory=least + spare), PlanConfig(), global_batch=8
         )
         for rank in range(devices):
-            told = found.prediction.ranks[rank]
-            assert told.peak_bytes <= told.budget_bytes
+            planned = found.prediction.ranks[rank]
+            assert planned.peak_bytes <= planned.budget_bytes
 
 
 def test_the_allocator_gets_what_is_left() -> None:
     found = forecast([1, 2], machines(3, memory=10**4))
-    told = plan(prediction=replace(plan().prediction, ranks=found.ranks, stages=found.stages))
-    assert told.allocator_bytes(0) == 10**4 - CONTEXT - 2 * 2 * EDGE
-    assert told.allocator_bytes(1) == 10**4 - CONTEXT - GROUP - 2 * EDGE
+    planned = plan(prediction=replace(plan().prediction, ranks=found.ranks, stages=found.stages))
+    assert planned.allocator_bytes(0) == 10**4 - CONTEXT - 2 * 2 * EDGE
+    assert planned.allocator_bytes(1) == 10**4 - CONTEXT - GROUP - 2 * EDGE
 
 
 def test_what_the_allocator_will_hold_is_what_a_device_without_them_would() -> None:
     found, without = forecast([1, 2], machines(3)), forecast([1, 2], cluster(3))
-    told = plan(prediction=replace(plan().prediction, ranks=found.ranks, stages=found.stages))
+    planned = plan(prediction=replace(plan().prediction, ranks=found.ranks, stages=found.stages))
     for rank, plain in enumerate(without.ranks):
-        assert told.allocator_peak_bytes(rank) == plain.peak_bytes < found.ranks[rank].peak_bytes
+        assert planned.allocator_peak_bytes(rank) == plain.peak_bytes < found.ranks[rank].peak_bytes
 
 
 def test_they_are_printed() -> None:
     found = forecast([1, 2], machines(3))
-    told = plan(prediction=replace(plan().prediction, ranks=found.ranks, stages=found.stages))
-    shown = text(memory_table(told))
+    planned = plan(prediction=replace(plan().prediction, ranks=found.ranks, stages=found.stages))
+    shown = text(memory_table(planned))
     assert all(name in shown for name in ("context", "communicators", "ways"))
 
 

@@ -91,15 +91,17 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"), REFUSED, ids=[expected[:40] for _, expected in REFUSED]
+    ("requested", "expected"), REFUSED, ids=[expected[:40] for _, expected in REFUSED]
 )
-def test_what_has_no_shape_is_named_with_a_way_out(asked: Question, expected: str) -> None:
+def test_settings_without_a_shape_are_named_with_a_remedy(
+    requested: Question, expected: str
+) -> None:
     with pytest.raises(InfeasiblePlan, match=re.escape(expected)):
-        check_question(asked)
+        check_question(requested)
 
 
 @pytest.mark.parametrize(
-    ("asked", "used"),
+    ("requested", "used"),
     [
         (question(3, stages=1, replicas=1), 1),
         (question(3, replicas=1), 3),
@@ -115,12 +117,12 @@ def test_what_has_no_shape_is_named_with_a_way_out(asked: Question, expected: st
     ],
     ids=str,
 )
-def test_a_plan_may_use_fewer_devices_than_there_are(asked: Question, used: int) -> None:
-    assert check_question(asked) == used
+def test_a_plan_may_use_fewer_devices_than_there_are(requested: Question, used: int) -> None:
+    assert check_question(requested) == used
 
 
 def test_settings_that_exclude_each_other() -> None:
-    for asked, expected in (
+    for requested, expected in (
         (
             question(2, microbatch=9),
             "trainer.microbatch=9: it is more than the 8 row(s) of a batch",
@@ -128,7 +130,7 @@ def test_settings_that_exclude_each_other() -> None:
         (question(2, schedule="interleaved", activations="offload"), "one shared swap limit"),
     ):
         with pytest.raises(ConfigError, match=re.escape(expected)):
-            check_question(asked)
+            check_question(requested)
     nowhere = Question(
         config=PlanConfig(activations="offload"), blocks=4, devices=2, rows=8, swap=False
     )
@@ -168,7 +170,7 @@ def test_settings_that_exclude_each_other() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_live_below_the_device_is_known_before_anything_is_measured(
+def test_parameters_that_cannot_be_offloaded_are_refused_before_measuring(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     typed: list[str],
@@ -205,11 +207,11 @@ def test_the_search_has_a_shape_for_exactly_what_is_not_refused() -> None:
         (1, 2, 3, 4, 6), (1, 4, 9), ("auto", 1, 2, 3, 5)
     ):
         model = profile([block(weight_seconds=0.5)] * blocks)
-        for asked, (schedule, interleave), microbatch in itertools.product(
+        for requested, (schedule, interleave), microbatch in itertools.product(
             replicas, kinds, ("auto", 1, 3, 8)
         ):
             config = PlanConfig(
-                stages=stages, replicas=asked, schedule=schedule, interleave=interleave
+                stages=stages, replicas=requested, schedule=schedule, interleave=interleave
             )
             found = Question(
                 config=config, blocks=blocks, devices=devices, rows=8, microbatch=microbatch
@@ -225,9 +227,9 @@ def test_the_search_has_a_shape_for_exactly_what_is_not_refused() -> None:
             assert bool(shapes) == _accepted(found), found
 
 
-def _accepted(asked: Question) -> bool:
+def _accepted(requested: Question) -> bool:
     try:
-        check_question(asked)
+        check_question(requested)
     except InfeasiblePlan:
         return False
     return True

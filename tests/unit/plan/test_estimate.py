@@ -18,11 +18,11 @@ MODEL = TransformerConfig(layers=6, hidden=64, heads=2, vocabulary=1024, sequenc
 
 
 def peak(
-    profile: ModelProfile, directive: Directive, start: int, stop: int, rows: int, flight: int
+    profile: ModelProfile, directive: Directive, start: int, stop: int, rows: int, in_flight: int
 ) -> int:
     return load_stage(
         profile, start, [directive] * (stop - start), rows, device=ANY_DEVICE
-    ).peak_bytes(flight, 0)
+    ).peak_bytes(in_flight, 0)
 
 
 def test_terms_by_hand() -> None:
@@ -43,15 +43,17 @@ def test_terms_by_hand() -> None:
 
 @pytest.mark.parametrize("directive", [Directive.KEEP, Directive.RECOMPUTE])
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_no_cut_needs_less(stages: int, directive: Directive) -> None:
+def test_no_partition_needs_less(stages: int, directive: Directive) -> None:
     rows, micro_batches = 2, 4
     profile = without_seconds(MODEL.work("fp32"))
     blocks = len(profile.blocks)
-    flights = [SCHEDULES["1f1b"].in_flight(stages, stage, micro_batches) for stage in range(stages)]
+    in_flight_by_stage = [
+        SCHEDULES["1f1b"].in_flight(stages, stage, micro_batches) for stage in range(stages)
+    ]
     least = min(
         max(
-            peak(profile, directive, a, b, rows, flight)
-            for a, b, flight in zip(cuts, cuts[1:], flights)
+            peak(profile, directive, a, b, rows, in_flight)
+            for a, b, in_flight in zip(cuts, cuts[1:], in_flight_by_stage)
         )
         for inner in itertools.combinations(range(1, blocks), stages - 1)
         for cuts in [(0, *inner, blocks)]
@@ -71,7 +73,7 @@ def test_one_stage_is_one_device() -> None:
 
 
 def test_all_but_what_is_named_is_what_a_plan_counts() -> None:
-    """A device's context was said to come on top of a plan's budget, in which it is, and was a term of no bytes."""
+    """A device's context is in a plan's budget; it was once reported on top of it, and counted as 0 bytes."""
     device = replace(ANY_DEVICE, reserve_bytes=10, context_bytes=100, gap_share=0.1)
     profile = without_seconds(MODEL.work("fp32"))
     directives = [Directive.KEEP] * len(profile.blocks)

@@ -35,11 +35,13 @@ def gathered(blocks: int = 4, rows: int = ROWS, **fields: Any) -> ModelProfile:
     return profile(alike, gathered_rows=rows)
 
 
-def found(model: ModelProfile, devices: int = 2, memory: int = 10**9, **asked: Any) -> Plan:
-    options = {key: asked.pop(key) for key in ("microbatch", "gather_loss") if key in asked}
+def found(model: ModelProfile, devices: int = 2, memory: int = 10**9, **requested: Any) -> Plan:
+    options = {key: requested.pop(key) for key in ("microbatch", "gather_loss") if key in requested}
     options = {"gather_loss": True, **options}
     where = cluster(devices, memory)
-    return search(model, where, PlanConfig(**asked), global_batch=ROWS, swap=False, **options)[0]
+    return search(model, where, PlanConfig(**requested), global_batch=ROWS, swap=False, **options)[
+        0
+    ]
 
 
 def test_the_file_of_a_profile_says_so() -> None:
@@ -131,7 +133,7 @@ def test_profiles_of_another_loss_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "microbatch", "message"),
+    ("requested", "microbatch", "message"),
     [
         ({"schedule": "1f1b"}, "auto", "plan.schedule=1f1b starts backward before"),
         ({"schedule": "zb-h2"}, 4, "use plan.schedule=gpipe, or trainer.microbatch=8"),
@@ -144,12 +146,12 @@ def test_profiles_of_another_loss_are_refused() -> None:
     ],
 )
 def test_other_schedules_are_one_line(
-    asked: dict[str, Any], microbatch: int | str, message: str
+    requested: dict[str, Any], microbatch: int | str, message: str
 ) -> None:
     def ask() -> None:
         check_question(
             Question(
-                config=PlanConfig(**asked),
+                config=PlanConfig(**requested),
                 blocks=8,
                 devices=2,
                 rows=8,

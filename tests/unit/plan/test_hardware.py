@@ -62,7 +62,7 @@ def test_devices_without_nvlink_talk_over_the_host() -> None:
     }
 
 
-def test_unknown_names_are_told_the_nearest() -> None:
+def test_unknown_names_get_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"device kind=a100-8.*did you mean 'a100-80'"):
         device_kind("a100-8")
     with pytest.raises(ConfigError, match=r"link kind=nvlink9.*did you mean 'nvlink"):

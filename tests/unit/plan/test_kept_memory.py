@@ -32,7 +32,7 @@ TERMS = {"parameters": 50, "activations": 60, "loss": 10, "swap": 20, "boundary"
         (151, 152),  # too small for what is needed, which is not less for that
     ],
 )
-def test_freed_memory_is_kept_where_the_budget_has_room_for_it(budget: int, peak: int) -> None:
+def test_freed_memory_is_kept_where_the_budget_allows_it(budget: int, peak: int) -> None:
     (device,) = cluster(1).devices
     device = replace(device, memory_bytes=budget, kept_share=0.5)
     found, returns_freed = with_kept({**TERMS, "allocator": 2}, device)
@@ -62,7 +62,7 @@ def test_ranks_near_their_budget_take_as_long_as_the_profile_says() -> None:
 
 @pytest.mark.parametrize("tier", [FREE, Link(bytes_per_second=20.0)], ids=["free", "slow"])
 @pytest.mark.parametrize(("budget", "most"), [(640, 640), (700, 700), (900, 720)])
-def test_a_swap_limit_leaves_room_for_freed_memory_where_that_is_faster(
+def test_a_swap_limit_leaves_memory_for_freed_blocks_where_that_is_faster(
     tier: Link, budget: int, most: int
 ) -> None:
     """What is read back once more costs less than giving all memory back; over a slow link it costs more. Where a fifth

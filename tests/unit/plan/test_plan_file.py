@@ -58,8 +58,8 @@ def test_the_hash_is_stable_and_notices_every_field() -> None:
 def test_states_that_replicas_share_are_explained() -> None:
     sharded = tuple(replace(stage, shard_optimizer=stage.replicas > 1) for stage in plan().stages)
     texts = explain(plan(stages=sharded))
-    assert "share the optimizer's states" not in texts[1]
-    assert texts[2].endswith("; replicas share the optimizer's states.")
+    assert "sharded over replicas" not in texts[1]
+    assert texts[2].endswith("; optimizer states are sharded over replicas.")
 
 
 def test_diff_names_what_changed() -> None:
@@ -105,7 +105,7 @@ def test_explain_says_it_in_numbers() -> None:
         "8 rows run as 4 micro-batches of up to 2 rows through 2 stage(s) under 1f1b; 25% of the time is bubble.",
         "stage 0: blocks 0..1 on 1 replica(s); activations: keep 1, offload 1; peak 2.0 KiB of 4.0 KiB (parameters "
         "1.0 KiB, swap 512 B); forward 1 s, idle 0.25 s; 1.0 KiB to disk per step, 0.50 s not hidden; 50% of the "
-        "optimizer's states in disk.",
+        "optimizer states in disk.",
         "stage 1: blocks 2..2 on 2 replica(s); activations: keep 1; peak 2.0 KiB of 4.0 KiB (parameters 1.0 KiB, swap "
         "512 B); forward 1 s, idle 0.25 s; 1.0 KiB to disk per step, 0.50 s not hidden.",
         "7 candidates compared by predicted step time, not all there are; by the planner's formula none can take less "
@@ -118,13 +118,13 @@ def test_explain_says_it_in_numbers() -> None:
 
 
 def test_pipeline_ranks_and_placement() -> None:
-    dealt = plan(
+    uneven = plan(
         stages=tuple(stages([0, 1, 2, 3, 4], [2, 1, 2, 1])), interleave=2, placement=(2, 0, 1)
     )
-    assert (dealt.pipeline_ranks, dealt.world_size, dealt.blocks) == (2, 3, 4)
-    assert [dealt.ranks(s) for s in range(4)] == [(2, 0), (1,), (2, 0), (1,)]
-    assert [dealt.coordinate(rank) for rank in range(3)] == [(0, 1, 0), (1, 0, 0), (0, 0, 0)]
-    assert Plan.from_dict(dealt.to_dict()) == dealt
+    assert (uneven.pipeline_ranks, uneven.world_size, uneven.blocks) == (2, 3, 4)
+    assert [uneven.ranks(s) for s in range(4)] == [(2, 0), (1,), (2, 0), (1,)]
+    assert [uneven.coordinate(rank) for rank in range(3)] == [(0, 1, 0), (1, 0, 0), (0, 0, 0)]
+    assert Plan.from_dict(uneven.to_dict()) == uneven
     for changes, message in (
         ({"interleave": 3}, "4 stages cannot be split into 3"),
         ({"placement": (0, 1, 1)}, "must name each of 3 ranks once"),
@@ -134,7 +134,7 @@ def test_pipeline_ranks_and_placement() -> None:
         ),
     ):
         with pytest.raises(PlanError, match=message):
-            replace(dealt, **changes)
+            replace(uneven, **changes)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             ModelProfile.load(path)
 
 
-def test_a_truncated_plan_is_refused_wherever_it_was_cut(tmp_path: Path) -> None:
+def test_a_plan_truncated_anywhere_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     plan().save(path)
     text = path.read_text()
@@ -327,7 +327,7 @@ def test_text_that_is_no_profile(text: str) -> None:
         ModelProfile.from_json(text)
 
 
-def test_a_measured_cost_is_interpolated_and_goes_on_as_a_line() -> None:
+def test_a_measured_cost_is_interpolated_and_extrapolated_linearly() -> None:
     cost = Affine.measured([(1, 4.0), (2, 5.0), (4, 8.0), (8, 16.0)])
     assert [cost.at(rows) for rows in (0, 0.5, 1, 1.5, 2, 3, 8)] == [0, 3.5, 4, 4.5, 5, 6.5, 16]
     assert cost.at(14) == pytest.approx(27)  # 11 s more for the six rows from 2 to 8

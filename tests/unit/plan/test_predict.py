@@ -42,12 +42,12 @@ def test_very_many_micro_batches_take_what_all_of_them_would(
     schedule: str, pipeline_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(predicting, "SIMULATED_BLOCKS", 0)
-    asked = pipeline(
+    requested = pipeline(
         schedule, pipeline_ranks, 100 * pipeline_ranks, 1 + SCHEDULES[schedule].allows(2)
     )
-    whole = predict(profile(MODEL), cluster(pipeline_ranks), asked)
+    whole = predict(profile(MODEL), cluster(pipeline_ranks), requested)
     monkeypatch.setattr(predicting, "MANY_MICRO_BATCHES", 10)
-    short = predict(profile(MODEL), cluster(pipeline_ranks), asked)
+    short = predict(profile(MODEL), cluster(pipeline_ranks), requested)
     assert short.step_seconds == pytest.approx(whole.step_seconds, rel=1e-9)
     assert short.bubble == pytest.approx(whole.bubble, abs=1e-9)
 
@@ -57,11 +57,11 @@ def test_very_many_micro_batches_take_what_all_of_them_would(
 def test_timed_and_simulated_agree_where_nothing_is_shared(
     schedule: str, replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = pipeline(schedule, 4, 8 * replicas, 1 + SCHEDULES[schedule].allows(2), replicas)
+    requested = pipeline(schedule, 4, 8 * replicas, 1 + SCHEDULES[schedule].allows(2), replicas)
     machines = cluster(4 * replicas, link=Link(bytes_per_second=100.0))
-    simulated = predict(profile(MODEL), machines, asked)
+    simulated = predict(profile(MODEL), machines, requested)
     monkeypatch.setattr(predicting, "SIMULATED_BLOCKS", 0)
-    timed = predict(profile(MODEL), machines, asked)
+    timed = predict(profile(MODEL), machines, requested)
     assert simulated.spans
     assert not timed.spans
     assert timed.step_seconds == pytest.approx(simulated.step_seconds, rel=1e-6)
@@ -83,7 +83,7 @@ def test_replicas_that_reduce_much_stand_on_one_node() -> None:
         local=Link(bytes_per_second=1e4),
         remote=Link(bytes_per_second=1e2),
     )
-    asked = pipeline("1f1b", 2, 8, replicas=2)
+    requested = pipeline("1f1b", 2, 8, replicas=2)
     heavy = profile([replace(cost, parameter_bytes=10**5) for cost in MODEL])
     chatty = profile(
         [replace(cost, input=replace(cost.input, per_row=5e3), output=cost.input) for cost in MODEL]
@@ -93,7 +93,7 @@ def test_replicas_that_reduce_much_stand_on_one_node() -> None:
     )
     for costs, order in ((heavy, (0, 1, 2, 3)), (chatty, (0, 2, 1, 3))):
         fastest = min(
-            placements(machines, asked),
+            placements(machines, requested),
             key=lambda placed: predict(costs, machines, placed).step_seconds,
         )
         assert fastest.placement == order
@@ -102,8 +102,8 @@ def test_replicas_that_reduce_much_stand_on_one_node() -> None:
 def test_random_orders_of_devices_predict_every_rank_once() -> None:
     order = list(range(8))
     random.Random(3).shuffle(order)
-    asked = replace(pipeline("1f1b", 4, 16, replicas=2), placement=tuple(order))
+    requested = replace(pipeline("1f1b", 4, 16, replicas=2), placement=tuple(order))
     machines = cluster(8)
-    found = predict(profile(MODEL), machines, asked)
+    found = predict(profile(MODEL), machines, requested)
     assert len(found.ranks) == 8
     assert len(found.stages) == 4

@@ -44,7 +44,7 @@ def test_channels_carry_every_row_once_and_both_ends_agree(
 
 
 @given(rows=st.integers(1, 500), size=st.integers(1, 60))
-def test_no_micro_batch_is_larger_than_asked(rows: int, size: int) -> None:
+def test_no_micro_batch_is_larger_than_requested(rows: int, size: int) -> None:
     count = micro_batch_count(rows, size)
     assert max(b - a for a, b in (micro_batch_rows(rows, count, m) for m in range(count))) <= size
 

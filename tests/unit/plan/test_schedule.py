@@ -176,7 +176,7 @@ def test_the_first_of_a_group_is_back_when_its_last_has_left() -> None:
     "schedule", [s for s in SCHEDULES.values() if not s.has_virtual_stages], ids=str
 )
 def test_not_every_schedule_has_several_stages_to_a_pipeline_rank(schedule: Schedule) -> None:
-    with pytest.raises(PlanError, match=r"it has 1; interleaved.* can have so many"):
+    with pytest.raises(PlanError, match=r"it has 1; interleaved.* allows this number"):
         schedule.compute_order(2, 0, 4, interleave=2)
 
 
@@ -240,7 +240,7 @@ def test_an_unknown_schedule_names_the_nearest() -> None:
         named("gpip").compute_order(1, 0, 1)
 
 
-def test_what_a_file_names_and_nobody_knows_can_be_shown_and_not_run() -> None:
+def test_an_unknown_schedule_of_a_file_can_be_shown_but_not_run() -> None:
     theirs = named("their_module:listing")
     assert str(theirs) == "their_module:listing"
     assert theirs is named("their_module:listing")
@@ -408,7 +408,7 @@ def turned(pipeline_ranks: int, pipeline_rank: int, micro_batches: int) -> list[
     [
         (forgets, r"backward\(0, 0\) missing"),
         (repeats, "an action missing, unknown or duplicated"),
-        (backward_first, "goes backward before it has gone forward"),
+        (backward_first, "runs backward before its forward"),
         (crossed, "backwards have another order"),
         (turned, "forwards have another order"),
         (late, "wait for each other"),
@@ -421,7 +421,7 @@ def test_a_schedule_that_cannot_run_is_refused(listing: Listing, said: str) -> N
 
 
 def split_from(ranks: int, micro_batches: int) -> Listing:
-    """GPipe, with weight halves apart on so many ranks and micro-batches, or more."""
+    """GPipe, with separate weight-gradient passes from this number of ranks and micro-batches on."""
 
     def listing(pipeline_ranks: int, pipeline_rank: int, count: int) -> list[Action]:
         kinds = [Kind.FORWARD, Kind.BACKWARD]

@@ -94,7 +94,7 @@ def test_a_heavy_end_goes_to_the_larger_devices(blocks: int) -> None:
         ),
     ],
 )
-def test_what_was_asked_for_is_respected(
+def test_requested_settings_are_respected(
     config: dict[str, Any],
     stages: int,
     replicas: tuple[int, ...] | None,
@@ -154,7 +154,7 @@ def test_many_blocks_on_many_devices(distinct: bool) -> None:
     assert simulation.step_seconds == pytest.approx(plan.prediction.step_seconds, rel=1e-3)
 
 
-def test_a_search_that_was_cut_short_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_aborted_search_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parallax.plan.search.exact_stage.FRONT", 0)
     model, machines = (
         layers(6, 5, parameter_bytes=10**6),
@@ -167,7 +167,7 @@ def test_a_search_that_was_cut_short_says_so(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-h2", "zb-v"])
-def test_every_schedule_can_be_asked_for_and_run(schedule: str) -> None:
+def test_every_schedule_can_be_requested_and_run(schedule: str) -> None:
     model = layers(8, weight_seconds=1e-3)
     plan, _ = search(model, cluster(2), PlanConfig(schedule=schedule, stages=2), global_batch=16)
     assert plan.schedule.name == schedule

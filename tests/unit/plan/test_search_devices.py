@@ -72,8 +72,8 @@ def test_devices_that_do_not_shorten_the_step_stay_unused(batch: int, used: int)
         spare=True,
     )
     assert (plan.world_size, plan.spare_devices) == (used, 3 - used)
-    said = f"{used} of 3 devices are used: with more the step would be no shorter"
-    assert (said in str(plan_table(plan).caption)) == (used < 3)
+    output = f"{used} of 3 devices are used: with more the step would be no shorter"
+    assert (output in str(plan_table(plan).caption)) == (used < 3)
     assert Plan.from_dict(plan.to_dict()) == plan
 
 
@@ -95,7 +95,7 @@ def test_ranks_that_were_started_are_all_used_and_idle_ones_are_named() -> None:
     assert f"rank {idle[0]} of 3 replicas never has a row" in str(plan_table(plan).caption)
 
 
-def test_replicas_that_are_asked_for_may_be_idle_and_are_named() -> None:
+def test_requested_replicas_may_be_idle_and_are_named() -> None:
     config = PlanConfig(stages=2, replicas=[1, 2])
     plan, _ = search(
         profile([block()] * 4), cluster(3, PLENTY), config, global_batch=4, microbatch=1, spare=True
@@ -110,7 +110,7 @@ def test_replicas_that_are_asked_for_may_be_idle_and_are_named() -> None:
 @pytest.mark.parametrize("device_seconds", [1e-9, 1e-3, 1.0])
 def test_what_fits_stays_on_the_device(devices: int, device_seconds: float) -> None:
     """Models of few parameters, whose step is all overhead, were streamed from disk with 16 GiB free: what a byte
-    takes below is known from memory traffic alone, and looked faster."""
+    takes on the host is known from memory traffic alone, and looked faster."""
     model = profile(
         [block(parameters=100, parameter_bytes=400)] * 3, optimizer_seconds=device_seconds
     )

@@ -63,9 +63,9 @@ def test_half_the_bandwidth_moves_blocks_from_offload_to_recompute() -> None:
     assert recomputed[0] < recomputed[-1]
 
 
-def test_states_and_then_parameters_move_below_as_memory_shrinks() -> None:
+def test_states_and_then_parameters_are_offloaded_as_memory_shrinks() -> None:
     """12 MB of parameters in 4 MB blocks, 48 MB with gradients and moments."""
-    model, seconds, below = (
+    model, seconds, offloaded = (
         layers(3, moved=1e5, input=1e4, output=1e4, forward_work=1e4, backward_work=1e4),
         [],
         [],
@@ -76,18 +76,18 @@ def test_states_and_then_parameters_move_below_as_memory_shrinks() -> None:
             memory * 10**6,
             write=Link(bytes_per_second=2e9),
             host_update_seconds=1e-9,
-            below="host",
+            tier_name="host",
         )
         plan, _ = search(model, machines, PlanConfig(), global_batch=8, runnable=False)
         check(plan, machines)
         seconds.append(plan.prediction.step_seconds)
-        below.append((plan.stages[0].optimizer_offload, plan.stages[0].parameter_offload))
+        offloaded.append((plan.stages[0].optimizer_offload, plan.stages[0].parameter_offload))
         with pytest.raises(InfeasiblePlan) if memory < 48 else nullcontext():
             search(model, machines, PlanConfig(optimizer="device"), global_batch=8, runnable=False)
     assert seconds == sorted(seconds)
-    assert below[0] == (0.0, 0.0)
-    assert 0 < below[1][0] < 1
-    assert below[-1] == (1.0, 1.0)
+    assert offloaded[0] == (0.0, 0.0)
+    assert 0 < offloaded[1][0] < 1
+    assert offloaded[-1] == (1.0, 1.0)
     terms = plan.prediction.stages[0].memory
     assert terms["parameters"] == terms["optimizer"] == 0
     # The block that runs, the next, and one block's gradients.
@@ -134,12 +134,12 @@ def test_what_the_loss_saves_stays_under_every_directive() -> None:
 
 def test_parameters_stream_only_where_a_stage_runs_whole_backwards() -> None:
     machines = cluster(
-        2, 15 * 10**6, write=Link(bytes_per_second=2e9), host_update_seconds=1e-9, below="host"
+        2, 15 * 10**6, write=Link(bytes_per_second=2e9), host_update_seconds=1e-9, tier_name="host"
     )
     model = layers(8, weight_seconds=1e-3, moved=1e5, parameter_bytes=10**6)
     request = Request(model, machines, PlanConfig(), global_batch=16)
     for shape in request.shapes():
-        streams = any(below.parameters for below in request.offload_fractions(shape))
+        streams = any(offload.parameters for offload in request.offload_fractions(shape))
         assert streams == (not shape.split)
     for interleave in (1, 2):
         config = PlanConfig(parameters="host", stages=2, interleave=interleave)

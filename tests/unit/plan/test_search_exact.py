@@ -74,7 +74,7 @@ def test_the_cases_above_are_not_all_alike() -> None:
     kinds = {
         "sharded": [any(stage.shard_optimizer for stage in plan) for plan in plans],
         "uneven": [len({stage.replicas for stage in plan}) > 1 for plan in plans],
-        "below": [any(stage.optimizer_offload for stage in plan) for plan in plans],
+        "offloaded": [any(stage.optimizer_offload for stage in plan) for plan in plans],
         "offload": [any(Directive.OFFLOAD in stage.directives for stage in plan) for plan in plans],
         "recompute": [
             any(Directive.RECOMPUTE in stage.directives for stage in plan) for plan in plans
@@ -118,14 +118,14 @@ def test_the_plan_is_one_of_the_best_and_fits(seed: int) -> None:
 
 @pytest.mark.slow
 @settings(max_examples=80, deadline=None, derandomize=True)
-@given(r=st.randoms(use_true_random=True), count=st.integers(1, 5), flight=st.integers(1, 4))
-def test_the_peak_is_monotone_in_the_budget(r: random.Random, count: int, flight: int) -> None:
+@given(r=st.randoms(use_true_random=True), count=st.integers(1, 5), in_flight=st.integers(1, 4))
+def test_the_peak_is_monotone_in_the_budget(r: random.Random, count: int, in_flight: int) -> None:
     model, machines, _ = random_case(r, count, 1)
     before = 0
     for memory in range(400, 12_000, 400):
         device = cluster(1, memory, write=machines.devices[0].write, tier=2 * TIER_FLOOR).devices[0]
         fitter = ExactStageFitter(model, device, allowed=list(Directive))
-        found = fitter.fit(0, count, StageSetting(1, 2, flight))
+        found = fitter.fit(0, count, StageSetting(1, 2, in_flight))
         peak = found[0].peak_bytes if found else 0
         assert peak >= before
         assert peak <= memory

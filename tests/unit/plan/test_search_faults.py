@@ -18,7 +18,7 @@ from parallax.plan.cost.collective import all_reduce_seconds
 from parallax.plan.cost.stage import load_planned
 from parallax.plan.plan import Directive, Plan
 from parallax.plan.profile import ModelProfile
-from parallax.plan.search.exact_stage import StageSetting, judge_stage
+from parallax.plan.search.exact_stage import StageSetting, evaluate_stage
 from parallax.plan.search.request import Request, Shape
 from parallax.plan.search.search import search
 from tests.unit.plan.searched import SIZES, layers, random_case
@@ -42,11 +42,11 @@ def check_fits(plan: Plan, model: ModelProfile, machines: Cluster) -> None:
     for index, stage in enumerate(plan.stages):
         rows = -(-plan.microbatch // stage.replicas)
         count = len(plan.stages)
-        flight = plan.schedule.in_flight(count, index, micro_batches, plan.interleave)
+        in_flight = plan.schedule.in_flight(count, index, micro_batches, plan.interleave)
         for rank in plan.ranks(index):
             device = machines.devices[rank]
             load = load_planned(model, stage, rows, device=device, split=plan.schedule.splits)
-            totals[rank] += load.peak_bytes(flight, stage.swap_limit_bytes)
+            totals[rank] += load.peak_bytes(in_flight, stage.swap_limit_bytes)
             assert (
                 totals[rank]
                 <= device.memory_bytes + index // plan.pipeline_ranks * load.reserve_bytes
@@ -93,10 +93,10 @@ def odd_case(r: random.Random) -> tuple[ModelProfile, Cluster, PlanConfig, dict[
         model = replace(model, ties=(), frozen_ties=())
     stages = r.randrange(1, min(blocks, devices) + 1)
     cuts = [0, *sorted(r.sample(range(1, devices), stages - 1)), devices]
-    asked: dict[str, Any] = r.choice(
+    requested: dict[str, Any] = r.choice(
         [{}, {"stages": stages}, {"replicas": [b - a for a, b in itertools.pairwise(cuts)]}]
     )
-    config = PlanConfig(**asked, activations=r.choice(["auto", "keep", "offload", "recompute"]))
+    config = PlanConfig(**requested, activations=r.choice(["auto", "keep", "offload", "recompute"]))
     options = {
         "global_batch": batch,
         "microbatch": r.choice(["auto", 1, 2, 5]),
@@ -207,7 +207,7 @@ def random_score(r: random.Random, request: Request, shape: Shape) -> float:
                 r.choice(list(Directive)) for _ in range(cuts[stage + 1] - cuts[stage])
             )
             device = replace(request.device(first, stop), tier_bytes=10**12)
-            choice = judge_stage(
+            choice = evaluate_stage(
                 request.profile, device, cuts[stage], directives, where, request.host_states[0]
             )
             assert choice is not None

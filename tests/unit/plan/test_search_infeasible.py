@@ -70,12 +70,12 @@ def test_the_fix_for_an_infeasible_plan_is_the_smallest_that_works(
 
 
 @pytest.mark.parametrize("memory", [10**15, 10**6], ids=["enough memory", "too little of both"])
-def test_a_tier_without_room_is_named_with_the_smallest_that_has(memory: int) -> None:
+def test_a_tier_that_is_too_small_is_named_with_the_smallest_that_suffices(memory: int) -> None:
     config = PlanConfig(activations="offload")
 
     def attempt(tier: int, memory: int = memory) -> Plan:
-        room = cluster(1, memory, tier=tier)
-        return search(layers(3), room, config, global_batch=4)[0]
+        machine = cluster(1, memory, tier=tier)
+        return search(layers(3), machine, config, global_batch=4)[0]
 
     with pytest.raises(InfeasiblePlan) as error:
         attempt(TIER_FLOOR)

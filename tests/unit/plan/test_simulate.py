@@ -134,7 +134,7 @@ def test_the_update_waits_for_all_ranks() -> None:
     assert ends == {0: pytest.approx(7), 1: pytest.approx(9)}
 
 
-def test_a_replica_without_rows_costs_nothing_and_blocks_nobody() -> None:
+def test_a_replica_without_rows_costs_nothing_and_blocks_no_rank() -> None:
     result = run(
         [block(moved=5, output=2), block(input=2)], stages([0, 1, 2], [3, 1]), rows=2, micro=1
     )

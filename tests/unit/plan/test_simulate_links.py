@@ -63,7 +63,7 @@ def test_tied_parameters_are_reduced_across_stages() -> None:
     assert inside.step_seconds == pytest.approx(6)
 
 
-def test_messages_to_other_nodes_share_the_way_out() -> None:
+def test_messages_to_other_nodes_share_the_outgoing_link() -> None:
     """One rank feeds three replicas on another node: they share its card, not three links."""
     link = Link(bytes_per_second=10)
     blocks = [block(forward=0, backward=0, output=10), block(forward=1, backward=0)]
@@ -137,8 +137,8 @@ def test_ranks_of_a_node_may_share_its_network() -> None:
     blocks = [block(forward=0, backward=0, output=10), block(forward=1, backward=0)]
     link = Link(bytes_per_second=5)
 
-    def step(ways: float) -> float:
-        two = replace(nodes(2, 2, remote=link), remote_ways=ways)
+    def step(remote_ways: float) -> float:
+        two = replace(nodes(2, 2, remote=link), remote_ways=remote_ways)
         return run(blocks, stages([0, 1, 2], [2, 2]), rows=2, micro=1, machines=two).step_seconds
 
     own, shared = step(0.0), step(1.0)

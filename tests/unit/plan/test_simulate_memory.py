@@ -1,4 +1,4 @@
-"""Peaks of memory and of the tier below, against sums that can be done by hand and against what is proved."""
+"""Peaks of memory and of the offload tier, against sums that can be done by hand and against what is proved."""
 
 from __future__ import annotations
 
@@ -158,15 +158,15 @@ def test_no_rank_peaks_above_what_is_proved(
             part = parts[stage]
             device, split = machines.devices[pipeline_rank], SCHEDULES[schedule].splits
             load = load_planned(profile(drawn), part, -(-rows // micro), device=device, split=split)
-            flight = SCHEDULES[schedule].in_flight(count, stage, micro, interleave)
+            in_flight = SCHEDULES[schedule].in_flight(count, stage, micro, interleave)
             limit = part.swap_limit_bytes if part.offloads else 0
-            bound += load.peak_bytes(flight, limit) - (17 if index else 0)
+            bound += load.peak_bytes(in_flight, limit) - (17 if index else 0)
         assert sum(rank.memory.values()) == rank.peak_bytes <= bound
         assert rank.memory["reserve"] == 17
 
 
 def test_what_a_split_backward_holds_by_hand() -> None:
-    """ZB-H1 on two stages, one row a micro-batch: the second stage puts weight halves off by one micro-batch.
+    """ZB-H1 on two stages, one row a micro-batch: the second stage defers weight-gradient passes by one micro-batch.
 
     ::
 
@@ -234,26 +234,30 @@ def test_what_is_not_trained_has_neither_gradients_nor_states() -> None:
     nothing = [block(parameter_bytes=1000, frozen_bytes=1000)]
     still = run(nothing, stages([0, 1], [2]), **fields).ranks[0]
     assert [still.memory[term] for term in held] == [1000, 0, 0, 0]
-    below = [replace(part, optimizer_offload=1.0, parameter_offload=1.0) for part in stages([0, 1])]
-    gone = run(parts, below, **{**fields, "machines": nodes(1)}).ranks[0]
+    offloaded = [
+        replace(part, optimizer_offload=1.0, parameter_offload=1.0) for part in stages([0, 1])
+    ]
+    gone = run(parts, offloaded, **{**fields, "machines": nodes(1)}).ranks[0]
     assert [gone.memory[term] for term in held] == [0, 0, 0, 0]
     assert gone.memory["staging"] == 1000 + 100 + 300, (
         "the block, its gradients, states that are stepped"
     )
     # Weights, gradients, two states and a master; of the block, what is new beside what is old; pages.
     assert gone.tier_peak_bytes <= 1000 + 100 + 300 + 1000 + 100 + (1000 + 100 + 300) // 128
-    half = [replace(part, parameter_offload=0.5) for part in below]
+    half = [replace(part, parameter_offload=0.5) for part in offloaded]
     parted = run(parts, half, **{**fields, "machines": nodes(1)}).ranks[0]
     assert parted.memory["parameters"] == 500
     assert parted.memory["gradients"] == 100, "all that is trained may be in the other half"
 
 
-def test_replicas_hold_one_copy_of_the_states_below() -> None:
+def test_replicas_hold_one_copy_of_the_offloaded_states() -> None:
     parts, kept = [block(parameter_bytes=12800, largest_bytes=128)], []
     for replicas in (1, 2, 4):
-        below = [replace(part, optimizer_offload=1.0) for part in stages([0, 1], [replicas])]
+        offloaded = [replace(part, optimizer_offload=1.0) for part in stages([0, 1], [replicas])]
         kept.append(
-            run(parts, below, rows=4, micro=1, machines=nodes(replicas)).ranks[0].tier_peak_bytes
+            run(parts, offloaded, rows=4, micro=1, machines=nodes(replicas))
+            .ranks[0]
+            .tier_peak_bytes
         )
     states = [25600, 25600 // 2 + 128, 25600 // 4 + 192]
     assert kept == [size + size // 128 for size in states]

@@ -16,7 +16,7 @@ from tests.unit.plan_fakes import FREE, block, stages
 
 
 def test_a_full_swap_limit_pushes_back() -> None:
-    """Writing takes 3 s a micro-batch, computing 1: with room for one, each later forward waits for a write."""
+    """Writing takes 3 s a micro-batch, computing 1: with memory for one, each later forward waits for a write."""
     slow = Link(bytes_per_second=100 / 3)
     blocks = [block(forward=1, backward=1, moved=100)]
     free = run(blocks, stages([0, 1], directive="offload", limit=400), write=slow)
@@ -42,7 +42,7 @@ def test_a_full_swap_limit_pushes_back() -> None:
 
 
 def test_a_read_begins_as_soon_as_the_backward_before_it_has_given_up_enough() -> None:
-    """One block was counted whole until its backward ended: every step of few large blocks was said to stall."""
+    """One block was counted whole until its backward ended: every step of few large blocks was predicted to stall."""
     read = Link(bytes_per_second=50)
     blocks = [block(forward=1, backward=4, moved=100)] * 2
     parts = stages([0, 2], directive="offload", limit=150)
@@ -92,7 +92,7 @@ def test_compute_is_slower_while_bytes_are_under_way() -> None:
 
 
 def test_what_offloading_takes_the_computing_is_in_both_passes_of_blocks_that_offload() -> None:
-    """Blocks were said to compute as fast with hooks and copies beside them as without."""
+    """Blocks were once predicted to compute as fast with hooks and copies as without."""
     blocks = [block(forward=1, backward=2, moved=1.0, offload_seconds=0.5)] * 2
     part = replace(
         stages([0, 2])[0], directives=(Directive.OFFLOAD, Directive.KEEP), swap_limit_bytes=10

@@ -1,4 +1,4 @@
-"""Tiers are objects: what one is, is said once, and one of somebody else's is planned for and used as any other."""
+"""Tiers are objects: each is described once, and a registered tier is planned for and used as any other."""
 
 from __future__ import annotations
 
@@ -93,10 +93,12 @@ class Copied:
 class MemoryStore:
     """Bytes in one array."""
 
-    def __init__(self, asked: StoreRequest) -> None:
-        self.tier, self.waste_bytes = asked.tier.name, 0
-        self.slots = SlotMap(asked.capacity, "the memory", asked.remedies.when_full(asked.tier))
-        self._bytes = torch.empty(2 * asked.capacity, dtype=torch.uint8)
+    def __init__(self, request: StoreRequest) -> None:
+        self.tier, self.waste_bytes = request.tier.name, 0
+        self.slots = SlotMap(
+            request.capacity, "the memory", request.remedies.when_full(request.tier)
+        )
+        self._bytes = torch.empty(2 * request.capacity, dtype=torch.uint8)
 
     def write(self, data: Tensor) -> tuple[StoreSlot, Copied]:
         slot = self.slots.allocate(data.numel())
@@ -123,8 +125,8 @@ class MemoryStore:
 
 
 def open_second(folder: Path, opened: list[Store]) -> Callable[[StoreRequest], Store]:
-    def open_store(asked: StoreRequest) -> Store:
-        store = DiskStore(folder, asked.capacity, asked.copies, threads=1, tier=asked.tier)
+    def open_store(request: StoreRequest) -> Store:
+        store = DiskStore(folder, request.capacity, request.copies, threads=1, tier=request.tier)
         opened.append(store)
         return store
 
@@ -132,8 +134,8 @@ def open_second(folder: Path, opened: list[Store]) -> Callable[[StoreRequest], S
 
 
 def open_memory(opened: list[Store]) -> Callable[[StoreRequest], Store]:
-    def open_store(asked: StoreRequest) -> Store:
-        opened.append(MemoryStore(asked))
+    def open_store(request: StoreRequest) -> Store:
+        opened.append(MemoryStore(request))
         return opened[-1]
 
     return open_store
@@ -175,7 +177,7 @@ def planned(chain: Chain, tier: str, **wishes: str) -> Plan:
 
 
 def trained(chain: Chain, plan: Plan, scratch: Path) -> tuple[list[float], dict[str, Tensor], int]:
-    """Losses, weights, and the bytes of activations that went below."""
+    """Losses, weights, and the bytes of offloaded activations."""
     swap = SwapConfig(tier=plan.tier, minimum_bytes=1)
     engine = Engine.build(chain, plan, loss=MLP.loss, scratch=scratch, swap=swap)
     draw = torch.Generator().manual_seed(1)
@@ -202,10 +204,10 @@ def test_a_tier_of_ones_own_is_planned_for_and_trains_the_same(
     assert plan.tier == tier.name
     plan.save(tmp_path / "plan.yaml")
     kept = trained(chain, make_plan(chain, global_batch=ROWS), tmp_path / "unused")
-    below = trained(chain, Plan.load(tmp_path / "plan.yaml"), tmp_path / "unused")
-    assert below[0] == kept[0]
-    assert all(torch.equal(below[1][name], tensor) for name, tensor in kept[1].items())
-    assert below[2] > kept[2] == 0
+    offloaded = trained(chain, Plan.load(tmp_path / "plan.yaml"), tmp_path / "unused")
+    assert offloaded[0] == kept[0]
+    assert all(torch.equal(offloaded[1][name], tensor) for name, tensor in kept[1].items())
+    assert offloaded[2] > kept[2] == 0
     assert {store.tier for store in opened} == {tier.name}
     stage = plan.stages[0]
     states, streamed = stage.optimizer_offload > 0, stage.parameter_offload > 0
@@ -259,7 +261,7 @@ def test_names_are_taken_once(opened: list[Store]) -> None:
         replace(SECOND, name="third", key="ssd")
 
 
-def test_tiers_that_nobody_knows(tmp_path: Path) -> None:
+def test_unknown_tiers(tmp_path: Path) -> None:
     chain = describe(MLPConfig(layers=2, hidden=8, embedding=4, sequence=4).build)
     for tier, words in (("second", "tier second is not registered"), ("none", "holds no data")):
         plan = make_plan(chain, directive="offload", global_batch=ROWS, tier=tier)
@@ -273,7 +275,7 @@ def test_tiers_that_nobody_knows(tmp_path: Path) -> None:
         tier_named("tape")
 
 
-def test_what_auto_means_is_said_once() -> None:
+def test_what_auto_means_is_reported_once() -> None:
     assert usual_tier(device_is_ram=True) is choose_tier("t", "auto", device_is_ram=True) is DISK
     assert usual_tier(device_is_ram=False) is choose_tier("t", "auto", device_is_ram=False) is HOST
     assert choose_tier("t", "none", device_is_ram=True) is NONE

@@ -144,7 +144,7 @@ def test_the_step_bounds(shape: tuple[Schedule, int, int, int, list[StageTimes]]
 
 
 def test_orders_of_ones_own() -> None:
-    """Weight halves that are put off further than ZB-H2 does, because a weight half is short."""
+    """Weight-gradient passes deferred further than in ZB-H2, because one is short."""
     times = [StageTimes(1.0, 1.0, 0.5)] * 4
     orders = [zero_bubble(p, 24, warm_up=2 * (3 - p), delay=4 * p) for p in range(4)]
     assert time_orders(orders, times, chain([1, 2, 3, 4]), 24).span_seconds == pytest.approx(
@@ -177,7 +177,7 @@ def test_lists_that_wait_for_each_other_are_refused(first: str, second: str, wai
 
 
 @pytest.mark.parametrize(("count", "interleave"), [(0, 1), (3, 2), (2, 0)])
-def test_stages_that_cannot_be_dealt_out(count: int, interleave: int) -> None:
+def test_layers_that_cannot_be_divided_into_stages(count: int, interleave: int) -> None:
     with pytest.raises(PlanError, match="cannot be split into"):
         timed(SCHEDULES["interleaved"], [StageTimes(1, 1)] * count, 4, interleave=interleave)
 

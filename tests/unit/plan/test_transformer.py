@@ -150,7 +150,7 @@ def test_flash_attention_computes_half_of_the_scores_and_again_backward() -> Non
     assert full.forward.operands.at(1) == (4 + 2 + 5 + 5) * 256 * 512
 
 
-def test_recipes_take_what_is_known_of_them() -> None:
+def test_recipes_use_their_known_properties() -> None:
     assert {
         name: how.weight + how.gradient + how.master + how.optimizer
         for name, how in RECIPES.items()

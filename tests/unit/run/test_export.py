@@ -1,4 +1,4 @@
-"""What a checkpoint becomes outside: the same tensors in folders that from_pretrained loads, and nothing by halves."""
+"""An exported checkpoint has equal tensors in folders that from_pretrained loads, and is never incomplete."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_a_class_derived_from_one_of_transformers_is_that_one(tmp_path: Path) ->
     loaded(exported, transformers.LlamaForCausalLM)
 
 
-@pytest.mark.parametrize("lacking", ["checkpoint", "room", "empty", "folder", "parent"])
+@pytest.mark.parametrize("lacking", ["checkpoint", "space", "empty", "folder", "parent"])
 def test_what_cannot_be_written_is_refused_and_leaves_nothing(lacking: str, tmp_path: Path) -> None:
     out, directory = tmp_path / "out", tmp_path / "run"
     if lacking == "checkpoint":
@@ -309,7 +309,7 @@ def test_what_cannot_be_written_is_refused_and_leaves_nothing(lacking: str, tmp_
             export(run, HF, out)
         return
     run = run_of_llama(directory)
-    if lacking == "room":
+    if lacking == "space":
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(exporting, "disk_free_bytes", lambda path: 1000)
             with pytest.raises(CheckpointError, match=r"its tensors take .*1000 B are free there"):
@@ -352,7 +352,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (out / "model.safetensors").exists()
 
 
-def test_the_checkpoint_is_the_one_that_the_run_goes_on_from(tmp_path: Path) -> None:
+def test_the_checkpoint_is_the_one_that_the_run_resumes_from(tmp_path: Path) -> None:
     """The latest start's: a half that was cut off may have come further, alone."""
     run = run_of_llama(tmp_path)
     write(tmp_path, llama(), step=9, started=2.0)
@@ -365,6 +365,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     for other in ({"num_hidden_layers": 3}, {"num_hidden_layers": 1}, {"intermediate_size": 24}):
         run.config.model = replace(LLAMA, config={**TEXT, **other})
         with pytest.raises(
-            CheckpointError, match="is not of the model that the run's settings say"
+            CheckpointError, match="is not of the model in the run's present settings"
         ):
             export(run, HF, None)

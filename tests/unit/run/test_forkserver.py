@@ -45,7 +45,7 @@ LOOK_SECONDS = 0.2
 def test_a_server_that_was_stopped_is_ended_when_a_rank_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would tell nobody: the launcher would wait for ever."""
+    """It would send no report, and the launcher would wait for ever."""
     monkeypatch.setattr(forkserver, "_CHECK_SECONDS", LOOK_SECONDS)
     waits = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "0"}
     waits |= {"TORCHELASTIC_RUN_ID": "ours", "PARALLAX_RENDEZVOUS": str(tmp_path / "ranks")}

@@ -1,4 +1,4 @@
-"""What a start still writes, of which preflight asks the disk for room."""
+"""The bytes that a start still writes, which preflight compares with the free disk."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tests.plans import described, make_plan
         (["trainer.steps=10", "trainer.checkpoint_every=3", "trainer.resume=never"], 6, 4),
     ],
 )
-def test_room_is_asked_for_what_is_still_to_be_saved(
+def test_disk_space_is_needed_for_what_is_still_to_be_saved(
     settings: list[str], done: int, expected: int
 ) -> None:
-    """A run that has two steps to go needs no room for as many as could be kept."""
+    """A run with two steps left needs no space for as many checkpoints as could be kept."""
     plan = make_plan(described(MLPConfig(layers=2, hidden=16, embedding=4, sequence=4).build))
     run = PreparedRun(Path(), config.compose(["experiment=tiny", *settings]), plan)
     there = [Path(checkpoint_name(done))] if done else []

@@ -1,4 +1,4 @@
-"""Which failures are started again, how often, and what is said."""
+"""Which failures lead to a restart, how often, and the messages."""
 
 from __future__ import annotations
 
@@ -60,27 +60,27 @@ def test_machines_may_recover_and_mistakes_do_not(
 ) -> None:
     report = FailureReport.from_dict(failure_of(error, None).to_dict())  # as it travels
     failure = Failure.of({0: report.code}, report)
-    refused = restarts(tmp_path).refused(failure, asked=False)
+    refused = restarts(tmp_path).refused(failure, stop_requested=False)
     assert (refused is None) == passes
 
 
-def test_nobody_is_started_who_was_asked_to_end(tmp_path: Path) -> None:
+def test_a_point_that_was_asked_to_end_is_not_started(tmp_path: Path) -> None:
     ours = restarts(tmp_path)
     overdue = FailureReport(0, FailureKind.OVERDUE, "stopped by SIGTERM", "but", code=143)
-    assert ours.refused(Failure.of({0: 143}, overdue), asked=False) is not None
-    assert ours.refused(Failure.of({0: -signal.SIGTERM}, None), asked=False) is not None
-    assert ours.refused(Failure.of(KILLED, None), asked=True) is not None
-    assert restarts(tmp_path, 0).refused(Failure.of(KILLED, None), asked=False) is not None
+    assert ours.refused(Failure.of({0: 143}, overdue), stop_requested=False) is not None
+    assert ours.refused(Failure.of({0: -signal.SIGTERM}, None), stop_requested=False) is not None
+    assert ours.refused(Failure.of(KILLED, None), stop_requested=True) is not None
+    assert restarts(tmp_path, 0).refused(Failure.of(KILLED, None), stop_requested=False) is not None
 
 
 def test_progress_is_what_counts(tmp_path: Path) -> None:
-    """A rank that is killed again and again goes on as long as there are steps in between, or it is another one."""
+    """Repeated kills are retried as long as steps are made in between, or another rank is killed."""
     ours = restarts(tmp_path)
     for step in (1, 2, 2, 3, 3):
         stepped(tmp_path, step)
-        assert ours.refused(Failure.of(KILLED, None), asked=False) is None
-    assert ours.refused(Failure.of({0: -signal.SIGKILL}, None), asked=False) is None
-    answers = [ours.refused(Failure.of(KILLED, None), asked=False) for _ in range(3)]
+        assert ours.refused(Failure.of(KILLED, None), stop_requested=False) is None
+    assert ours.refused(Failure.of({0: -signal.SIGKILL}, None), stop_requested=False) is None
+    answers = [ours.refused(Failure.of(KILLED, None), stop_requested=False) for _ in range(3)]
     assert answers[:2] == [None, None]
     assert answers[2] == (
         "the same failure came 3 times at the same step, so nothing is started again; "
@@ -89,19 +89,19 @@ def test_progress_is_what_counts(tmp_path: Path) -> None:
     saved = tmp_path / "checkpoints/step-00000003"
     saved.mkdir(parents=True)
     (saved / "checkpoint.json").touch()
-    assert str(ours.refused(Failure.of(KILLED, None), asked=False)).endswith(
+    assert str(ours.refused(Failure.of(KILLED, None), stop_requested=False)).endswith(
         "run again to continue from the last checkpoint"
     )
 
 
-def test_what_is_said(tmp_path: Path) -> None:
+def test_the_messages_of_restarts(tmp_path: Path) -> None:
     ours = restarts(tmp_path, 2)
     lost = FailureReport(1, FailureKind.LOST, "rank 1 (stage 1)", "ended", ", last seen saving")
     failure = Failure.of({0: 1, **KILLED}, lost)
     assert failure.report.text == (
         "rank 1 (stage 1) was killed by SIGKILL (no memory left?), last seen saving"
     )
-    assert ours.refused(failure, asked=False) is None
+    assert ours.refused(failure, stop_requested=False) is None
     assert (
         ours.next()
         == "starting again from the beginning: there is no checkpoint yet (1 of 2 restarts left)"

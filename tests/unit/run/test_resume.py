@@ -1,4 +1,5 @@
-"""The settings of a run that resumes: what was typed over its own is said, also what that does to a schedule."""
+"""The settings of a run that resumes: typed changes are reported, and so is their effect on the learning-rate
+schedule."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ RUN = ["model=mlp", "name=a", "trainer.steps=60", *RATES]
         ),
     ],
 )
-def test_a_learning_rate_that_changes_at_resume_is_said(
+def test_a_learning_rate_that_changes_at_resume_is_reported(
     tmp_path: Path, typed: list[str], said: str
 ) -> None:
     (tmp_path / "a/checkpoints/step-00000060").mkdir(parents=True)

@@ -71,7 +71,7 @@ def test_the_script_by_hand_ends_as_what_is_written() -> None:
     assert (ROOT / "launch" / "slurm.sbatch").read_text().endswith(f"\n\n{BODY.read_text()}")
 
 
-def test_what_is_asked_for() -> None:
+def test_the_options_of_the_batch_script() -> None:
     found = asked(script(gpus=8, time="1-0", grace_seconds=90.5, options=["--partition=gpu"]))
     assert found == [
         "--job-name=run",
@@ -94,7 +94,7 @@ def test_what_is_asked_for() -> None:
     assert {"--array=0-1", "--output=runs/run-%a/slurm.log"} <= set(shared)
 
 
-def test_a_run_without_a_limit_is_told_in_time() -> None:
+def test_a_run_without_a_time_limit_is_signalled_in_time() -> None:
     assert "--signal=B:USR1@90" in asked(script(grace_seconds=0))
 
 
@@ -248,11 +248,11 @@ def test_a_complete_run_ends_the_job(node: Node) -> None:
 def test_a_run_that_was_stopped_is_queued_again(node: Node) -> None:
     code, said = node.ends(ended("stopped", 5))
     assert (code, node.requeued()) == (0, True)
-    assert said.endswith("to go on from runs/run/checkpoints/step-00000005")
+    assert said.endswith("resumes from runs/run/checkpoints/step-00000005")
 
 
 def test_a_run_that_gets_nowhere_is_not(node: Node) -> None:
-    """It would go on so for ever."""
+    """It would be queued again for ever."""
     assert node.ends(ended("stopped", 5))[0] == 0
     node.calls.unlink()
     code, said = node.ends(ended("stopped", 5))
@@ -271,7 +271,7 @@ def test_a_failure_is_the_jobs(node: Node) -> None:
     assert said == "slurm: runs/run ended with code 3"
 
 
-def test_what_the_batch_shell_is_told_it_passes_on(node: Node) -> None:
+def test_the_batch_shell_forwards_its_signal(node: Node) -> None:
     """And waits for the end of the run, which saves."""
     process = node.start(
         f"touch started; while [[ ! -e told ]]; do sleep 0.02; done; {ended('stopped', 9)}"

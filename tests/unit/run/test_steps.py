@@ -56,7 +56,7 @@ def test_a_number_of_steps_is_not_below_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "asked", "ranks", "expected"),
+    ("cluster", "requested", "ranks", "expected"),
     [
         ({}, {}, 8, (8, "auto")),
         ({}, {}, 2, (2, 1)),
@@ -68,7 +68,7 @@ def test_a_number_of_steps_is_not_below_zero() -> None:
 def test_ranks_have_the_threads_that_they_were_measured_with(
     monkeypatch: pytest.MonkeyPatch,
     cluster: dict[str, Any],
-    asked: dict[str, Any],
+    requested: dict[str, Any],
     ranks: int,
     expected: tuple[int, int | str],
 ) -> None:
@@ -76,7 +76,7 @@ def test_ranks_have_the_threads_that_they_were_measured_with(
     monkeypatch.setattr(local, "usable_cores", lambda: 8.0)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     plan: Any = SimpleNamespace(world_size=ranks, global_batch=16, stages=[SimpleNamespace(stop=4)])
-    found = as_planned(ClusterConfig(kind="cpu", **cluster), PlanConfig(**asked), plan)
+    found = as_planned(ClusterConfig(kind="cpu", **cluster), PlanConfig(**requested), plan)
     assert (found.devices, found.threads) == expected
 
 

@@ -26,7 +26,7 @@ NODES = Nodes(0, ("a", "b", "c"), (0, 0, 1, 2), ("a", "a", "b", "c"))
         ((100, 100, 100), []),
     ],
 )
-def test_the_host_that_has_least_is_to_blame(
+def test_the_host_with_the_least_memory_is_unfit(
     megabytes: tuple[int, int, int], unfit: list[str]
 ) -> None:
     joined = Joined(nodes(2, 1, 1), (), tuple(each * MIB for each in megabytes))

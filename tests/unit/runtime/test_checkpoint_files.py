@@ -39,12 +39,12 @@ TENSORS = {
 }
 
 
-def written(root: Path, step: int = 1, *, part_bytes: int = 2**20, **told: Any) -> Path:
+def written(root: Path, step: int = 1, *, part_bytes: int = 2**20, **reported: Any) -> Path:
     """A checkpoint of ``TENSORS``."""
     partial = partial_folder(root, step)
     begin(partial)
     parts = write_parts(partial, "stage-00", TENSORS.items(), part_bytes)
-    index = {"step": step, "state": {"position": 31}, "fingerprint": "x", **told}
+    index = {"step": step, "state": {"position": 31}, "fingerprint": "x", **reported}
     kinds = {"optimizer": ["exp_avg", "step"], "checksums": parts.checksums}
     finish(partial, {**index, **kinds, "files": parts.files})
     return list_checkpoints(root)[-1]
@@ -89,7 +89,7 @@ def test_a_flipped_bit_is_seen_wherever_it_is(tmp_path: Path) -> None:
     assert read_all(path)
 
 
-def test_damage_names_file_and_tensor_whoever_needs_it(tmp_path: Path) -> None:
+def test_damage_names_file_and_tensor_on_any_rank(tmp_path: Path) -> None:
     path = written(tmp_path)
     (file,) = path.glob("*.safetensors")
     length = int.from_bytes(file.read_bytes()[:8], "little")
@@ -156,7 +156,7 @@ def test_memory_is_taken_again_and_never_exceeded() -> None:
     assert memory.held_bytes == 60
 
 
-def test_what_is_larger_than_the_room_is_held_alone() -> None:
+def test_a_tensor_larger_than_the_free_memory_is_held_alone() -> None:
     memory = SnapshotMemory(PlainArena, 10)
     memory.release(memory.acquire(50))
     memory.release(memory.acquire(8))

@@ -195,7 +195,7 @@ def row_mean(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("micro", [1, 2, 3])
-def test_a_mean_of_ones_own_over_masked_targets_is_refused(micro: int) -> None:
+def test_a_custom_mean_over_masked_targets_is_refused(micro: int) -> None:
     """Only once a batch has some, and with a way out that is one."""
     torch.manual_seed(0)
     inputs = torch.randn(6, LENGTH, WIDTH, dtype=torch.float64)

@@ -46,7 +46,7 @@ NOBODY = [
 
 
 @pytest.mark.parametrize("ranks", [ranks for _, ranks in NOBODY], ids=[text for text, _ in NOBODY])
-def test_nobody_is_to_blame(ranks: list[RankStatus]) -> None:
+def test_no_rank_is_at_fault(ranks: list[RankStatus]) -> None:
     assert root_cause(ranks, LIMIT) is None
 
 
@@ -73,7 +73,7 @@ OUTSIDE = [
 @pytest.mark.parametrize(
     ("ranks", "rank"), [case[1:] for case in OUTSIDE], ids=[case[0] for case in OUTSIDE]
 )
-def test_outside_of_steps_who_shows_no_sign_of_life(
+def test_outside_of_steps_the_rank_without_a_sign_of_life_is_named(
     ranks: list[RankStatus], rank: int | None
 ) -> None:
     assert root_cause(ranks, LIMIT, 3600.0) == (None if rank is None else (rank, FailureKind.HANGS))
@@ -116,7 +116,7 @@ def test_silence_explains_everything_else() -> None:
     assert root_cause(ranks, LIMIT) == (1, FailureKind.SILENT)
 
 
-def test_what_is_said() -> None:
+def test_the_texts_of_failure_reports() -> None:
     ranks = [seen(Kind.RECEIVE_GRADIENT), seen(Kind.BACKWARD)]
     assert "".join(complaint(ranks, 1, FailureKind.HANGS, LIMIT)) == (
         "has been in backward of micro-batch 2, step 3, for 61 s while rank 0 waits in receive_gradient of micro-batch "
@@ -155,14 +155,14 @@ def test_what_travels_comes_back() -> None:
         ("aaa", 2, {2}, 0),
     ],
 )
-def test_who_speaks_for_a_rank_that_cannot_is_still_there(
+def test_the_process_that_reports_for_a_dead_rank_is_still_alive(
     hosts: str, failed: int, gone: set[int], named: int
 ) -> None:
     report = FailureReport(failed, FailureKind.LOST, "", "")
     present = [rank for rank in range(len(hosts)) if rank not in gone]
     assert speaker(report, hosts, present) == named
-    told = replace(report, speaker=named)
-    assert [rank for rank in present if speaks(told, rank, hosts)] == [named]
+    reported = replace(report, speaker=named)
+    assert [rank for rank in present if speaks(reported, rank, hosts)] == [named]
 
 
 @pytest.mark.parametrize(

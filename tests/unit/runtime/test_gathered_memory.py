@@ -97,7 +97,7 @@ def test_the_peak_of_a_step_is_below_the_predicted_one(microbatch: int, directiv
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("replicas", [(2,), (1, 2), (2, 1)], ids=str)
-def test_each_replica_has_room_for_the_loss(pool: Pool, replicas: tuple[int, ...]) -> None:
+def test_each_replica_has_memory_for_the_loss(pool: Pool, replicas: tuple[int, ...]) -> None:
     plan = planned(microbatch=30, replicas=replicas)
     found = predict(measured(), cluster(sum(replicas)), plan)
     stages = [stage for stage, count in enumerate(replicas) for _ in range(count)]

@@ -97,7 +97,7 @@ def test_one_that_answers_is_there_to_judge(tmp_path: Path, begin: Begin, clock:
     assert seconds_until(clock, looks) is None
     there.end()
     assert heard.living([0, 1]) == [0]
-    assert seconds_until(clock, heard.have_stopped) is not None  # nobody is left to
+    assert seconds_until(clock, heard.have_stopped) is not None  # no process is left to
 
 
 def test_nothing_is_concluded_without_a_limit_or_before_all_have_begun(
@@ -111,7 +111,7 @@ def test_nothing_is_concluded_without_a_limit_or_before_all_have_begun(
     assert seconds_until(clock, heard.have_stopped) is None
 
 
-def test_a_launcher_that_was_stopped_itself_begins_anew(
+def test_a_launcher_that_was_stopped_itself_does_not_blame_the_ranks(
     tmp_path: Path, begin: Begin, clock: Clock
 ) -> None:
     heard = Heartbeats(tmp_path, 1, Requests())

@@ -26,7 +26,7 @@ from tests.plans import make_plan
 
 MIB = 2**20
 STEPS = 2
-Steps = tuple[list[float], int]  # losses, and the most activations that were below
+Steps = tuple[list[float], int]  # losses, and the most offloaded activations
 Train = Callable[[str, Path], Steps]
 
 
@@ -49,21 +49,23 @@ def steps(gpt: GPTConfig, rows: int, scratch: Path, **plan: Any) -> Steps:
 
 
 def activations(where: str, scratch: Path) -> Steps:
-    """Many rows of a small model, with its activations on the device or below."""
-    directive = {"device": "keep", "below": "offload"}[where]
+    """Many rows of a small model, with its activations on the device or offloaded."""
+    directive = {"device": "keep", "offloaded": "offload"}[where]
     gpt = GPTConfig(layers=6, hidden=64, heads=4, sequence=128, vocabulary=256)
     return steps(gpt, 64, scratch, directive=directive, swap_limit=40 * MIB)
 
 
 def everything(where: str, scratch: Path, layers: int) -> Steps:
-    """A large model, with weights, gradients, optimizer states and activations on the device or below."""
-    below: dict[str, Any] = {
+    """A large model, with weights, gradients, optimizer states and activations on the device or offloaded."""
+    offloaded: dict[str, Any] = {
         "directive": "offload",
         "optimizer_offload": 1.0,
         "parameter_offload": 1.0,
     }
     gpt = GPTConfig(layers=layers, hidden=512, heads=8, sequence=128, vocabulary=256, tied=False)
-    return steps(gpt, 4, scratch, **(below if where == "below" else {}), swap_limit=24 * MIB)
+    return steps(
+        gpt, 4, scratch, **(offloaded if where == "offloaded" else {}), swap_limit=24 * MIB
+    )
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,13 @@ class Job:
 
 def of_layers(layers: int, fold: float) -> Job:
     train = functools.partial(everything, layers=layers)
-    return Job(train, 4 * 4 * layers * 12 * 512**2, fold, 108 * MIB)  # 95 MiB were seen below
+    return Job(
+        train, 4 * 4 * layers * 12 * 512**2, fold, 108 * MIB
+    )  # 95 MiB were seen when offloaded
 
 
 JOBS = {
-    "activations": Job(activations, 0, 0.3, 160 * MIB),  # 92 MiB were seen below
+    "activations": Job(activations, 0, 0.3, 160 * MIB),  # 92 MiB were seen when offloaded
     "everything of 8 layers": of_layers(8, 1.4),
     "everything of 12 layers": of_layers(12, 2),
     "everything of 24 layers": of_layers(24, 4),
@@ -92,7 +96,7 @@ JOBS = {
 
 
 def limited(name: str, scratch: str) -> None:
-    """In a process of its own: on the device until the kernel says no; live on, and go below under the same limit."""
+    """In a process of its own: on the device until the kernel says no; live on, and offload under the same limit."""
     return_freed_memory()
     # 8 MiB each otherwise, which count, although next to nothing of them is used.
     threading.stack_size(MIB)
@@ -107,7 +111,7 @@ def limited(name: str, scratch: str) -> None:
         job.train("device", Path(scratch))
     except RuntimeError as error:
         failure = str(error)
-    losses, activations = job.train("below", Path(scratch))
+    losses, activations = job.train("offloaded", Path(scratch))
     needed = job.states + activations
     print(json.dumps({"failure": failure, "losses": losses, "limit": limit, "needed": needed}))
 
@@ -115,7 +119,7 @@ def limited(name: str, scratch: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        # Everything has activations below as well.
+        # Everything offloads activations as well.
         pytest.param("activations", marks=pytest.mark.thorough),
         # As weights that do not fit, and a loop that does not, in tests/unit/swap: all of it at one time.
         pytest.param("everything of 8 layers", marks=pytest.mark.thorough),
@@ -124,7 +128,7 @@ def limited(name: str, scratch: str) -> None:
         pytest.param("everything of 24 layers", marks=pytest.mark.thorough),
     ],
 )
-def test_what_does_not_fit_trains_below(name: str, scratch: Path) -> None:
+def test_what_does_not_fit_trains_offloaded(name: str, scratch: Path) -> None:
     program = f"from tests.unit.runtime.test_honest_memory import limited; limited({name!r}, {str(scratch)!r})"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", program]

@@ -67,7 +67,7 @@ def test_a_failure_is_that_of_its_micro_batch(kind: Any) -> None:
     assert [len(inputs.take(part)["x"]) for part in PARTS] == [2, 2, 1]
 
 
-def test_what_is_on_its_way_when_another_fails_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfers_under_way_when_another_fails_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody has its target, whose memory may be used for what computes now."""
     waits: list[Tensor] = []
 

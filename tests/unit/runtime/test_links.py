@@ -1,4 +1,4 @@
-"""The ranks' watches find each other, whoever else knocks."""
+"""The ranks' failure links connect, and reject other connections."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_ranks_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
         welcome(listener, "word", 1)
 
 
-def test_addresses_begin_with_the_interface_torch_is_told_to_use(
+def test_addresses_begin_with_the_interface_set_for_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert addresses(one_host=True) == ["127.0.0.1"]
@@ -132,7 +132,7 @@ class _Slow:
         raise TimeoutError("timed out")
 
 
-def test_a_cut_network_is_no_slow_peer() -> None:
+def test_a_network_partition_is_no_slow_peer() -> None:
     here, there = linked()
     with contextlib.closing(there), contextlib.closing(here.socket):
         here.socket, real = _Slow(), here.socket  # type: ignore[assignment]

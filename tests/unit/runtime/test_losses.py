@@ -161,7 +161,7 @@ def test_groups_keep_rates_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adafactor])
-def test_copies_of_what_lives_below_are_not_trained_in_silence(kind: Any, tmp_path: Path) -> None:
+def test_stepping_copies_of_offloaded_parameters_raises(kind: Any, tmp_path: Path) -> None:
     chain = describe(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)))
     for offload in (0.0, 1.0):
         plan = make_plan(chain, parameter_offload=offload)

@@ -1,4 +1,4 @@
-"""What a rank is said to hold is its stage's, and not what torch imports when it is first used."""
+"""A rank's measured memory is its stage's, without torch's lazy imports."""
 
 from __future__ import annotations
 

@@ -82,14 +82,14 @@ SHORT: dict[str, tuple[Values, Values, str]] = {
 @pytest.mark.parametrize("rows", [1, 3, 4, ROWS])
 @pytest.mark.parametrize("kind", SHORT)
 def test_too_few_are_refused_with_both_numbers(kind: str, rows: int) -> None:
-    inputs, targets, said = SHORT[kind]
-    with pytest.raises(DataError, match=rf"^the batch of step 3 has 16 row\(s\), and {said}: "):
+    inputs, targets, output = SHORT[kind]
+    with pytest.raises(DataError, match=rf"^the batch of step 3 has 16 row\(s\), and {output}: "):
         take(OwnRows(inputs, targets), rows)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=output):
         RowCheck().of(OwnRows(inputs, targets), "a batch").check_last()
 
 
-def test_more_than_were_asked_for() -> None:
+def test_more_rows_than_requested() -> None:
     def more(start: int, stop: int) -> torch.Tensor:
         return torch.zeros(stop - start + (stop - start > 2))
 
@@ -97,23 +97,23 @@ def test_more_than_were_asked_for() -> None:
         take(OwnRows(of(ROWS), more), 4)
 
 
-def test_rows_are_asked_for_again_only_where_a_length_is_not_the_one_due() -> None:
-    asked: list[tuple[int, int]] = []
+def test_rows_are_requested_again_only_for_an_unexpected_length() -> None:
+    requested: list[tuple[int, int]] = []
 
     def targets(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        asked.append((start, stop))
+        requested.append((start, stop))
         return torch.zeros(stop - start), TABLE
 
     check = RowCheck()
     for step in range(2):
         checked = check.of(OwnRows(of(ROWS), targets), "a batch")
         checked.targets(0, 8)
-        assert asked == [(0, 8)]
-        asked.clear()
+        assert requested == [(0, 8)]
+        requested.clear()
         checked.targets(8, 12)
-        assert asked[0] == (8, 12)
-        assert (len(asked) > 1) == (step == 0)
-        asked.clear()
+        assert requested[0] == (8, 12)
+        assert (len(requested) > 1) == (step == 0)
+        requested.clear()
 
 
 def test_a_source_that_does_not_give_single_rows() -> None:

@@ -38,7 +38,7 @@ class Given:
 
 
 def raised(ranks: list[Any], times: int = 1) -> str:
-    """What all ranks are told of their batches, within so many steps."""
+    """Return the error of all ranks about their batches, within a number of steps."""
     answers: list[Any] = []
     meshes: list[Any] = [
         SimpleNamespace(world=1, device=torch.device("cpu"), all_gather_object=lambda mine: answers)
@@ -73,10 +73,10 @@ def test_any_changed_value_on_any_rank_is_found(data: st.DataObject) -> None:
         target[place] = ~target[place] if dtype is torch.bool else target[place] + 1
     in_memory = data.draw(st.booleans())
     kind = TensorRows if in_memory else Given
-    said = raised([kind(*each) for each in batches], 1 if in_memory else 2 * rows)
-    which = rank if world > 2 else 1  # of two, nobody knows which is wrong
+    output = raised([kind(*each) for each in batches], 1 if in_memory else 2 * rows)
+    which = rank if world > 2 else 1  # of two, it is unknown which is wrong
     what = "targets" if part == "targets" else "inputs"
-    assert said == (f"rank {which} has other {what}" if changed else "")
+    assert output == (f"rank {which} has other {what}" if changed else "")
 
 
 def test_a_digest_knows_shapes_types_and_places() -> None:

@@ -41,7 +41,7 @@ class Counting(CpuCopies):
 
 @dataclass
 class Late(DoneEvent):
-    """Done when it is said."""
+    """Done when the test sets it."""
 
     over: bool = field(default=False)
 

@@ -33,8 +33,8 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters())
 
 
-def tight(model: nn.Module, room: int = 2**17) -> int:
-    return 2 * sum(p.nbytes for p in model.parameters()) + room
+def tight(model: nn.Module, free_bytes: int = 2**17) -> int:
+    return 2 * sum(p.nbytes for p in model.parameters()) + free_bytes
 
 
 def refused(call: Callable[[], Any], *words: str) -> str:
@@ -209,7 +209,7 @@ def enter(directory: Path | str) -> None:
         pass
 
 
-def test_unusable_folders_are_told_of_on_entry(tmp_path: Path) -> None:
+def test_unusable_folders_raise_on_entry(tmp_path: Path) -> None:
     """Not in the middle of a step, and also where nothing may ever move."""
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
@@ -338,18 +338,18 @@ def test_the_report_names_arguments(scratch: Path) -> None:
 
 
 def test_the_report_says_why_nothing_moves(scratch: Path) -> None:
-    """It said that all fitted, of tensors that no limit moves."""
-    for least, said in (
+    """The report said that all fitted, although no limit moves these tensors."""
+    for least, output in (
         (65536, "none may move: they are smaller than minimum_bytes=65536; "),
         (1, "all fitted"),
     ):
         model = build()
         with parallax.swap(model, "1GiB", directory=scratch, minimum_bytes=least) as swapping:
             model(torch.ones(2, WIDTH)).sum().backward()
-        assert f"activations: {said}" in swapping.report()
+        assert f"activations: {output}" in swapping.report()
 
 
-def test_host_memory_in_the_words_of_who_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_errors_use_the_callers_names(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         SwapError, match=r"cannot allocate .*; lower tier_bytes, .*ulimit -l.*, or set tier=disk$"
     ):

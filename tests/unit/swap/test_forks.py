@@ -22,7 +22,7 @@ from tests.alone import alone
 
 
 class Loop:
-    """A loop of which nearly all is below; one graph waits for its backward."""
+    """A loop of which nearly all is offloaded; one graph waits for its backward."""
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
@@ -121,7 +121,7 @@ def plainly(folder: Path) -> list[Tensor]:
 
 
 def forked(name: str, folder: Path) -> None:
-    """The parent goes on as if there had been no child, which forks while transfers run."""
+    """The parent continues as if there were no child, which forks while transfers run."""
     loss_bytes: list[Tensor] = []
 
     def inside(loop: Loop) -> None:
@@ -143,7 +143,7 @@ def forked(name: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_child_ends_and_harms_nobody(scratch: Path) -> None:
+def test_a_child_ends_without_side_effects(scratch: Path) -> None:
     forked_each = f"[forked(name, Path({str(scratch)!r})) for name in CHILDREN]"
     code = f"from tests.unit.swap.test_forks import *; {forked_each}"
     found = subprocess.run(

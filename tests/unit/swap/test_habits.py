@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 from parallax.swap.lms.scope import Swapping
-from tests.unit.swap.test_states import WIDTH, below, build, tight
+from tests.unit.swap.test_states import WIDTH, build, offloaded_states, tight
 from tests.unit.swap_fakes import assert_equal
 
 __all__ = ["tight"]
@@ -258,7 +258,7 @@ def test_habits(habit: Callable[[Loop], None], kind: Any, tight: Callable[..., S
             with tight(model, loop.optimizer) as swapping:
                 habit(loop)
             assert swapping.states[0].bytes_out > 0
-            assert not below(loop.optimizer)
+            assert not offloaded_states(loop.optimizer)
         else:
             habit(loop)
         loops.append(loop)
@@ -274,7 +274,7 @@ def test_states_that_are_replaced_are_not_read(tight: Callable[..., Swapping]) -
     optimizer = KINDS["adamw"](model.parameters())
     with tight(model, optimizer) as swapping:
         Loop(model, optimizer).run()
-        assert below(optimizer) > 2
+        assert offloaded_states(optimizer) > 2
         states = copy.deepcopy(optimizer.state_dict())
         before, leaving = swapping.states[0].bytes_in, swapping.states[0]._store.slots.used_bytes
         optimizer.load_state_dict(states)

@@ -57,7 +57,7 @@ HAZARDS = {
     "no backward ever comes": ["swap/test_steps::test_a_step_without_backward_leaves_nothing"],
     "an unused branch": ["test_an_unused_branch_is_let_go_of_with_its_graph"],
     "evaluation between steps": ["test_evaluation_between_steps_changes_nothing"],
-    "a backward in two halves": ["test_a_backward_in_two_halves"],
+    "a split backward": ["test_a_split_backward"],
     "a failed transfer keeps its tensor": ["test_a_failed_transfer_keeps_nothing"],
     "copies against the reuse of their memory": [
         "swap/test_verify::test_a_missing_wait_is_found",
@@ -68,7 +68,7 @@ HAZARDS = {
     "a pinned allocation for each tensor": [
         "machine/test_device::test_no_host_memory_is_allocated_after_the_store_was_made"
     ],
-    "pinned memory rounded up": ["machine/test_device::test_an_arena_is_as_large_as_asked"],
+    "pinned memory rounded up": ["machine/test_device::test_an_arena_is_as_large_as_requested"],
 }
 
 
@@ -109,7 +109,7 @@ def run(net: Net, x: Tensor, manager: SwapManager | None) -> Tensor:
         return net(x)
     with offloading(manager, everything(*net.parameters()), 0):
         found = net(x)
-    settle(manager, 0.01)  # all of it is below, except what another graph has in use
+    settle(manager, 0.01)  # all of it is offloaded, except what another graph has in use
     return found
 
 
@@ -129,7 +129,7 @@ def test_second_derivatives_of_what_came_back(make: Make) -> None:
 
 
 @pytest.mark.parametrize("limit", [600, MIB])
-def test_a_backward_in_two_halves(make: Make, limit: int) -> None:
+def test_a_split_backward(make: Make, limit: int) -> None:
     """As zero-bubble schedules run it: first for the inputs, on which another stage waits, then for the weights."""
     torch.manual_seed(0)
     net, x = Net(), torch.randn(5, 6, requires_grad=True)
@@ -140,9 +140,9 @@ def test_a_backward_in_two_halves(make: Make, limit: int) -> None:
         *torch.autograd.grad(plain, weights),
     ]
     manager = make(limit)
-    for told in (False, True):
+    for reported in (False, True):
         loss = run(net, x, manager).sum()
-        if told:
+        if reported:
             manager.fetch(0)
         found = [*torch.autograd.grad(loss, x, retain_graph=True)]
         other = run(net, x, manager).sum()  # another micro-batch runs forward in between

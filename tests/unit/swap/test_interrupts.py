@@ -74,7 +74,7 @@ def test_an_interrupt_is_never_lost(scratch: Path) -> None:
     alone(interrupted, scratch)
 
 
-# ---- an optimizer whose states are below, stepped in pieces
+# ---- an optimizer whose states are offloaded, stepped in pieces
 
 
 WIDE = 64
@@ -174,7 +174,7 @@ def steps_interrupted(where: str, thorough: bool, folder: Path) -> None:
     faulthandler.dump_traceback_later(500, exit=True)
     lines = step_interrupted(10**9, where, folder).lines
     first = sorted({line: at for at, line in reversed([*enumerate(lines, 1)])}.values())
-    some = {*first[::64], *(at for at in first if lines[at - 1].startswith("below.py"))}
+    some = {*first[::64], *(at for at in first if lines[at - 1].startswith("offloaded_states.py"))}
     for at in range(1, len(lines) + 1) if thorough else sorted(some):
         if (at, where) != (1, "exit"):
             step_interrupted(at, where, folder)
@@ -189,7 +189,7 @@ def test_an_interrupt_tears_no_state(where: str, thorough: bool, scratch: Path) 
     alone(steps_interrupted, where, thorough, scratch, seconds=560)
 
 
-# ---- the engine's step, with activations and optimizer states below
+# ---- the engine's step, with activations and optimizer states offloaded
 
 
 def engine_interrupted(at: int, plan: dict[str, Any], folder: Path) -> Keyboard:

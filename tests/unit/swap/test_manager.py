@@ -91,7 +91,7 @@ def test_budget_exceeded_carries_the_arithmetic(store: ManualStore) -> None:
     assert manager.take_statistics().high_water <= 100 * KIB
 
 
-def test_used_bytes_leave_only_when_nobody_works_on_them(store: ManualStore) -> None:
+def test_used_bytes_are_evicted_only_when_unused(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100 * KIB)
     entries = [manager.save(tensor(40 * KIB, i), 0)[0] for i in range(4)]
     store.finish(9)
@@ -125,14 +125,16 @@ def test_last_saved_comes_first_as_far_as_it_fits(store: ManualStore) -> None:
     assert store.log[3:] == ["read 34"]  # and what is loaded is not read again
 
 
-def test_spared_before_the_write_and_given_up_when_room_is_needed(store: ManualStore) -> None:
+def test_kept_before_the_write_and_evicted_when_memory_is_needed(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100)
     spared = [manager.save(tensor(40, 7), 0)[0], manager.save(tensor(20, 8), 0)[0]]
     manager.fetch(0)
     statistics = manager.take_statistics()
     assert (statistics.bytes_cancelled, statistics.bytes_out) == (60, 0)
     assert manager.stored_bytes == 0
-    more = manager.save(tensor(60, 9), 1)[0]  # needs room: the one needed last goes, after all
+    more = manager.save(tensor(60, 9), 1)[
+        0
+    ]  # needs memory: the one needed last is evicted after all
     assert store.log == ["write 40"]
     assert manager.resident_bytes == 80
     for entry, value in [(spared[1], 8), (spared[0], 7), (more, 9)]:
@@ -148,7 +150,7 @@ def test_fetched_while_being_written(store: ManualStore) -> None:
     manager.fetch(0)
     store.finish(1)
     assert manager.resident_bytes == 60  # wanted, so it stays although it is written
-    other = manager.save(tensor(60, 6), 1)[0]  # nothing is to be written to make room for it
+    other = manager.save(tensor(60, 6), 1)[0]  # no write is needed to free memory for it
     assert store.log == ["write 60"]
     assert values(manager.load(entry)).eq(5).all()
     assert values(manager.load(other)).eq(6).all()
@@ -180,7 +182,7 @@ def test_dead_before_the_write_began(store: ManualStore) -> None:
     assert manager.take_statistics().bytes_cancelled == 60
 
 
-def test_a_failed_write_is_told_and_stays_told(store: ManualStore) -> None:
+def test_a_failed_write_is_reported_and_stays_reported(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100)
     entry = manager.save(tensor(60), 0)[0]
     store.transfers[0].error = SwapError("no space")
@@ -196,7 +198,7 @@ def test_a_failed_write_is_told_and_stays_told(store: ManualStore) -> None:
     manager.save(tensor(10), 0)[0]
 
 
-def test_a_failed_transfer_of_the_dead_harms_nobody(store: ManualStore) -> None:
+def test_a_failed_transfer_of_a_freed_record_is_ignored(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100)
     dead = manager.save(tensor(60), 0)[0]
     store.transfers[0].error, store.transfers[0].running = SwapError("no space"), True
@@ -207,7 +209,7 @@ def test_a_failed_transfer_of_the_dead_harms_nobody(store: ManualStore) -> None:
     assert (manager.resident_bytes, manager.stored_bytes) == (0, 0)
 
 
-def test_a_failed_read_is_told_each_time(store: ManualStore) -> None:
+def test_a_failed_read_is_reported_each_time(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100)
     entry = manager.save(tensor(60), 0)[0]
     store.finish(1)
@@ -251,7 +253,7 @@ def test_close_with_transfers_under_way(store: ManualStore, running: bool) -> No
     assert (manager.resident_bytes, manager.stored_bytes) == (0, 0)
 
 
-def test_statistics_start_anew(store: ManualStore) -> None:
+def test_statistics_restart(store: ManualStore) -> None:
     manager = SwapManager(store, limit_bytes=100 * KIB)
     entry = manager.save(tensor(60 * KIB), 0)[0]
     store.finish(1)
@@ -278,8 +280,8 @@ def test_books_do_not_grow(store: ManualStore) -> None:
         manager.fetch(step % 5)
         del entries
     assert manager.resident_bytes == 0
-    books = [book for book in vars(manager).values() if hasattr(book, "__len__")]
-    assert sum(len(book) for book in books) < 10
+    accounts = [book for book in vars(manager).values() if hasattr(book, "__len__")]
+    assert sum(len(book) for book in accounts) < 10
 
 
 def test_claims_end_on_any_thread(scratch: Path) -> None:

@@ -1,4 +1,4 @@
-"""PyTorch's own databases of operators and modules: with all that they save below the device, each computes what it
+"""PyTorch's own databases of operators and modules: with all saved tensors offloaded, each computes what it
 computes without, bit for bit, and refuses what it refuses without.
 
 Their samples come from ``torch.testing._internal``, which changes settings of the whole process when it is imported:

@@ -1,4 +1,4 @@
-"""The optimizer below the device against the same optimizer on it."""
+"""The host optimizer against the same optimizer on the device."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def store(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Store | Non
         yield opened
 
 
-def below(optimizer: torch.optim.Optimizer, net: nn.Module, store: Store | None) -> HostOptimizer:
+def on_host(optimizer: torch.optim.Optimizer, net: nn.Module, store: Store | None) -> HostOptimizer:
     return HostOptimizer(
         optimizer, net.parameters(), copies=CpuCopies(), store=store, bucket_bytes=BUCKET
     )
@@ -78,7 +78,7 @@ def backward(net: nn.Module, step: int, count: int = 2) -> None:
 def test_thirty_steps_are_bit_identical(name: str, store: Store | None) -> None:
     plain, mine = make_net(), make_net()
     optimizer, template = make_optimizer(name, plain), make_optimizer(name, mine)
-    with contextlib.closing(below(template, mine, store)) as host:
+    with contextlib.closing(on_host(template, mine, store)) as host:
         for step in range(30):
             for group in [*optimizer.param_groups, *template.param_groups]:
                 group["lr"] = 1e-2 / (1 + step)
@@ -112,7 +112,7 @@ def test_short_types_have_full_precision_copies(store: Store | None) -> None:
     template = torch.optim.AdamW(mine.parameters(), lr=2e-4, fused=True)
     optimizer = torch.optim.AdamW(exact.parameters(), lr=2e-4, fused=True)
     before = [parameter.detach().clone() for parameter in mine.parameters()]
-    with contextlib.closing(below(template, mine, store)) as host:
+    with contextlib.closing(on_host(template, mine, store)) as host:
         for step in range(40):
             host.ready(mine.parameters())
             host.zero_grad()
@@ -134,7 +134,7 @@ def test_short_types_have_full_precision_copies(store: Store | None) -> None:
 
 def test_parameters_without_gradient_stay_as_they_are(store: Store | None) -> None:
     mine = make_net()
-    with contextlib.closing(below(make_optimizer("adamw", mine), mine, store)) as host:
+    with contextlib.closing(on_host(make_optimizer("adamw", mine), mine, store)) as host:
         before = mine[4].weight.detach().clone()
         mine[:4](torch.randn(3, 100)).sum().backward()
         host.commit()
@@ -145,12 +145,12 @@ def test_parameters_without_gradient_stay_as_they_are(store: Store | None) -> No
         assert host.states(mine[0].weight)
 
 
-def test_a_full_tier_is_told_where_the_weights_are_needed(scratch: Path) -> None:
+def test_a_full_tier_raises_where_the_weights_are_needed(scratch: Path) -> None:
     mine = make_net()
     small = DiskStore(scratch, 200_000, CpuCopies(), threads=1)
     with (
         contextlib.closing(small),
-        contextlib.closing(below(make_optimizer("adamw", mine), mine, small)) as host,
+        contextlib.closing(on_host(make_optimizer("adamw", mine), mine, small)) as host,
     ):
         backward(mine, 0)
         host.commit()
@@ -179,7 +179,7 @@ def test_moments_lie_as_their_weights_do(store: Store | None) -> None:
     mine = copy.deepcopy(plain)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
     with contextlib.closing(
-        below(torch.optim.AdamW(mine.parameters(), lr=1e-2, fused=True), mine, store)
+        on_host(torch.optim.AdamW(mine.parameters(), lr=1e-2, fused=True), mine, store)
     ) as host:
         for step in range(8):
             x = torch.randn(2, 3, 9, 9)
@@ -208,14 +208,14 @@ def test_a_gradient_that_grew_after_it_was_called_final_comes_down_again(
     """A backward that had been called the last raised; the next step's were more."""
     mine = make_net(torch.bfloat16)
     twin = copy.deepcopy(mine)
-    with contextlib.closing(below(make_optimizer("adamw", mine), mine, store)) as host:
+    with contextlib.closing(on_host(make_optimizer("adamw", mine), mine, store)) as host:
         for step in range(2):
             backward(mine, step, 1)
             for parameter in mine.parameters():
                 host.reduced(parameter)
         host.commit()
         host.finish()
-    with contextlib.closing(below(make_optimizer("adamw", twin), twin, None)) as host:
+    with contextlib.closing(on_host(make_optimizer("adamw", twin), twin, None)) as host:
         for step in range(2):
             backward(twin, step, 1)
         host.commit()
@@ -223,7 +223,7 @@ def test_a_gradient_that_grew_after_it_was_called_final_comes_down_again(
     assert all(torch.equal(one, other) for one, other in zip(mine.parameters(), twin.parameters()))
 
 
-def test_after_a_failure_nothing_goes_on_half_updated(
+def test_after_a_failure_no_parameter_is_half_updated(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, plain = make_net(), make_net()
@@ -231,7 +231,7 @@ def test_after_a_failure_nothing_goes_on_half_updated(
     disk = DiskStore(scratch, 2**24, CpuCopies(), threads=1)
     with (
         contextlib.closing(disk),
-        contextlib.closing(below(make_optimizer("adamw", mine), mine, disk)) as host,
+        contextlib.closing(on_host(make_optimizer("adamw", mine), mine, disk)) as host,
     ):
 
         def step(number: int) -> None:
@@ -292,7 +292,7 @@ class Peer:
             self.answer.wait(20)
 
 
-def test_who_failed_does_not_wait_for_other_replicas(
+def test_a_failed_replica_does_not_wait_for_others(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, peer = make_net(), Peer()
@@ -324,4 +324,4 @@ def test_who_failed_does_not_wait_for_other_replicas(
 def test_optimizers_that_look_at_several_parameters_are_refused() -> None:
     mine = make_net()
     with pytest.raises(ConfigError, match="LBFGS updates all parameters together"):
-        below(torch.optim.LBFGS(mine.parameters()), mine, None)
+        on_host(torch.optim.LBFGS(mine.parameters()), mine, None)

@@ -101,7 +101,7 @@ def store(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def stream(store: Store) -> Iterator[Stream]:
-    """Makes streams over blocks; in the end nothing may be left below, nor too much have been on the device."""
+    """Makes offloaded blocks; in the end nothing may be left in the tier, nor too much have been on the device."""
     made: list[OffloadedParameters] = []
 
     def build(blocks: Sequence[nn.Module], **options: Any) -> OffloadedParameters:
@@ -373,7 +373,7 @@ def test_blocks_are_made_one_after_another(store: Store) -> None:
     assert store.slots.used_bytes == 0
 
 
-def test_a_changed_byte_below_is_noticed(scratch: Path) -> None:
+def test_a_changed_byte_in_the_tier_is_noticed(scratch: Path) -> None:
     store = HostStore(4 * MIB, CpuCopies())
     mine = model()
     streamed = OffloadedParameters([list(b.parameters()) for b in mine], store, verify=True)

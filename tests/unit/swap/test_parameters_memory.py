@@ -91,7 +91,8 @@ def streamed(scratch: Path, count: int = BLOCKS) -> tuple[list[float], int, int,
 
 
 def limited(scratch: str) -> None:
-    """In a process of its own: resident until the kernel says no, live on, and stream under the same limit."""
+    """In a process of its own: resident until the kernel refuses memory; then it continues, and offloads under the same
+    limit."""
     return_freed_memory()
     resident(1)
     streamed(Path(scratch), 1)  # what torch loads on first use is not the model's

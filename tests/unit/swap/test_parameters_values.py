@@ -56,13 +56,13 @@ def test_steps_are_those_of_a_resident_optimizer(stream: Stream, count: int, cut
         return torch.optim.AdamW(groups, lr=1e-2, fused=True)
 
     resident = optimizer(plain)
-    below = HostOptimizer(optimizer(mine), [], copies=CpuCopies(), extra=streamed.chunks)
+    host = HostOptimizer(optimizer(mine), [], copies=CpuCopies(), extra=streamed.chunks)
     try:
         for _ in range(3):
             resident.zero_grad(set_to_none=False)
             streamed.zero_gradients()
             for index in range(len(mine)):
-                below.ready(streamed.parameters(index))
+                host.ready(streamed.parameters(index))
             assert run(mine, gpipe(count)) == run(plain, gpipe(count))
             found = [p.grad for p in plain.parameters() if p.grad is not None]
             norm = get_total_norm(found)
@@ -71,13 +71,13 @@ def test_steps_are_those_of_a_resident_optimizer(stream: Stream, count: int, cut
             for gradient in found:
                 gradient.mul_(coefficient)
             resident.step()
-            below.commit(coefficient)
-        below.finish()
+            host.commit(coefficient)
+        host.finish()
         assert_same(weights(mine, streamed), [p.detach() for p in plain.parameters()])
         with torch.no_grad():
             assert forward(mine, batch(9)) == forward(plain, batch(9))
     finally:
-        below.close()
+        host.close()
 
 
 def test_low_precision_has_master_copies(stream: Stream) -> None:
@@ -85,7 +85,7 @@ def test_low_precision_has_master_copies(stream: Stream) -> None:
     master = mine[0].weight.detach().clone()
     streamed = stream(mine)
     expected = nn.Parameter(master.float())
-    below = HostOptimizer(
+    host = HostOptimizer(
         torch.optim.AdamW(mine.parameters(), lr=1e-4), [], copies=CpuCopies(), extra=streamed.chunks
     )
     reference = torch.optim.AdamW([expected], lr=1e-4)
@@ -96,13 +96,13 @@ def test_low_precision_has_master_copies(stream: Stream) -> None:
             gradient = streamed.read_gradient(mine[0].weight)
             assert gradient is not None
             expected.grad = gradient.float()
-            below.commit()
-            below.finish()
+            host.commit()
+            host.finish()
             reference.step()
         assert torch.equal(streamed.read_full(0)[0], expected.detach().bfloat16())
         assert not torch.equal(streamed.read_full(0)[0], master)
     finally:
-        below.close()
+        host.close()
 
 
 def test_values_can_be_read_and_written_whole(stream: Stream) -> None:

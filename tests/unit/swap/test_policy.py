@@ -75,7 +75,7 @@ def test_the_oldest_of_all_micro_batches_leaves_first() -> None:
 
 
 def test_an_eighth_of_the_limit_leaves_ahead_of_need() -> None:
-    """Otherwise each who needs room would wait for a whole write."""
+    """Otherwise each new record would wait for a whole write."""
     manager, store = manager_of(LAZY, limit=800)
     entries = add(manager, *[50] * 17)
     assert store.log == ["write 50"]
@@ -83,7 +83,7 @@ def test_an_eighth_of_the_limit_leaves_ahead_of_need() -> None:
     store.finish(9)
     store.log.clear()
     entries += add(manager, 50, 50)
-    assert store.log == [], "room had been made before it was needed"
+    assert store.log == [], "memory was freed before it was needed"
     del entries
 
 
@@ -97,12 +97,12 @@ def test_a_lead_is_a_wish_where_the_tier_is_full() -> None:
     assert manager.stored_bytes == 0
 
 
-def test_what_is_kept_makes_room_for_what_is_needed_sooner() -> None:
+def test_kept_records_are_evicted_for_those_needed_sooner() -> None:
     manager, store = manager_of(LAZY)
     first = add(manager, 501, 502, 503, micro=0)
     later = add(manager, 400, micro=1)
     store.finish(9)
-    manager.fetch(0)  # 501 and 502 are below
+    manager.fetch(0)  # 501 and 502 are offloaded
     store.finish(9)
     assert "write 400" in store.log
     use(manager, first)
@@ -110,7 +110,7 @@ def test_what_is_kept_makes_room_for_what_is_needed_sooner() -> None:
     assert manager.take_statistics().high_water <= 1000
 
 
-def told(policy: Policy, limit: int, seed: int) -> list[Any]:
+def outcome(policy: Policy, limit: int, seed: int) -> list[Any]:
     """What a manager does, call by call, in steps at random: some drop their graphs, some tensors share a storage."""
     draw, (manager, store) = random.Random(seed), manager_of(policy, limit)
     found: list[Any] = []
@@ -155,11 +155,11 @@ def told(policy: Policy, limit: int, seed: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("limit", [300, 800, 2000])
-def test_books_that_are_kept_late_say_what_they_would_have_said(limit: int) -> None:
-    """A number of tensors that is never reached prefers nothing, but the books are kept from the beginning."""
+def test_late_accounting_equals_immediate_accounting(limit: int) -> None:
+    """A number of tensors that is never reached prefers nothing, but disables the fast path from the beginning."""
     from_the_beginning = Policy(eager=False, n_tensors=2**40)
     for seed in range(40):
-        assert told(LAZY, limit, seed) == told(from_the_beginning, limit, seed), seed
+        assert outcome(LAZY, limit, seed) == outcome(from_the_beginning, limit, seed), seed
 
 
 def test_what_fits_takes_few_calls() -> None:
@@ -289,14 +289,14 @@ def test_the_first_use_brings_back_the_rest_in_the_order_of_need() -> None:
         use(manager, entries)
 
 
-@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("reported", [False, True])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_so_many_ahead_of_need(ahead: int, told: bool) -> None:
+def test_so_many_ahead_of_need(ahead: int, reported: bool) -> None:
     manager, store = manager_of(Policy(swapin_ahead=ahead))
     entries = add(manager, *range(101, 108))
     store.finish(9)
     store.log.clear()
-    if told:
+    if reported:
         manager.fetch(0)
         store.finish(9)
         assert len(store.log) == ahead

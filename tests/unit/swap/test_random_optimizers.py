@@ -144,7 +144,7 @@ def test_optimizers_that_wrap_others(
     model, other = build(), build()
     plain, swapped = optimize(model), optimize(other)
     expected = loop(model, plain)
-    with tight(other, swapped, room=5 * MIB // 4) as swapping:
+    with tight(other, swapped, free_bytes=5 * MIB // 4) as swapping:
         assert loop(other, swapped) == expected
         report = swapping.report()
     assert_equal(other.state_dict(), model.state_dict())
@@ -162,16 +162,16 @@ def test_what_a_wrapped_optimizer_counts_is_counted_once(tight: Callable[..., Sw
     optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9))
     steps: list[int] = []
     optimizer.optimizer.register_step_post_hook(lambda *_: steps.append(1))
-    with tight(model, optimizer, room=5 * MIB // 4):
+    with tight(model, optimizer, free_bytes=5 * MIB // 4):
         losses = plain_loop(model, optimizer)
     assert len(steps) == optimizer.count == len(losses)
 
 
-def test_states_of_a_step_that_is_not_cut_must_fit(tight: Callable[..., Swapping]) -> None:
+def test_states_of_a_step_that_is_not_split_must_fit(tight: Callable[..., Swapping]) -> None:
     """Refused before anything is stepped, with the limit that is enough."""
     model = build()
     optimizer = Ema(model.parameters())
-    with tight(model, optimizer, room=MIB) as swapping:
+    with tight(model, optimizer, free_bytes=MIB) as swapping:
         words = r"a step of Ema needs .* its step in pieces has another result.*nothing was stepped: raise limit by"
         with pytest.raises(BudgetExceeded, match=words):
             plain_loop(model, optimizer)
@@ -269,7 +269,7 @@ def test_random_optimizers(seed: int, tight: Callable[..., Swapping]) -> None:
         inner = Written(groups, frozenset(parts))
         return Lookahead(inner) if wraps else inner
 
-    swapping = compare(tight, optimize=optimize, loop=plain_loop, room=5 * MIB // 4)
+    swapping = compare(tight, optimize=optimize, loop=plain_loop, free_bytes=5 * MIB // 4)
     assert not (swapping.states[-1].whole and parts.isdisjoint(WHOLE))
 
 

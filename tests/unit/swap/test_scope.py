@@ -90,14 +90,14 @@ def tight(scratch: Path) -> Callable[..., Swapping]:
 
 
 def tightly(scratch: Path) -> Callable[..., Swapping]:
-    """A limit under which activations and states must move: both are several times the room."""
+    """A limit under which activations and states must be offloaded: both are several times the free bytes."""
 
     def make(
-        model: nn.Module, optimizer: Any = (), room: int = 5 * MIB // 8, **options: Any
+        model: nn.Module, optimizer: Any = (), free_bytes: int = 5 * MIB // 8, **options: Any
     ) -> Swapping:
         defaults = {"minimum_bytes": 1024, "piece_bytes": MIB // 8, "directory": scratch}
         return parallax.swap(
-            model, static_bytes(model) + room, optimizer=optimizer, **{**defaults, **options}
+            model, static_bytes(model) + free_bytes, optimizer=optimizer, **{**defaults, **options}
         )
 
     return make
@@ -219,7 +219,7 @@ def test_n_tensors_alone_offloads_so_many(scratch: Path, count: int) -> None:
         assert moved == count
 
 
-def test_states_make_way_for_larger_batches_and_come_back_for_the_step(
+def test_states_are_offloaded_for_larger_batches_and_fetched_for_the_step(
     tight: Callable[..., Swapping],
 ) -> None:
     def growing(model: nn.Module, optimizer: Optimizer) -> list[float]:
@@ -240,7 +240,7 @@ def test_states_make_way_for_larger_batches_and_come_back_for_the_step(
     expected = growing(model, adamw(model))
     seen.clear()
     optimizer = adamw(other)
-    with tight(other, optimizer, room=MIB + MIB // 2) as scope:
+    with tight(other, optimizer, free_bytes=MIB + MIB // 2) as scope:
         swapping.append(scope)
         assert growing(other, optimizer) == expected
     assert seen[0] == seen[1] == 0
@@ -410,7 +410,7 @@ def test_checkpoint(reentrant: bool, around: bool, tight: Callable[..., Swapping
 
     # Where all is recomputed with torch's own hooks, only the input is saved.
     if not (around and not reentrant):
-        compare(tight, loop, lambda: build(checkpointed=reentrant), room=MIB // 2)
+        compare(tight, loop, lambda: build(checkpointed=reentrant), free_bytes=MIB // 2)
         return
     model, other = build(), build()
     expected = loop(model, adamw(model))

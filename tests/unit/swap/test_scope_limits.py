@@ -60,7 +60,7 @@ def test_a_limit_that_cannot_be_kept_says_why(tight: Callable[..., Swapping]) ->
             BudgetExceeded,
             match=r"limit .* activations .* in use .* [\d.]+ KiB more are needed: raise limit",
         ),
-        tight(model, optimizer, room=MIB // 16),
+        tight(model, optimizer, free_bytes=MIB // 16),
     ):
         plain_loop(model, optimizer)
     (x, y), optimizer = next(batches(1, 8)), adamw(model)
@@ -69,7 +69,7 @@ def test_a_limit_that_cannot_be_kept_says_why(tight: Callable[..., Swapping]) ->
         pytest.raises(
             BudgetExceeded, match=r"a step of AdamW needs 128.0 KiB of states .* raise limit"
         ),
-        tight(model, optimizer, room=MIB // 16),
+        tight(model, optimizer, free_bytes=MIB // 16),
     ):
         optimizer.step(lambda: F.cross_entropy(model(x), y).backward())  # type: ignore[arg-type,return-value]
     assert all(
@@ -103,13 +103,13 @@ MAKING: dict[str, tuple[Callable[..., Optimizer], dict[str, Any], int]] = {
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "settings", "states"), MAKING.values(), ids=MAKING)
-def test_a_step_without_room_for_its_largest_piece_steps_nothing(
+def test_a_step_without_memory_for_its_largest_piece_steps_nothing(
     kind: Callable[..., Optimizer],
     settings: dict[str, Any],
     states: int,
     tight: Callable[..., Swapping],
 ) -> None:
-    """Refused in the first step too, which would make the states; a little more room is enough."""
+    """Refused in the first step too, which would make the states; a slightly larger limit is enough."""
     largest = states * 4 * WIDTH * WIDTH * 4
     for made in (False, True):
         model = uneven()
@@ -119,20 +119,20 @@ def test_a_step_without_room_for_its_largest_piece_steps_nothing(
             model(x).sum().backward()
             optimizer.step()
         before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        with tight(model, optimizer, room=largest - 4096, minimum_bytes=MIB // 16):
+        with tight(model, optimizer, free_bytes=largest - 4096, minimum_bytes=MIB // 16):
             model(x).sum().backward()
             for _ in range(2):
                 words = rf"a step of {kind.__name__} needs .* nothing was stepped: raise limit by 4\.0 KiB"
                 with pytest.raises(BudgetExceeded, match=words):
                     optimizer.step()
                 assert_equal((model.state_dict(), optimizer.state_dict()), before)
-        with tight(model, optimizer, room=largest, minimum_bytes=MIB // 16) as swapping:
+        with tight(model, optimizer, free_bytes=largest, minimum_bytes=MIB // 16) as swapping:
             for _ in range(3):
                 optimizer.step()
                 assert swapping.states[0].device_bytes <= largest
 
 
-def test_what_makes_no_states_needs_no_room_for_them(tight: Callable[..., Swapping]) -> None:
+def test_optimizers_without_states_need_no_memory_for_them(tight: Callable[..., Swapping]) -> None:
     """Nor is an optimizer of somebody else's refused for a guess."""
 
     class Plain(torch.optim.SGD):
@@ -141,7 +141,7 @@ def test_what_makes_no_states_needs_no_room_for_them(tight: Callable[..., Swappi
     for kind in (torch.optim.SGD, Plain):
         model = uneven()
         optimizer = kind(model.parameters(), lr=1e-3)
-        with tight(model, optimizer, room=MIB // 64, minimum_bytes=4096):
+        with tight(model, optimizer, free_bytes=MIB // 64, minimum_bytes=4096):
             for _ in range(3):
                 model(torch.ones(2, WIDTH)).sum().backward()
                 optimizer.step()
@@ -167,11 +167,13 @@ def test_layers_that_are_unfrozen_inside_count(tight: Callable[..., Swapping]) -
     assert f"parameters and buffers {size}, gradients {size}," in report
 
 
-def test_layers_that_are_unfrozen_without_room_are_refused(tight: Callable[..., Swapping]) -> None:
+def test_layers_that_are_unfrozen_beyond_the_limit_are_refused(
+    tight: Callable[..., Swapping],
+) -> None:
     model = build()
     model.layers.requires_grad_(False)
     limit = sum(p.nbytes for p in model.parameters()) + MIB // 4
-    with tight(model, room=limit - static_bytes(model)):
+    with tight(model, free_bytes=limit - static_bytes(model)):
         model(torch.ones(2, WIDTH)).sum().backward()
         model.layers.requires_grad_(True)
         with pytest.raises(

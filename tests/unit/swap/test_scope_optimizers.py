@@ -61,12 +61,12 @@ def test_gan(tight: Callable[..., Swapping]) -> None:
 
     expected = loop(*models())
     one, two, first, second = models()
-    with tight(one, first) as outer, tight(two, second, room=MIB) as inner:
+    with tight(one, first) as outer, tight(two, second, free_bytes=MIB) as inner:
         assert loop(one, two, first, second) == expected
     assert_moved(inner)
     assert outer.states[0].bytes_out > 0
     one, two, first, second = models()
-    with tight(nn.ModuleList([one, two]), [first, second], room=MIB) as both:
+    with tight(nn.ModuleList([one, two]), [first, second], free_bytes=MIB) as both:
         assert loop(one, two, first, second) == expected
     assert_moved(both)
 
@@ -135,7 +135,9 @@ def test_lbfgs_is_refused(tight: Callable[..., Swapping]) -> None:
         pass
 
 
-def test_who_looks_at_all_parameters_is_stepped_whole(tight: Callable[..., Swapping]) -> None:
+def test_an_optimizer_that_reads_all_parameters_is_stepped_whole(
+    tight: Callable[..., Swapping],
+) -> None:
     swapping = compare(tight, optimize=lambda m: Together(m.parameters(), momentum=0.9))
     assert "Together: 389.0 KiB of states" in swapping.report()
     assert "stepped whole" in swapping.report()
@@ -172,7 +174,7 @@ class NormedLamb(Lamb):
         self.max_grad_norm = 1.0
 
 
-def test_who_clips_inside_step_is_refused(tight: Callable[..., Swapping]) -> None:
+def test_an_optimizer_that_clips_inside_step_is_refused(tight: Callable[..., Swapping]) -> None:
     """The norm of a piece is not the norm of all: plain and swapped losses would part without a word."""
     model = build()
     weights, biases = (
@@ -198,7 +200,7 @@ def test_who_clips_inside_step_is_refused(tight: Callable[..., Swapping]) -> Non
     compare(tight, optimize=lambda m: Lamb(m.parameters(), max_grad_norm=None))
 
 
-def test_who_begins_to_clip_later_is_refused_then(tight: Callable[..., Swapping]) -> None:
+def test_an_optimizer_that_clips_later_is_refused_then(tight: Callable[..., Swapping]) -> None:
     model = build()
     optimizer = Lamb(model.parameters(), max_grad_norm=0.0)
     with tight(model, optimizer):
@@ -227,7 +229,7 @@ def test_hooks_of_the_optimizer_run_once_and_see_all(tight: Callable[..., Swappi
         handle.remove()
 
 
-def test_states_below_come_up_for_who_reads_them(tight: Callable[..., Swapping]) -> None:
+def test_offloaded_states_are_fetched_for_readers(tight: Callable[..., Swapping]) -> None:
     model = build()
     optimizer = adamw(model)
     with tight(model, optimizer):
@@ -246,7 +248,7 @@ def test_states_below_come_up_for_who_reads_them(tight: Callable[..., Swapping])
 def test_a_compiled_step_runs_uncompiled_inside(
     scheduled: bool, tight: Callable[..., Swapping]
 ) -> None:
-    """Nothing in pieces is compiled, whoever wrapped the step before; outside it is, as before."""
+    """A step in pieces is never compiled, even if it was wrapped before; outside it is, as before."""
     compiled: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Any:

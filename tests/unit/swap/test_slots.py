@@ -31,9 +31,9 @@ def places(slot: StoreSlot) -> list[tuple[int, int]]:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9 * PAGE)), max_size=150))
-def test_the_line_is_bounded_by_what_was_in_use(asked: list[tuple[bool, int]]) -> None:
+def test_the_line_is_bounded_by_what_was_in_use(requested: list[tuple[bool, int]]) -> None:
     slots, taken, most = SlotMap(2**40, "the tier"), list[StoreSlot](), 0
-    for give, size in asked:
+    for give, size in requested:
         if give and taken:
             slots.release(taken.pop(size % len(taken)))
         else:
@@ -46,10 +46,10 @@ def test_the_line_is_bounded_by_what_was_in_use(asked: list[tuple[bool, int]]) -
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9 * PAGE)), max_size=150))
-def test_a_tier_is_full_only_when_its_bytes_are_in_use(asked: list[tuple[bool, int]]) -> None:
+def test_a_tier_is_full_only_when_its_bytes_are_in_use(requested: list[tuple[bool, int]]) -> None:
     capacity = 20 * PAGE
     slots, taken = SlotMap(capacity, "the tier"), list[StoreSlot]()
-    for give, size in asked:
+    for give, size in requested:
         if give and taken:
             slots.release(taken.pop(size % len(taken)))
             continue
@@ -141,7 +141,7 @@ def swap_files() -> list[int]:
 
 @pytest.mark.slow
 def test_random_lengths_for_hundreds_of_steps(scratch: Path) -> None:
-    """States are always below and some graphs outlive their step, so the line never begins anew."""
+    """States are always offloaded and some graphs outlive their step, so the line never restarts."""
     torch.manual_seed(0)
     model, lengths = Sequences(), random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,4 +1,4 @@
-"""States that are below the device: copied, saved, read, edited and held on to, as without a scope."""
+"""Offloaded optimizer states: copied, saved, read, edited and held on to, as without a scope."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def adam(model: nn.Module, **options: Any) -> Optimizer:
 
 @pytest.fixture
 def tight(scratch: Path) -> Callable[..., Swapping]:
-    """Activations and states must move: each is several times the room."""
+    """Activations and states must be offloaded: each is several times the free bytes."""
 
-    def make(model: nn.Module, optimizer: Any = (), room: int = 2**17) -> Swapping:
-        limit = 2 * sum(p.nbytes for p in model.parameters()) + room
+    def make(model: nn.Module, optimizer: Any = (), free_bytes: int = 2**17) -> Swapping:
+        limit = 2 * sum(p.nbytes for p in model.parameters()) + free_bytes
         options = {"minimum_bytes": 1024, "piece_bytes": 2**15, "directory": scratch}
         return parallax.swap(model, limit, optimizer=optimizer, **options)
 
     return make
 
 
-def below(optimizer: Optimizer) -> int:
+def offloaded_states(optimizer: Optimizer) -> int:
     return sum(isinstance(state, OffloadedStates) for state in optimizer.state.values())
 
 
@@ -78,7 +78,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 def test_a_copy_is_an_ordinary_optimizer(
     copied: Callable[[Any], Any], tight: Callable[..., Swapping]
 ) -> None:
-    """Of model and optimizer together: it goes on as the first would, in the scope and after it."""
+    """A copy of model and optimizer trains as the first would, in the scope and after it."""
     other = build()
     same = adam(other)
     expected = [steps(other, same), steps(other, same, seed=2)]
@@ -86,15 +86,15 @@ def test_a_copy_is_an_ordinary_optimizer(
     optimizer = adam(model)
     with tight(model, optimizer):
         losses = [steps(model, optimizer)]
-        assert below(optimizer) > 2
+        assert offloaded_states(optimizer) > 2
         found, twin = copied((model, optimizer))
-        assert below(optimizer) > 2
-        assert not below(twin)
+        assert offloaded_states(optimizer) > 2
+        assert not offloaded_states(twin)
         assert all(type(state) is dict for state in twin.state.values())
         assert_equal(twin.state_dict(), optimizer.state_dict())
         assert [*twin.state] == [*found.parameters()]
         inside = steps(found, twin, seed=2)
-        assert not below(twin)
+        assert not offloaded_states(twin)
         losses.append(steps(model, optimizer, seed=2))
     assert losses == expected
     assert inside == expected[1]
@@ -178,7 +178,7 @@ def replaced(optimizer: Optimizer) -> list[float]:
 
 
 def all_at_once(optimizer: Optimizer) -> list[float]:
-    """Held together, then changed; bytes that nobody else sees are lost where their copy goes on."""
+    """Held together, then changed; bytes without another reference are lost if their copy is used."""
     torch._foreach_zero_([state["exp_avg_sq"] for state in optimizer.state.values()])
     return []
 
@@ -213,7 +213,7 @@ HABITS = [
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("habit", HABITS)
-def test_who_reads_or_edits_states(
+def test_reading_and_editing_states(
     habit: Callable[[Optimizer], list[Any]], tight: Callable[..., Swapping]
 ) -> None:
     def loop(model: nn.Module, optimizer: Optimizer) -> list[Any]:
@@ -232,7 +232,7 @@ def test_who_reads_or_edits_states(
     assert_equal(model.state_dict(), other.state_dict())
 
 
-def test_reading_beside_a_full_room(tight: Callable[..., Swapping]) -> None:
+def test_reading_with_a_full_store(tight: Callable[..., Swapping]) -> None:
     model = build()
     optimizer = adam(model)
     with tight(model, optimizer):
@@ -260,7 +260,7 @@ HOLDERS: dict[str, Callable[[dict[Any, Any]], Any]] = {
 @pytest.mark.sampled
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
 @pytest.mark.parametrize("inside", [False, True])
-def test_who_holds_a_state_sees_it_change(
+def test_a_held_state_sees_its_changes(
     hold: Any, inside: bool, tight: Callable[..., Swapping]
 ) -> None:
     """It stays where it is for as long; a change that is made there counts."""
@@ -286,9 +286,9 @@ def test_who_holds_a_state_sees_it_change(
         assert steps(model, optimizer) == steps(other, same)
         assert torch.equal(tensor(kept), same.state[twin]["exp_avg"].view(-1))
         kept = None
-        before = below(optimizer)
+        before = offloaded_states(optimizer)
         assert steps(model, optimizer) == steps(other, same)
-        assert below(optimizer) >= before
+        assert offloaded_states(optimizer) >= before
     assert swapping.states[0].bytes_out > 0
     assert_equal(optimizer.state_dict(), same.state_dict())
 

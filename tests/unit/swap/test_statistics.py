@@ -46,7 +46,7 @@ def test_each_micro_batch_has_its_bytes() -> None:
     assert manager.take_statistics().micro == {}
 
 
-def test_a_wait_for_room_is_that_of_who_needs_it() -> None:
+def test_a_wait_for_memory_counts_for_the_record_that_needs_it() -> None:
     manager = SwapManager(ManualStore(), limit_bytes=100)
     entries = [manager.save(tensor(80), micro)[0] for micro in (0, 1)]
     found = manager.take_statistics()
@@ -163,7 +163,7 @@ def test_what_was_kept_is_decided_when_it_is_known() -> None:
     assert manager.take_statistics().decisions == {}
 
 
-def test_pinned_memory_beyond_what_was_asked_is_told() -> None:
+def test_pinned_memory_beyond_the_request_is_reported() -> None:
     class Rounding(CpuCopies):
         def arena(self, count: int) -> PlainArena:
             found = PlainArena(count)

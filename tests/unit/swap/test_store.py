@@ -34,17 +34,17 @@ PAGE = 4096
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9 * PAGE)), max_size=80))
-def test_places_never_overlap_and_none_is_lost(asked: list[tuple[bool, int]]) -> None:
+def test_places_never_overlap_and_none_is_lost(requested: list[tuple[bool, int]]) -> None:
     capacity = 40 * PAGE
     slots, taken = SlotMap(capacity, "the tier"), list[StoreSlot]()
-    for give, size in asked:
+    for give, size in requested:
         if give and taken:
             slots.release(taken.pop(size % len(taken)))
         else:
             try:
                 taken.append(slots.allocate(size))
             except SwapError:
-                assert slots.used_bytes + size > capacity - PAGE, "refused though there was room"
+                assert slots.used_bytes + size > capacity - PAGE, "refused although bytes were free"
         places = [place for slot in taken for place in slot.stretches or [(slot.offset, slot.size)]]
         spans = sorted((offset, offset + length) for offset, length in places)
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))

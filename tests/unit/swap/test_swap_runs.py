@@ -34,7 +34,7 @@ def parameters(draw: random.Random) -> list[nn.Parameter]:
 @pytest.mark.parametrize("size", [bytes_of, padded])
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("seed", range(30))
-def test_runs_cover_all_in_order_and_cut_no_vector(seed: int, cut: bool, size: Any) -> None:
+def test_runs_cover_all_in_order_and_split_no_vector(seed: int, cut: bool, size: Any) -> None:
     draw = random.Random(seed)
     given, most = parameters(draw), draw.choice([1, 256, 1000, 4096, 10**6])
     runs = list(aligned_runs(given, most, lambda p: p.dtype, split=cut, size=size))
@@ -53,7 +53,7 @@ def test_runs_cover_all_in_order_and_cut_no_vector(seed: int, cut: bool, size: A
 
 
 class Demanding(torch.optim.SGD):
-    """One whose ``__init__`` nobody can call by heart, and that keeps something of its own."""
+    """An optimizer with an unusual ``__init__`` and state of its own."""
 
     def __init__(self, parameters: Any, *, secret: object, lr: float) -> None:
         super().__init__(parameters, lr=lr, momentum=0.9)

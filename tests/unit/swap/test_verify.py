@@ -97,7 +97,7 @@ def churn(manager: SwapManager, seed: int) -> None:
         data = torch.randint(0, 256, (pages * PAGE,), dtype=torch.uint8, generator=bytes_of)
         return manager.save(data, 0)[0]
 
-    # One dies while it is written, the next takes its place below, a third drives it out.
+    # One dies while it is written, the next takes its slot in the tier, a third drives it out.
     for _ in range(4):
         add(3)
         second, third = add(3), add(3)
@@ -206,14 +206,14 @@ WAITS: list[tuple[str, str, type, str, Any]] = [
         no_end_of_the_dead,
     ),
     (
-        "a dead write, when room is needed",
+        "a dead write, when memory is needed",
         "disk",
         Transfers,
         "wait_ignoring_errors",
         no_wait_for_the_dead,
     ),
     (
-        "a dead write, when room is needed",
+        "a dead write, when memory is needed",
         "late host",
         Transfers,
         "wait_ignoring_errors",
@@ -363,8 +363,8 @@ def step(model: Chain, rows: Tensor, manager: SwapManager | None, seed: int) -> 
                     roots[micro] = model(rows[micro])
             continue
         micro = generator.choice(sorted(roots))
-        told, again = generator.random() < 0.5, generator.random() < 0.2
-        if told and manager is not None:
+        reported, again = generator.random() < 0.5, generator.random() < 0.2
+        if reported and manager is not None:
             manager.fetch(micro)
         roots[micro].backward(retain_graph=again)
         if again:

@@ -64,7 +64,7 @@ def test_pattern_and_single_file(folder: Path) -> None:
     assert len(open_corpus(TextDataConfig(path=str(folder / "a.txt"))).bytes) == 4000
 
 
-def test_max_bytes_cuts_in_the_middle_of_a_file(folder: Path) -> None:
+def test_max_bytes_truncates_in_the_middle_of_a_file(folder: Path) -> None:
     corpus = open_corpus(TextDataConfig(path=str(folder), max_bytes=5000))
     assert (
         corpus.bytes.tobytes()

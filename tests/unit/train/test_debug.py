@@ -45,7 +45,7 @@ def test_off_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("steps", "seen"), [(5, {1, 2}), (2, {1}), (1, set())])
-def test_a_trace_holds_the_steps_asked_for(tmp_path: Path, steps: int, seen: set[int]) -> None:
+def test_a_trace_holds_the_requested_steps(tmp_path: Path, steps: int, seen: set[int]) -> None:
     """Also where the loop ends before they do."""
     recorded(tmp_path, DebugConfig(record="trace", steps=(2, 3)), steps)
     path = tmp_path / "trace-rank0.json"

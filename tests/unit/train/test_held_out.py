@@ -78,10 +78,10 @@ def evaluated(
 ) -> tuple[Evaluated, Callable[[Tensor, Tensor], float], list[tuple[int, int | None]]]:
     chain = describe(lambda: nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 5)))
     engine = Engine.build(chain, make_plan(chain, global_batch=BATCH), loss=loss)
-    told: list[tuple[int, int | None]] = []
+    reported: list[tuple[int, int | None]] = []
 
     def progress(done: int, count: int | None) -> bool:
-        told.append((done, count))
+        reported.append((done, count))
         return True
 
     def whole(inputs: Tensor, targets: Tensor) -> float:
@@ -90,7 +90,7 @@ def evaluated(
 
     found = HeldOut(engine, source, BATCH, most).evaluate(progress)
     assert found is not None
-    return found, whole, told
+    return found, whole, reported
 
 
 @pytest.mark.sampled
@@ -104,10 +104,10 @@ def evaluated(
 )
 def test_all_held_out_rows_count_alike(behind: str, said: bool, rows: int, loss: Any) -> None:
     source = Slices(rows, behind, said)
-    found, whole, told = evaluated(source, None, loss)
+    found, whole, reported = evaluated(source, None, loss)
     assert found.loss == pytest.approx(whole(*data(rows)), rel=1e-6)
     assert (found.batches, found.truncated) == (-(-rows // BATCH), False)
-    assert told[-1] == (found.batches, found.batches if said else None)
+    assert reported[-1] == (found.batches, found.batches if said else None)
 
 
 def test_what_a_source_raises_behind_a_short_batch_is_the_end() -> None:
@@ -134,7 +134,7 @@ def test_at_most_so_many_batches(most: int, batches: int) -> None:
         assert found.loss == pytest.approx(whole(inputs[:rows], targets[:rows]), rel=1e-6)
 
 
-def test_a_source_without_an_end_is_cut_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_without_an_end_is_limited_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     class Endless(Slices):
         def validation(self, index: int, rows: int) -> TensorRows:
             inputs, targets = data(rows)

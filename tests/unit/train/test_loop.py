@@ -22,11 +22,11 @@ from parallax.swap.config import SwapConfig
 from parallax.train.loop import OnDrift, TrainerConfig, train
 from parallax.train.monitor import LoggerConfig
 from parallax.train.record import MEASURED_EVENTS, PREDICTED_EVENTS, WARM_UP
-from parallax.train.stop import JUDGED, drift
+from parallax.train.stop import STEPS_TO_EVALUATE, drift
 from tests.plans import GIB, make_plan
 from tests.results import read_metrics
 
-STEPS = WARM_UP + JUDGED + 3
+STEPS = WARM_UP + STEPS_TO_EVALUATE + 3
 
 
 class SameRows:
@@ -92,13 +92,13 @@ def test_a_wrong_prediction_ends_the_loop_at_a_checkpoint(
     summary = looping(tmp_path, 1e-9, OnDrift.STOP)
     assert summary["ended"] == "drift"
     # The first checkpoint at which enough steps are known.
-    assert summary["steps"] == WARM_UP + JUDGED
+    assert summary["steps"] == WARM_UP + STEPS_TO_EVALUATE
     assert "times the 0.000 s that were predicted" in summary["drift"]
     assert json.loads((tmp_path / "summary.json").read_text())["ended"] == "drift"
     assert "another plan continues from here" in capsys.readouterr().out
     again = looping(tmp_path, 1e-9, OnDrift.IGNORE)
     assert (again["ended"], again["steps"], again["drift"]) == ("steps", STEPS, "")
-    assert f"continuing after step {WARM_UP + JUDGED}" in capsys.readouterr().out
+    assert f"continuing after step {WARM_UP + STEPS_TO_EVALUATE}" in capsys.readouterr().out
 
 
 def test_metrics_hold_the_learning_rate_of_each_step(tmp_path: Path) -> None:
@@ -119,11 +119,11 @@ def test_a_fixed_world_only_notes_it_once(
 @pytest.mark.parametrize(
     ("seconds", "predicted", "wrong"),
     [
-        ([9.0] * WARM_UP + [1.0] * JUDGED, 1.0, False),
-        ([1.0] * WARM_UP + [1.19] * JUDGED, 1.0, False),
-        ([1.0] * WARM_UP + [1.21] * JUDGED, 1.0, True),
-        ([1.0] * WARM_UP + [0.79] * JUDGED, 1.0, True),
-        ([2.0] * (WARM_UP + JUDGED - 1), 1.0, False),  # too early to tell
+        ([9.0] * WARM_UP + [1.0] * STEPS_TO_EVALUATE, 1.0, False),
+        ([1.0] * WARM_UP + [1.19] * STEPS_TO_EVALUATE, 1.0, False),
+        ([1.0] * WARM_UP + [1.21] * STEPS_TO_EVALUATE, 1.0, True),
+        ([1.0] * WARM_UP + [0.79] * STEPS_TO_EVALUATE, 1.0, True),
+        ([2.0] * (WARM_UP + STEPS_TO_EVALUATE - 1), 1.0, False),  # too early to tell
         ([2.0] * 20, 0.0, False),  # a plan made by hand predicts nothing
     ],
 )
@@ -155,7 +155,7 @@ def test_the_summary_says_where_the_seconds_went(tmp_path: Path) -> None:
     assert spans[0].step >= WARM_UP
 
 
-def test_a_report_that_was_cut_off_is_completed(tmp_path: Path) -> None:
+def test_an_interrupted_report_is_completed(tmp_path: Path) -> None:
     """By a start that has no step to take; what there is stays as it was."""
     with EventLog(tmp_path / PREDICTED_EVENTS) as events:
         events.extend(

@@ -257,7 +257,7 @@ def test_summary_table_has_prediction_beside_measurement() -> None:
     assert "0 1 2 8.0 GiB 7.0 GiB 6.0 GiB 5.0 MiB 0.250 s" in text
 
 
-def test_summary_table_of_a_run_that_said_nothing() -> None:
+def test_summary_table_of_a_run_without_measurements() -> None:
     console = Console(file=io.StringIO(), width=80, record=True)
     console.print(summary_table({}))
     assert "- steps" in console.export_text()

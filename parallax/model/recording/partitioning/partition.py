@@ -40,7 +40,8 @@ _DERIVATIVES = "grad", "backward"
 
 @dataclass(frozen=True)
 class _Piece:
-    """Steps as a module, with the tensors that enter and leave it."""
+    """One block of the program: its steps, the module that runs them, and the indices of its input and output
+    tensors."""
 
     name: str
     module: RecordedSegment

@@ -1,4 +1,4 @@
-"""Memory that keeps rising is told from noise, from what is filled once, and from caches that level off."""
+"""Growing memory is distinguished from noise, from memory filled once, and from caches that level off."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from parallax.train.health.growth import WINDOW, GrowthJudge, line
+from parallax.train.health.growth import WINDOW, GrowthDetector, line
 
 MIB = 2**20
 Curve = Callable[[int, random.Random], float]
@@ -16,7 +16,7 @@ Curve = Callable[[int, random.Random], float]
 
 def judged(curve: Curve, steps: int, free: float = math.inf) -> tuple[int, float]:
     """The step at which a curve is found to rise, and by how much; 0 where it never is."""
-    judge, chance = GrowthJudge(), random.Random(1)
+    judge, chance = GrowthDetector(), random.Random(1)
     for step in range(1, steps + 1):
         if found := judge.add(step, curve(step, chance), lambda: free):
             return step, found
@@ -80,7 +80,7 @@ def test_what_levels_off_is_no_leak(curve: Curve) -> None:
     assert judged(curve, 4000) == (0, 0.0)
 
 
-def test_what_fills_the_memory_soon_is_said_sooner() -> None:
+def test_growth_that_fills_the_memory_soon_is_reported_sooner() -> None:
     slow, _ = judged(leak(MIB), 200)
     soon, _ = judged(leak(MIB), 200, free=300 * MIB)
     assert soon == 4 * WINDOW < slow

@@ -36,7 +36,7 @@ class Host:
                 self.used += self.growing.get(part, 0)
                 alarm.mark(part)
             each()
-            if growth := alarm.look():
+            if growth := alarm.find_growth():
                 found.append(growth)
         return found
 
@@ -64,7 +64,7 @@ def test_a_tier_that_counts_as_much_is_named() -> None:
     assert growth.suspect.startswith("the optimizer's states, which grew by ")
 
 
-def test_tensors_of_which_there_are_ever_more_are_told_by_their_shape() -> None:
+def test_accumulating_tensors_are_named_by_their_shape() -> None:
     host = Host(rows=4 * MIB)
     (growth,) = host.trained(lambda: host.kept.append(torch.empty(7, 2**20 // 7)))
     assert growth.suspect.endswith("more of float32 tensors of shape (7, 149796)")

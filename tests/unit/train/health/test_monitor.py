@@ -29,7 +29,7 @@ def monitor(kind: str) -> HealthMonitor:
 
 
 def computed(kind: str, seconds: float, reading: float) -> float:
-    """What is told of a step whose actions took so many seconds, and whose rows as many as ``reading``."""
+    """Return the messages for a step with these seconds of actions, and ``reading`` seconds for its rows."""
     found = monitor(kind)
     batch = found.fetch(lambda: TensorRows(torch.zeros(4, 4), torch.zeros(4)))
     batch.seconds = reading  # type: ignore[attr-defined]
@@ -45,7 +45,7 @@ def computed(kind: str, seconds: float, reading: float) -> float:
         ("cpu", 0.25, 0.75),  # a forward waits for its rows
         ("meta", 0.0, 1.0),
         ("meta", 0.05, 1.0),  # the host reads beside what the device does
-        ("meta", 0.25, 0.0),  # nobody knows how much of it
+        ("meta", 0.25, 0.0),  # it is unknown how much of it
     ],
 )
 def test_reading_is_not_computing(kind: str, reading: float, busy: float) -> None:
@@ -54,14 +54,14 @@ def test_reading_is_not_computing(kind: str, reading: float, busy: float) -> Non
 
 def test_a_slow_accelerator_is_named() -> None:
     """Though its rows are read on demand, beside what it computes."""
-    judge, said = monitor("meta"), list[str]()
+    judge, output = monitor("meta"), list[str]()
     own = [computed("meta", seconds, reading=0.02) for seconds in (0.2, 1.0)]
     judge._seconds = 1.0
     for _ in range(WARM_UP + WINDOW):
-        said += judge.agree(
+        output += judge.agree(
             {"input_seconds": [0.0, 0.0], "busy_seconds": own, "memory_grows": [0.0, 0.0]}
         )
-    (line,) = said
+    (line,) = output
     assert line.startswith(
         ": rank 1 (stage 0, replica 1, on here) is slow: its actions take 5.0 times"
     )

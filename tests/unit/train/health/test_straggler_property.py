@@ -10,7 +10,7 @@ import pytest
 from parallax.common.events import Span, busy_seconds
 from parallax.plan.plan import Plan, Prediction, RankPrediction, StagePrediction
 from parallax.plan.rows import micro_batch_rows, replica_rows
-from parallax.train.health.stragglers import HOLDS_UP, StragglerJudge
+from parallax.train.health.stragglers import HOLDS_UP, StragglerDetector
 from tests.unit import plan_fakes as fakes
 
 RUNS = 200
@@ -108,7 +108,7 @@ def run_of(seed: int) -> Run:
 
 
 def named(run: Run, slow: dict[int, float] | None = None) -> list[tuple[int, float]]:
-    judge, found = StragglerJudge(run.plan), []
+    judge, found = StragglerDetector(run.plan), []
     for number in range(STEPS):
         step, busy = run.step(slow)
         if number == 0:  # first touches of memory, connections
@@ -177,9 +177,9 @@ def test_a_replica_without_rows_is_no_reference() -> None:
     terms = [{"forward": 0.2, "backward": 0.4}, {"forward": 0.25, "backward": 0.5}]
     stages = tuple(StagePrediction(memory={}, seconds=each) for each in terms)
     plan = replace(plan, prediction=replace(plan.prediction, stages=stages))
-    judge = StragglerJudge(plan)
+    judge = StragglerDetector(plan)
     assert [judge.add(1.0, [0.8, 3e-5, 0.9]) for _ in range(30)] == [[]] * 30
-    judge = StragglerJudge(plan)
+    judge = StragglerDetector(plan)
     found = [each for _ in range(30) for each in judge.add(5.0, [0.8, 3e-5, 4.5])]
     assert [rank for rank, _ in found] == [2]
     words = str(judge.straggler(*found[0], "here"))

@@ -1,4 +1,4 @@
-"""A rank that stays slow is told from noise, from unequal work, and from one that holds nobody up."""
+"""A slow rank is distinguished from noise, from unequal work, and from a rank that delays no other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parallax.common.events import Span, busy_seconds
 from parallax.model.describe import describe
 from parallax.model.factory.gpt import GPTConfig
 from parallax.plan.plan import Plan, StagePrediction
-from parallax.train.health.stragglers import StragglerJudge
+from parallax.train.health.stragglers import StragglerDetector
 from tests.plans import make_plan
 
 
@@ -30,12 +30,12 @@ def plan(replicas: tuple[int, ...], seconds: Sequence[float] = (), rows: int = 8
 
 
 def named(
-    asked: Plan,
+    requested: Plan,
     busy: Callable[[int, random.Random], Sequence[float]],
     steps: int = 60,
     step: float = 1.0,
 ) -> list[tuple[int, float]]:
-    judge, chance, found = StragglerJudge(asked), random.Random(2), []
+    judge, chance, found = StragglerDetector(requested), random.Random(2), []
     for number in range(steps):
         found += judge.add(step, busy(number, chance))
     return found
@@ -46,7 +46,7 @@ def test_one_five_times_slower_than_predicted_is_named_once() -> None:
     ((rank, factor),) = named(plan((1, 1), (0.2, 0.1)), lambda n, c: (0.2 * c.uniform(1, 1.3), 0.5))
     assert rank == 1
     assert 4 < factor < 5.1
-    words = str(StragglerJudge(plan((1, 1), (0.2, 0.1))).straggler(1, 4.97, "node7"))
+    words = str(StragglerDetector(plan((1, 1), (0.2, 0.1))).straggler(1, 4.97, "node7"))
     assert words == (
         "rank 1 (stage 1, replica 0, on node7) is slow: its actions take 5.0 times as long as predicted, beside the "
         "other ranks"
@@ -83,7 +83,7 @@ def test_without_a_prediction_unequal_work_is_none() -> None:
     assert rank == 1
 
 
-def test_one_rank_has_nobody_to_compare_with() -> None:
+def test_one_rank_has_no_other_to_compare_with() -> None:
     assert named(plan((1,), (0.1,)), lambda n, c: (5.0,)) == []
 
 

@@ -1,4 +1,4 @@
-"""The plan says what each store below a stage may hold: enough for every stage, and no rank takes more."""
+"""A plan limits the offload-tier bytes of each stage: they suffice for every stage, and no rank uses more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parallax.errors import PlanError
 from parallax.machine.device import CpuCopies
 from parallax.model.describe import Chain, describe
 from parallax.model.profiling.blocks import BlockSizes, tie_costs
-from parallax.plan.cost.below import with_room_below
+from parallax.plan.cost.offload_tier import with_offload_bytes
 from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
 from parallax.runtime.batch import TensorRows
@@ -86,7 +86,7 @@ def costs(chain: Chain, precision: str = "fp32") -> ModelProfile:
 def given(chain: Chain, precision: str = "fp32", **options: Any) -> Plan:
     """A plan with the bytes that the planner gives it."""
     plan = make_plan(chain, global_batch=4, **options)
-    stages = with_room_below(costs(chain, precision), plan.stages, plan.pipeline_ranks)
+    stages = with_offload_bytes(costs(chain, precision), plan.stages, plan.pipeline_ranks)
     return replace(plan, stages=stages)
 
 
@@ -122,7 +122,7 @@ def test_the_stores_hold_what_the_plan_gives_them(
 @pytest.mark.parametrize("frozen", ["bias", "one", "first"])
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize(("states", "parameters"), SHARES)
-def test_what_is_not_trained_has_nothing_but_itself_below(
+def test_frozen_parameters_have_only_their_own_bytes_in_the_tier(
     scratch: Path, states: float, parameters: float, precision: str, frozen: str
 ) -> None:
     chain, whole = make_chain(precision, frozen), make_chain(precision)
@@ -166,7 +166,7 @@ def test_a_plan_of_another_optimizer_is_refused(scratch: Path) -> None:
         Engine.build(chain, lighter, loss=loss, scratch=scratch)
 
 
-def test_files_from_before_load_and_run_where_nothing_is_below(scratch: Path) -> None:
+def test_files_from_before_load_and_run_where_nothing_is_offloaded(scratch: Path) -> None:
     chain = make_chain()
     for share in (0.0, 0.5):
         data = given(chain, optimizer_offload=share).to_dict()
@@ -205,8 +205,8 @@ def test_replicas_take_no_more_than_their_part(seed: int, precision: str) -> Non
             needs.append(needed)
             return None
 
-        def share_out(dealt: Any, replica: int = replica) -> SharedStates:
-            return SharedStates(None, replica, replicas, dealt)  # type: ignore[arg-type]
+        def share_out(partition: Any, replica: int = replica) -> SharedStates:
+            return SharedStates(None, replica, replicas, partition)  # type: ignore[arg-type]
 
         StageOptimizer(
             parameters,
@@ -236,12 +236,12 @@ class Tied(nn.Module):
         return out
 
 
-def test_what_another_stage_steps_below_is_counted_here() -> None:
+def test_states_stepped_in_the_tier_because_of_another_stage_are_counted() -> None:
     chain = describe(Tied, blocks=["first", "middle", "last"])
     plan = make_plan(chain, replicas=(1, 1), cuts=[1])
     halves = (replace(plan.stages[0], optimizer_offload=1.0), plan.stages[1])
-    first, second = with_room_below(costs(chain), halves, 2)
+    first, second = with_offload_bytes(costs(chain), halves, 2)
     tied = WIDTH * 40 * 4 * 2
     assert (first.state_bytes, second.state_bytes) == (tied + 40 * 4 * 2, tied)
-    alone = with_room_below(costs(chain), plan.stages, 2)
+    alone = with_offload_bytes(costs(chain), plan.stages, 2)
     assert [stage.state_bytes for stage in alone] == [0, 0]

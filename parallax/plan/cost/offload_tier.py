@@ -11,12 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from parallax.plan.cost.states import Sizes, dealt
+from parallax.plan.cost.states import Sizes, shard_bytes
 from parallax.plan.plan import StagePlan
 from parallax.plan.profile import ModelProfile
 
 
-def with_room_below(
+def with_offload_bytes(
     profile: ModelProfile, stages: Sequence[StagePlan], pipeline_ranks: int
 ) -> tuple[StagePlan, ...]:
     """Return ``stages``, on ``pipeline_ranks`` pipeline ranks, with limits on their optimizer states and parameters in
@@ -46,7 +46,7 @@ def _state_bytes(
     whole, largest = math.ceil(sizes.trained * per_byte), sizes.parameter * per_byte
     lower = min(whole, math.floor(whole * share + largest)) if share else 0
     streamed = sizes.offloaded(stage.parameter_offload)
-    mine = lower if streamed else dealt(lower, largest, stage.replicas)
+    mine = lower if streamed else shard_bytes(lower, largest, stage.replicas)
     more = math.ceil(forced * per_byte)
     return min(whole, mine + more) - math.floor(
         sizes.least_trained(streamed) * profile.master_bytes

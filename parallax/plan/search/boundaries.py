@@ -13,14 +13,14 @@ from parallax.plan.cost.states import tied_bytes
 from parallax.plan.profile import BlockCost, ModelProfile
 
 
-def even_cuts(sums: Sequence[float], stages: int) -> list[int]:
+def even_boundaries(sums: Sequence[float], stages: int) -> list[int]:
     """Return stage boundaries with nearly equal seconds per stage; ``sums`` are the seconds of the first 0, 1, …
     blocks."""
-    blocks, cuts = len(sums) - 1, [0]
+    blocks, boundaries = len(sums) - 1, [0]
     for stage in range(1, stages):
         ideal = bisect_left(sums, sums[-1] * stage / stages)
-        cuts.append(min(max(ideal, cuts[-1] + 1), blocks - (stages - stage)))
-    return [*cuts, blocks]
+        boundaries.append(min(max(ideal, boundaries[-1] + 1), blocks - (stages - stage)))
+    return [*boundaries, blocks]
 
 
 def furthest(works: Callable[[int], bool], low: int, high: int, guess: int) -> int:

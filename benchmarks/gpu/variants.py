@@ -124,7 +124,7 @@ class Trainer:
         """Let what moves hold ``limit_bytes`` on the device from now on. The limit of ``parallax.swap`` is of weights
         and gradients as well."""
         if self._limit == limit_bytes:
-            return True  # a new scope would pin its host memory anew
+            return True  # a new scope would pin its host memory again
         self._scope.close()
         gc.collect()
         weights = [*self._model.parameters()]
@@ -170,7 +170,7 @@ class Trainer:
         return turn
 
     def turn(self, steps: int) -> Turn:
-        """Some steps for the allocator to grow and the clock to rise, then ``steps`` that are timed, with nobody
+        """Some steps for the allocator to grow and the clock to rise, then ``steps`` that are timed, with no
         waiting between them; afterwards the memory is others'."""
         turn, losses, first = Turn(), list[Tensor](), self._steps
         self._meter.release()
