@@ -11,6 +11,7 @@ from pathlib import Path
 
 gc.disable()  # until all is imported, which leaves next to no garbage
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
@@ -24,6 +25,9 @@ from tests.distributed.pool import Pool  # noqa: E402
 from tests.leaks import no_leak, own_temporary_folder  # noqa: E402
 
 __all__ = ["no_leak", "own_temporary_folder"]
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # no test depends on the machine
+hypothesis.settings.load_profile("untimed")
 
 
 LONG = "slow", "faults", "nodes", "slurm", "thorough"  # marks of tests of which a part may run

@@ -22,7 +22,7 @@ from parallax.machine.accelerators import (
 )
 from parallax.machine.host import available_memory, node_name, usable_cores
 from parallax.machine.preflight.needs import PROCESS_BYTES
-from parallax.machine.probes import ALONE, Probes, Together, measure_together
+from parallax.machine.probes import ALONE, Probes, HostSpeeds, measure_together
 from parallax.plan.analytic.catalog import UPDATE_BYTES
 from parallax.plan.analytic.hardware import LINK_KINDS
 from parallax.plan.cluster import Cluster, Device, Link, Node, with_buckets
@@ -182,7 +182,7 @@ def build_cluster(
     *,
     tier: str,
     probes: Probes,
-    together: Together = ALONE,
+    together: HostSpeeds = ALONE,
     copying_threads: int = COPYING_THREADS,
 ) -> Cluster:
     """Return this machine as a cluster of one node.
@@ -253,7 +253,7 @@ def offload_tier(choice: DeviceChoice, tier: str) -> Tier:
     return choose_tier("swap.tier", tier, device_is_ram=choice.kind == "cpu")
 
 
-def probe_together(choice: DeviceChoice, *, fresh: bool = False) -> Together:
+def probe_together(choice: DeviceChoice, *, fresh: bool = False) -> HostSpeeds:
     """Return how fast 1, 2, … devices are while all of them compute. Measured only for processes that share one
     processor; other devices do not slow each other down."""
     if choice.kind != "cpu" or choice.count == 1:

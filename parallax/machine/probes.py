@@ -292,7 +292,7 @@ def measure_probes(directory: Path, *, fresh: bool = False) -> Probes:
 
 
 @dataclass(frozen=True, slots=True)
-class Together:
+class HostSpeeds:
     """How fast each of k processes of one host is while all k compute, for k = 1, 2, …; empty where not measured.
 
     ``speeds``: relative to one process alone. ``sum_seconds``: of an all-reduce of a few numbers after computing, as at
@@ -304,10 +304,10 @@ class Together:
     reduce_seconds: tuple[float, ...] = ()
 
 
-ALONE = Together()
+ALONE = HostSpeeds()
 
 
-def measure_together(count: int, threads: int, *, fresh: bool = False) -> Together:
+def measure_together(count: int, threads: int, *, fresh: bool = False) -> HostSpeeds:
     """Return how fast 1 to ``count`` processes of ``threads`` threads are together. Measured once (about six seconds),
     then read from the cache."""
     count = min(count, TOGETHER)
@@ -326,10 +326,10 @@ def measure_together(count: int, threads: int, *, fresh: bool = False) -> Togeth
     if not fresh:
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             found = read_json(cache, SMALL_BYTES)
-            return Together(**{name: tuple(map(float, each)) for name, each in found.items()})
+            return HostSpeeds(**{name: tuple(map(float, each)) for name, each in found.items()})
     seconds, sums, reductions = compute_together(count, threads)
     speeds = shared_speeds(seconds, usable_cores() / threads)
-    together = Together(speeds, tuple(sums), tuple(reductions))
+    together = HostSpeeds(speeds, tuple(sums), tuple(reductions))
     with contextlib.suppress(OSError), replacing(cache) as file:
         file.write(json.dumps(asdict(together)).encode())
     return together

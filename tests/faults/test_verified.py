@@ -107,7 +107,8 @@ def test_rows_that_interact_in_the_model_have_one_remedy(called: Called) -> None
         "parallax: rows of a batch interact in the model, and the plan has 4 micro"
     )
     assert (
-        "use trainer.microbatch=8 plan.replicas=1, or let the model return a value for each" in line
+        "use trainer.microbatch=8 plan.replicas=1, or return a value for each row from the model"
+        in line
     )
 
 

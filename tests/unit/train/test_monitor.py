@@ -253,7 +253,7 @@ def test_summary_table_has_prediction_beside_measurement() -> None:
         in text
     )
     assert "step seconds 0.500 0.600 1.20" in text
-    assert "bubble 25.0% 30.0% 1.20" in text
+    assert "bubble 25.0% 30.0%" in text
     assert "0 1 2 8.0 GiB 7.0 GiB 6.0 GiB 5.0 MiB 0.250 s" in text
 
 
