@@ -22,7 +22,7 @@ from parallax.machine.accelerators import (
 )
 from parallax.machine.host import available_memory, node_name, usable_cores
 from parallax.machine.preflight.needs import PROCESS_BYTES
-from parallax.machine.probes import ALONE, Probes, HostSpeeds, measure_together
+from parallax.machine.probes import ALONE, HostSpeeds, Probes, measure_together
 from parallax.plan.analytic.catalog import UPDATE_BYTES
 from parallax.plan.analytic.hardware import LINK_KINDS
 from parallax.plan.cluster import Cluster, Device, Link, Node, with_buckets
