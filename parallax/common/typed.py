@@ -8,11 +8,22 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from parallax.common.documents import shown
 from parallax.errors import ConfigError, UnknownKeyError, nearest, printable
+
+_field_types: dict[type, Mapping[str, Any]] = {}
+
+
+def field_types(kind: type) -> Mapping[str, Any]:
+    """Return the type of each field of ``kind``, evaluated once: annotations are texts, which Python compiles anew at
+    each call."""
+    if kind not in _field_types:
+        _field_types[kind] = MappingProxyType(typing.get_type_hints(kind))
+    return _field_types[kind]
 
 
 def defaults(kind: type) -> dict[str, Any]:
@@ -66,7 +77,7 @@ def checked(
 ) -> dict[str, Any]:
     """Return a copy of ``tree``, which has exactly the keys of ``kind``; ``elsewhere`` returns the hint for a key of
     another name or group."""
-    prefix, hints = f"{group}." if group else "", typing.get_type_hints(kind)
+    prefix, hints = f"{group}." if group else "", field_types(kind)
     accepted = (
         f"{label} accepts {', '.join(sorted(hints))}"
         if group
@@ -95,7 +106,7 @@ def checked(
 def build(kind: type, values: dict[str, Any], prefix: str) -> Any:
     """Build ``kind`` from ``values`` converted to the annotated types; the dataclass checks their meaning."""
     read, mistakes, usual = {}, Mistakes(), defaults(kind)
-    for key, hint in typing.get_type_hints(kind).items():
+    for key, hint in field_types(kind).items():
         if isinstance(values[key], str) and values[key] == usual.get(key):
             read[key] = values[key]  # such as auto, which only the dataclass interprets
             continue
@@ -220,7 +231,7 @@ def convert_exactly(hint: Any, value: Any, where: str = "") -> Any:
 
 
 def _convert_fields(kind: type, value: Any, where: str) -> dict[str, Any]:
-    hints, known = typing.get_type_hints(kind), {each.name for each in dataclasses.fields(kind)}
+    hints, known = field_types(kind), {each.name for each in dataclasses.fields(kind)}
     if not isinstance(value, dict):
         raise ValueError(f"{where or 'it'}={f'{value!r:.40}'}: accepted are keys and values")
     if odd := [key for key in value if key not in known]:

@@ -35,6 +35,7 @@ from parallax.common.typed import (
     build,
     checked,
     defaults,
+    field_types,
     in_one_line,
     members,
     refuse,
@@ -193,7 +194,7 @@ def parse(text: str, options: OptionFolders, *, sweeps: bool = False) -> Overrid
 
     key, groups = text.lstrip("+~").partition("=")[0], options.groups
     root = re.split(r"[./@:\[]", key)[0]
-    roots = list(dict.fromkeys([*typing.get_type_hints(RunConfig), *groups]))
+    roots = list(dict.fromkeys([*field_types(RunConfig), *groups]))
     # Judged before the grammar: "modle" says more than "no viable alternative".
     if root not in roots:
         of_hydra = "; settings of Hydra's own go with `parallax train -m`"
@@ -244,7 +245,7 @@ def elsewhere(key: str, accepted: Collection[str] = ()) -> str:
     """Return a hint for a key without its group, such as ``steps=80``, in another group, such as ``trainer.lr``, or
     with the name of another trainer, such as ``batch_size=8``. ``accepted``: the keys of its own group."""
     group, _, leaf = key.rpartition(".")
-    groups = typing.get_type_hints(RunConfig)
+    groups = field_types(RunConfig)
     if group and group not in groups:
         return ""  # the group's name is what is wrong
     usual, others = (
@@ -252,7 +253,7 @@ def elsewhere(key: str, accepted: Collection[str] = ()) -> str:
             f"{home}.{leaf}"
             for home in groups
             for kind in _kinds(home)[part]
-            if leaf in typing.get_type_hints(kind) and leaf != "name" and home != group
+            if leaf in field_types(kind) and leaf != "name" and home != group
         ]
         for part in (slice(1), slice(1, None))
     )
@@ -266,7 +267,7 @@ def elsewhere(key: str, accepted: Collection[str] = ()) -> str:
 
 def _kinds(group: str) -> list[type[Any]]:
     """Return the dataclasses of ``group``; none for a plain key."""
-    alternatives = members(typing.get_type_hints(RunConfig).get(group))
+    alternatives = members(field_types(RunConfig).get(group))
     return [
         kind for kind in alternatives if isinstance(kind, type) and dataclasses.is_dataclass(kind)
     ]
@@ -362,7 +363,7 @@ def nodes() -> Nodes:
     """Return the dataclasses' defaults under the names that Hydra looks up: ``/parallax/<group>``, or
     ``/parallax/<group>/<name>`` where a group has several."""
     found: Nodes = {("parallax", "run"): defaults(RunConfig)}
-    for group in typing.get_type_hints(RunConfig):
+    for group in field_types(RunConfig):
         several = len(_kinds(group)) > 1
         for node in map(defaults, _kinds(group)):
             name, folder = (node["name"], f"parallax/{group}") if several else (group, "parallax")
@@ -429,7 +430,7 @@ def _remove(tree: dict[str, Any], key: str) -> None:
 def _read_run(tree: Any, mistakes: Mistakes) -> RunConfig:
     """Read the whole configuration, each group into the dataclass of its ``name``. All wrong keys are reported together
     with the ``mistakes`` so far; without any, all wrong values are."""
-    groups = [key for key in typing.get_type_hints(RunConfig) if _kinds(key)]
+    groups = [key for key in field_types(RunConfig) if _kinds(key)]
     parts = checked(RunConfig, tree, "", elsewhere=elsewhere)
     kinds: dict[str, type[Any]] = {}
     for group in groups:
@@ -441,7 +442,7 @@ def _read_run(tree: Any, mistakes: Mistakes) -> RunConfig:
                 check_choice(f"{group}.name", name, sorted(named))
                 chosen, label = named[name], f"{group}={name}"
             kinds[group] = chosen
-            hint = functools.partial(elsewhere, accepted=typing.get_type_hints(chosen))
+            hint = functools.partial(elsewhere, accepted=field_types(chosen))
             parts[group] = checked(chosen, parts[group], group, label, hint)
     mistakes.raise_collected()
     for group, kind in kinds.items():
