@@ -22,7 +22,7 @@ import yaml
 
 from parallax.common.documents import leaves, shown
 from parallax.common.registered import dataclasses_of
-from parallax.common.typed import defaults, hints_of, members
+from parallax.common.typed import defaults, field_types, members
 from parallax.config import RunConfig
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -56,7 +56,7 @@ def main() -> int:
 def page() -> Iterator[str]:
     """The page's blocks, one for each group and each of its kinds."""
     yield INTRODUCTION
-    groups = {key: dataclasses_of(hint) for key, hint in hints_of(RunConfig).items()}
+    groups = {key: dataclasses_of(hint) for key, hint in field_types(RunConfig).items()}
     yield "## The run\n\n" + _introduction(RunConfig)
     yield _table(RunConfig, "", [key for key, kinds in groups.items() if not kinds])
     yield "\n".join(
@@ -110,7 +110,7 @@ def _options(group: str) -> str:
 
 def _table(kind: type, prefix: str, names: list[str]) -> str:
     found, values = descriptions(kind, prefix), defaults(kind)
-    hints = hints_of(kind)
+    hints = field_types(kind)
     lines = ["| key | accepts | default | meaning |", "|---|---|---|---|"]
     for name in names:
         value = values.get(name, "???")

@@ -7,7 +7,6 @@ without the interpreter's own end; what that does is a matter for ``subprocess``
 from __future__ import annotations
 
 import contextlib
-import gc
 import multiprocessing
 import traceback
 from collections.abc import Callable
@@ -19,14 +18,7 @@ from tests.leaks import lasting
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
-_FAMILIES = ("bert", "gpt2", "llama", "t5", "vit")  # of tests.zoo, where transformers is installed
-CONTEXT.set_forkserver_preload(
-    [
-        *("torch.distributed", "torch._dynamo", "torch._subclasses.fake_tensor"),
-        *(f"transformers.models.{family}.modeling_{family}" for family in _FAMILIES),
-        *("parallax", "parallax.runtime.engine", "tests.plans", "tests.zoo"),
-    ]
-)
+CONTEXT.set_forkserver_preload(["tests.preloaded"])
 _END_SECONDS = 10.0
 
 
@@ -62,7 +54,6 @@ def begin(process: Any) -> None:
 
 
 def _answer(connection: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    gc.freeze()  # what libraries have made need not be looked through by each collection
     try:
         connection.send(("", function(*args)))
     except BaseException:

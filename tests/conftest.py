@@ -8,21 +8,23 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 gc.disable()  # until all is imported, which leaves next to no garbage
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
-import torch  # noqa: E402
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-torch.set_num_threads(1)
 # As in a shell's background jobs; the tests' own would have it too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from tests.distributed.pool import Pool  # noqa: E402
 from tests.leaks import no_leak, own_temporary_folder  # noqa: E402
+
+# The process that hands tests to pytest-xdist's workers imports this, too, and no torch.
+if TYPE_CHECKING:
+    from tests.distributed.pool import Pool
 
 __all__ = ["no_leak", "own_temporary_folder"]
 
@@ -84,6 +86,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    gc.freeze()
     gc.enable()
 
 
@@ -98,11 +104,15 @@ def frozen() -> None:
 def one_thread() -> Iterator[None]:
     """A command that plans in this process sets how many threads compute; sums of the next test would be others."""
     yield
+    import torch
+
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
+    from tests.distributed.pool import Pool
+
     workers = Pool()
     yield workers
     workers.close()

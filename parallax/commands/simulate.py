@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+
+from rich import box
+from rich.table import Table
 
 from parallax.commands.options import (
     add_class_paths,
@@ -19,13 +23,14 @@ from parallax.commands.options import (
     writing,
 )
 from parallax.common.events import Span
-from parallax.common.units import format_seconds
+from parallax.common.units import format_bytes, format_seconds
 from parallax.errors import PlanError
-from parallax.plan.plan import Plan
+from parallax.plan.plan import Plan, RankPrediction, StagePrediction
 from parallax.plan.simulation.predict import Forecast, predict
 from parallax.report import chrome_trace, timeline_png
-from parallax.report.simulation import simulation_table
 from parallax.run.feedback import check_spans, measured_spans, typical_step
+
+MOST_RANKS = 32  # that the table shows
 
 EXAMPLES = """examples:
   parallax simulate plan.yaml                           the actions of every rank in a step, and their times
@@ -83,3 +88,30 @@ def _spans(forecast: Forecast, plan: Plan) -> list[Span]:
             "simulating every action, so there is no timeline: leave out --trace and --png, or plan for fewer devices"
         )
     return list(forecast.spans)
+
+
+def simulation_table(
+    plan: Plan, ranks: Sequence[RankPrediction], stages: Sequence[StagePrediction]
+) -> Table:
+    """Return a row per rank: its memory, and the seconds by term of the fullest rank of its pipeline rank."""
+    terms = list(dict.fromkeys(term for stage in stages for term in stage.seconds))
+    shown = [term for term in terms if any(stage.seconds.get(term) for stage in stages)]
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        caption=f"{len(ranks) - MOST_RANKS} more ranks with --json"
+        if len(ranks) > MOST_RANKS
+        else None,
+        collapse_padding=True,
+        pad_edge=False,
+        caption_justify="left",
+    )
+    for heading in ("rank", "stage", "replica", "peak", f"in {plan.tier}", "offloaded", *shown):
+        table.add_column(heading, justify="right")
+    for rank, found in enumerate(ranks[:MOST_RANKS]):
+        pipeline_rank, replica, _ = plan.coordinate(rank)
+        table.add_row(
+            *map(str, (rank, pipeline_rank, replica)),
+            *map(format_bytes, (found.peak_bytes, found.tier_peak_bytes, found.offloaded_bytes)),
+            *(format_seconds(stages[pipeline_rank].seconds.get(term, 0.0)) for term in shown),
+        )
+    return table

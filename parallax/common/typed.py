@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from parallax.common.documents import shown
 from parallax.errors import ConfigError, UnknownKeyError, nearest, printable
+
+_field_types: dict[type, Mapping[str, Any]] = {}
+
+
+def field_types(kind: type) -> Mapping[str, Any]:
+    """Return the type of each field of the dataclass ``kind``, evaluated once: annotations are texts, which Python
+    would compile at each call."""
+    if kind not in _field_types:
+        hints = typing.get_type_hints(kind)
+        types = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+        _field_types[kind] = MappingProxyType(types)
+    return _field_types[kind]
 
 
 def defaults(kind: type) -> dict[str, Any]:
@@ -23,17 +35,6 @@ def defaults(kind: type) -> dict[str, Any]:
         for field in dataclasses.fields(kind)
     ]
     return {name: value for name, value in made if value is not dataclasses.MISSING}
-
-
-def hints_of(kind: Any) -> dict[str, Any]:
-    """Return the annotation of each field of the dataclass ``kind``."""
-    return _hints(kind)
-
-
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 MOST_NAMED = 6  # most mistakes in one message
@@ -78,7 +79,7 @@ def checked(
 ) -> dict[str, Any]:
     """Return a copy of ``tree``, which has exactly the keys of ``kind``; ``elsewhere`` returns the hint for a key of
     another name or group."""
-    prefix, hints = f"{group}." if group else "", hints_of(kind)
+    prefix, hints = f"{group}." if group else "", field_types(kind)
     accepted = (
         f"{label} accepts {', '.join(sorted(hints))}"
         if group
@@ -107,7 +108,7 @@ def checked(
 def build(kind: type, values: dict[str, Any], prefix: str) -> Any:
     """Build ``kind`` from ``values`` converted to the annotated types; the dataclass checks their meaning."""
     read, mistakes, usual = {}, Mistakes(), defaults(kind)
-    for key, hint in hints_of(kind).items():
+    for key, hint in field_types(kind).items():
         if isinstance(values[key], str) and values[key] == usual.get(key):
             read[key] = values[key]  # such as auto, which only the dataclass interprets
             continue
@@ -232,12 +233,12 @@ def convert_exactly(hint: Any, value: Any, where: str = "") -> Any:
 
 
 def _convert_fields(kind: type, value: Any, where: str) -> dict[str, Any]:
-    hints, known = hints_of(kind), {each.name for each in dataclasses.fields(kind)}
+    hints = field_types(kind)
     if not isinstance(value, dict):
         raise ValueError(f"{where or 'it'}={f'{value!r:.40}'}: accepted are keys and values")
-    if odd := [key for key in value if key not in known]:
-        raise ValueError(f"{where}.{odd[0]!s:.40}: unknown key{nearest(str(odd[0]), known)}")
-    required = known - defaults(kind).keys()
+    if odd := [key for key in value if key not in hints]:
+        raise ValueError(f"{where}.{odd[0]!s:.40}: unknown key{nearest(str(odd[0]), hints)}")
+    required = hints.keys() - defaults(kind).keys()
     if missing := sorted(required - value.keys()):
         raise ValueError(f"{where}.{missing[0]}: missing")
     return {key: convert_exactly(hints[key], item, f"{where}.{key}") for key, item in value.items()}

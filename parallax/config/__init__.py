@@ -36,7 +36,7 @@ from parallax.common.typed import (
     build,
     checked,
     defaults,
-    hints_of,
+    field_types,
     in_one_line,
     refuse,
     unknown,
@@ -194,7 +194,7 @@ def parse(text: str, options: OptionFolders, *, sweeps: bool = False) -> Overrid
 
     key, groups = text.lstrip("+~").partition("=")[0], options.groups
     root = re.split(r"[./@:\[]", key)[0]
-    roots = list(dict.fromkeys([*hints_of(RunConfig), *groups]))
+    roots = list(dict.fromkeys([*field_types(RunConfig), *groups]))
     # Checked before the grammar: "modle" says more than "no viable alternative".
     if root not in roots:
         of_hydra = "; settings of Hydra's own go with `parallax train -m`"
@@ -245,7 +245,7 @@ def elsewhere(key: str, accepted: Collection[str] = ()) -> str:
     """Return a hint for a key without its group, such as ``steps=80``, in another group, such as ``trainer.lr``, or
     with the name of another trainer, such as ``batch_size=8``. ``accepted``: the keys of its own group."""
     group, _, leaf = key.rpartition(".")
-    groups = hints_of(RunConfig)
+    groups = field_types(RunConfig)
     if group and group not in groups:
         return ""  # the group's name is what is wrong
     usual, others = (
@@ -253,7 +253,7 @@ def elsewhere(key: str, accepted: Collection[str] = ()) -> str:
             f"{home}.{leaf}"
             for home in groups
             for kind in _kinds(home)[part]
-            if leaf in hints_of(kind) and leaf != "name" and home != group
+            if leaf in field_types(kind) and leaf != "name" and home != group
         ]
         for part in (slice(1), slice(1, None))
     )
@@ -267,7 +267,7 @@ def elsewhere(key: str, accepted: Collection[str] = ()) -> str:
 
 def _kinds(group: str) -> list[type[Any]]:
     """Return the dataclasses of ``group``; none for a plain key."""
-    return dataclasses_of(hints_of(RunConfig).get(group))
+    return dataclasses_of(field_types(RunConfig).get(group))
 
 
 # ---- Merging: the only part that Hydra does ------------------------------------------------------
@@ -360,7 +360,7 @@ def nodes() -> Nodes:
     """Return the dataclasses' defaults under the names that Hydra looks up: ``/parallax/<group>``, or
     ``/parallax/<group>/<name>`` where a group has several."""
     found: Nodes = {("parallax", "run"): defaults(RunConfig)}
-    for group in hints_of(RunConfig):
+    for group in field_types(RunConfig):
         several = len(_kinds(group)) > 1
         for node in map(defaults, _kinds(group)):
             name, folder = (node["name"], f"parallax/{group}") if several else (group, "parallax")
@@ -427,7 +427,7 @@ def _remove(tree: dict[str, Any], key: str) -> None:
 def _read_run(tree: Any, mistakes: Mistakes) -> RunConfig:
     """Read the whole configuration, each group into the dataclass of its ``name``. All wrong keys are reported together
     with the ``mistakes`` so far; without any, all wrong values are."""
-    groups = [key for key in hints_of(RunConfig) if _kinds(key)]
+    groups = [key for key in field_types(RunConfig) if _kinds(key)]
     parts = checked(RunConfig, tree, "", elsewhere=elsewhere)
     kinds: dict[str, type[Any]] = {}
     for group in groups:
@@ -439,7 +439,7 @@ def _read_run(tree: Any, mistakes: Mistakes) -> RunConfig:
                 check_choice(f"{group}.name", name, sorted(named))
                 chosen, label = named[name], f"{group}={name}"
             kinds[group] = chosen
-            hint = functools.partial(elsewhere, accepted=hints_of(chosen))
+            hint = functools.partial(elsewhere, accepted=field_types(chosen))
             parts[group] = checked(chosen, parts[group], group, label, hint)
     mistakes.raise_collected()
     for group, kind in kinds.items():

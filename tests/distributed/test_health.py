@@ -113,19 +113,19 @@ def test_the_share_of_a_step_that_waits_for_rows_is_shown(
     """Of rows that are made before the step, and of such as are made when they are asked for."""
     shares = {}
     for name, source in (
-        ("before", Rows(before=0.3)),
-        ("demand", Rows(on_demand=0.15)),
+        ("before", Rows(before=0.1)),
+        ("demand", Rows(on_demand=0.05)),
         ("neither", Rows()),
     ):
         folder = tmp_path / name
         folder.mkdir()
-        summary = running(folder, source, (1,), 3, 0.05 if name == "neither" else 0.0)
+        summary = running(folder, source, (1,), 3, 0.02 if name == "neither" else 0.0)
         metrics = [m for m in read_metrics(folder / "metrics.jsonl") if "loss" in m]
         lines = [line for line in capsys.readouterr().out.splitlines() if "loss" in line]
         shares[name] = summary["input_share"]
         if name == "neither":
             continue
-        assert all(m["input_seconds"] >= 0.3 for m in metrics)
+        assert all(m["input_seconds"] >= 0.1 for m in metrics)
         assert all(0 < m["input_share"] <= 1 for m in metrics)
         assert json.loads((folder / "summary.json").read_text())["input_share"] == shares[name]
         assert ["  input " in line and "%" in line for line in lines[:3]] == [True] * 3

@@ -49,8 +49,6 @@ def streaming(direct: bool, microbatch: int) -> tuple[Any, list[float], int, int
 
     from parallax.machine.accelerators import limit_device_memory, register_accelerator
     from parallax.model.describe import describe
-    from parallax.model.precision import PrecisionConfig
-    from parallax.model.profiling.measure import measure
     from parallax.plan.simulation.predict import predict
     from parallax.runtime.batch import TensorRows
     from parallax.runtime.engine import Engine
@@ -59,7 +57,7 @@ def streaming(direct: bool, microbatch: int) -> tuple[Any, list[float], int, int
     from tests.sim.device import SIM, TOTAL_BYTES
     from tests.sim.engines import Apart, Shared
     from tests.sim.races import judge
-    from tests.sim.timed import cache_in, cluster_of
+    from tests.sim.timed import cache_in, cluster_of, measured_quickly
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         return (outputs - targets).square().mean()
@@ -73,15 +71,7 @@ def streaming(direct: bool, microbatch: int) -> tuple[Any, list[float], int, int
 
     def run() -> None:
         with tempfile.TemporaryDirectory() as folder, cache_in(folder):
-            profile = measure(
-                chain,
-                loss,
-                lambda n: ((rows[:n],), rows[:n]),
-                (2, 4),
-                device=SIM,
-                precision=PrecisionConfig(),
-                minimum_bytes=1024,
-            )
+            profile = measured_quickly(chain, loss, lambda n: ((rows[:n],), rows[:n]))
             peaks[0] = predict(profile, cluster_of(2), plan).ranks[0].peak_bytes
             limit_device_memory(SIM, peaks[0])
             engine = Engine.build(chain, plan, loss=loss, device=SIM, scratch=Path(folder))

@@ -11,7 +11,7 @@ import contextlib
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -47,6 +47,8 @@ SPEEDS = {
 }
 SEQUENCE, ROWS = 64, 16
 
+Sample = Callable[[int], tuple[Any, Any]]  # of rows: their inputs and targets
+
 
 class Timed(NamedTuple):
     """``predicted`` and virtual seconds of a step, those of its actions by kind, and of them spent waiting; the most
@@ -73,22 +75,23 @@ def measured(layers: int) -> tuple[Chain, ModelProfile]:
     chain = describe(config.build)
     with tempfile.TemporaryDirectory() as folder, cache_in(folder):
         C.speeds(**SPEEDS)
-        return chain, profile_of(chain)
+        return chain, measured_quickly(chain, GPT.loss, sample_of(batch()))
 
 
-def profile_of(chain: Chain, offloader: OffloadBenchmarks | None = None) -> ModelProfile:
+def profile_of(chain: Chain, loss: Any, sample: Sample, **more: Any) -> ModelProfile:
     """What is measured at the speeds that are set."""
-    rows = batch()
-    return measure(
-        chain,
-        GPT.loss,
-        lambda n: (rows.inputs(0, n), rows.targets(0, n)),
-        (2, 4),
-        device=SIM,
-        precision=PrecisionConfig(),
-        minimum_bytes=1024,
-        offloader=offloader,
-    )
+    more |= {"device": SIM, "precision": PrecisionConfig(), "minimum_bytes": 1024}
+    return measure(chain, loss, sample, (2, 4), **more)
+
+
+def measured_quickly(chain: Chain, loss: Any, sample: Sample) -> ModelProfile:
+    """The same: passes take the same virtual time in each repetition, so the fewest are enough."""
+    with patch("parallax.model.profiling.measure.SECONDS_PER_BLOCK", 0.0):
+        return profile_of(chain, loss, sample)
+
+
+def sample_of(rows: TensorRows) -> Sample:
+    return lambda count: (rows.inputs(0, count), rows.targets(0, count))
 
 
 @contextmanager
@@ -187,7 +190,12 @@ def offloading() -> tuple[float, float]:
     )
     with tempfile.TemporaryDirectory() as folder, cache_in(folder), awake:
         C.speeds(**SPEEDS | {"up": LINK / 64, "down": LINK / 64})
-        profile = profile_of(chain, OffloadBenchmarks("host", swap, Path(folder)))
+        profile = profile_of(
+            chain,
+            GPT.loss,
+            sample_of(batch()),
+            offloader=OffloadBenchmarks("host", swap, Path(folder)),
+        )
         C.speeds()
     block = profile.blocks[1]
     return block.offload_seconds.at(4), 64 * block.moved.at(4) / LINK

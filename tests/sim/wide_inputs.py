@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from parallax.machine.accelerators import limit_device_memory
 from parallax.model.describe import describe
-from parallax.model.precision import PrecisionConfig
-from parallax.model.profiling.measure import measure
 from parallax.plan.config import PlanConfig
 from parallax.plan.plan import Plan
 from parallax.plan.search.search import search
@@ -21,7 +19,7 @@ from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
 from tests.sim.device import SIM, TOTAL_BYTES, C
-from tests.sim.timed import SPEEDS, cache_in, cluster_of
+from tests.sim.timed import SPEEDS, cache_in, cluster_of, measured_quickly, sample_of
 
 WIDTH, ROWS, MICRO = 2**16, 32, 4
 
@@ -47,15 +45,7 @@ def figures() -> dict[str, Any]:
     chain, rows = describe(_model), _batch()
     with tempfile.TemporaryDirectory() as folder, cache_in(folder):
         C.speeds(**SPEEDS)
-        profile = measure(
-            chain,
-            _loss,
-            lambda n: (rows.inputs(0, n), rows.targets(0, n)),
-            (2, 4),
-            device=SIM,
-            precision=PrecisionConfig(),
-            minimum_bytes=1024,
-        )
+        profile = measured_quickly(chain, _loss, sample_of(rows))
         C.speeds()
 
     def planned(memory: int) -> Plan:

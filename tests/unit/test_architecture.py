@@ -1,4 +1,4 @@
-"""What keeps the house in order and no type checker sees: layers, private names, weight of an import, the wheel."""
+"""What keeps the house in order and no type checker sees: private names, weight of an import, the wheel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 import functools
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -40,16 +39,13 @@ def run(*command: str | Path) -> str:
     return found.stdout
 
 
-def test_imports_keep_the_contracts() -> None:
-    tool = Path(sysconfig.get_path("scripts")) / "lint-imports"
-    if not tool.exists():
-        pytest.skip("import-linter is not installed (it comes with the dev extra)")
-    run(tool, "--no-cache", "--no-logo")
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def private_names(source: str) -> list[str]:
-    """Private names of torch in ``source``, however they were imported; ``_C`` and DDP's reducer on any object."""
-    tree = ast.parse(source)
+def private_names(tree: ast.Module) -> list[str]:
+    """Private names of torch in ``tree``, however they were imported; ``_C`` and DDP's reducer on any object."""
     imported, bound = [], {"torch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -99,20 +95,18 @@ def _is_private(dotted: str) -> bool:
     ],
 )
 def test_private_names_are_found(source: str) -> None:
-    assert private_names(source)
+    assert private_names(ast.parse(source))
 
 
 def test_public_names_are_not() -> None:
-    assert not private_names(
+    source = (
         "import torch\nprint(torch.__version__, torch.nn.Linear, self._own, torch.f(self._own).x)"
     )
+    assert not private_names(ast.parse(source))
 
 
 def test_private_names_of_torch_stand_where_they_are_explained() -> None:
-    found = {
-        str(path.relative_to(PACKAGE)): private_names(path.read_text(encoding="utf-8"))
-        for path in MODULES
-    }
+    found = {str(path.relative_to(PACKAGE)): private_names(parsed(path)) for path in MODULES}
     used = {path: names for path, names in found.items() if names}
     assert set(used) == set(PRIVATE), used
 
@@ -174,7 +168,7 @@ def definitions() -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]
     return [
         node
         for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
     ]
 

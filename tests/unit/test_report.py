@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from rich.console import Console, RenderableType
 
+from parallax.commands.plan.what_if import Outcome, what_if_table
+from parallax.commands.simulate import simulation_table
 from parallax.common.events import Span
 from parallax.common.units import format_bytes, format_seconds
 from parallax.errors import ConfigError
@@ -38,9 +40,7 @@ from parallax.report import (
     swap_tables,
 )
 from parallax.report.occupancy import DEVICE, LIMIT, TIER, Occupancy, computed, fullest
-from parallax.report.simulation import simulation_table
 from parallax.report.swap import SwapRecord, swapped_ranks, worst_of_stages
-from parallax.report.what_if import Outcome, what_if_table
 from parallax.swap.statistics import MicroStatistics, SwapStatistics
 from tests.unit import plan_fakes as fakes
 

@@ -3,15 +3,18 @@
 action.py, order.py    entries of a list; the forwards and backwards of a pipeline rank as columns
 placement.py           the pipeline rank of each stage
 schedule.py            a schedule as one object, found by its name
-gpipe.py, one_forward.py, zero_bubble.py, zero_bubble_v.py    the families, each with its timelines drawn
-built_in.py            the list of built-in schedules: register a new one here
+gpipe.py, one_forward.py, zero_bubble.py    the families, each with its timelines drawn
 own.py                 the user's own schedules
+
+The built-in schedules are listed below: register a new one there.
 """
 
 from parallax.plan.schedule.action import Action, Kind
-from parallax.plan.schedule.built_in import BUILT_IN
+from parallax.plan.schedule.gpipe import GPIPE
+from parallax.plan.schedule.one_forward import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
 from parallax.plan.schedule.own import Listing, register_schedule
 from parallax.plan.schedule.schedule import SCHEDULES, Schedule, named
+from parallax.plan.schedule.zero_bubble import ZERO_BUBBLE_H1, ZERO_BUBBLE_H2, ZERO_BUBBLE_V
 
 __all__ = [
     "BUILT_IN",
@@ -23,3 +26,13 @@ __all__ = [
     "named",
     "register_schedule",
 ]
+
+BUILT_IN = (  # in the order in which they are listed and tried
+    GPIPE,
+    ONE_FORWARD_ONE_BACKWARD,
+    INTERLEAVED,
+    ZERO_BUBBLE_H1,
+    ZERO_BUBBLE_H2,
+    ZERO_BUBBLE_V,
+)
+SCHEDULES.update({schedule.name: schedule for schedule in BUILT_IN})

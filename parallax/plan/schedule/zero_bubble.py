@@ -1,11 +1,16 @@
-"""Zero-bubble schedules with one stage per pipeline rank: weight-gradient passes (W) fill the bubble."""
+"""Zero-bubble schedules: weight-gradient passes (W) fill the bubble. ZB-H1 and ZB-H2 have one stage per pipeline rank,
+ZB-V has two."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from parallax.plan.schedule.action import BACKWARD, BACKWARD_WEIGHT, FORWARD
 from parallax.plan.schedule.order import Numbers, Order, by_rounds
+from parallax.plan.schedule.placement import BACK_AND_FORTH
 from parallax.plan.schedule.schedule import Ramp, Schedule
+
+Slot = tuple[int, int, int]  # kind, index among the pipeline rank's stages, first micro-batch
 
 
 def zero_bubble_h1(
@@ -88,4 +93,73 @@ ZERO_BUBBLE_H2 = Schedule(
     in_flight_count=_in_flight_h2,
     steady=True,
     searched=True,
+)
+
+
+def zero_bubble_v(
+    pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int
+) -> Order:
+    """ZB-V: data passes up through the first stages of all pipeline ranks and back down through their second stages. So
+    inputs and loss are on the same pipeline rank, and an early pipeline rank gets its micro-batches back early: all
+    hold as much as the first pipeline rank of 1F1B, and none waits between its first action and its last where a
+    forward, an input-gradient and a weight-gradient pass take equally long and there are 2 · ``pipeline_ranks`` − 1
+    micro-batches or more.
+
+    Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", where it is called V-ZB; the order is that
+    of torch's ``ScheduleZBVZeroBubble``.
+
+    Two virtual stages per pipeline rank; f, b and w are those of a pipeline rank's second stage::
+
+        stage 0 | F0 F1 F2 F3 F4 f0 b0 w0 f1 b1 w1 f2 b2 w2 B0 W0 f3 b3 w3 B1 W1 f4 b4 w4 B2 W2 B3 W3 B4 W4 .. ..
+        stage 1 | .. F0 F1 F2 f0 F3 f1 b0 w0 f2 b1 w1 F4 B0 W0 f3 b2 w2 B1 W1 f4 b3 w3 B2 b4 B3 W2 B4 W3 w4 W4 ..
+        stage 2 | .. .. F0 f0 F1 f1 F2 f2 b0 w0 F3 B0 W0 f3 b1 w1 F4 B1 W1 f4 b2 w2 B2 b3 B3 b4 B4 W2 w3 w4 W3 W4
+    """
+    del interleave
+    count = max(
+        micro_batches, 2 * pipeline_ranks - 1
+    )  # with fewer micro-batches the excess is dropped
+    after = pipeline_ranks - pipeline_rank
+    warm_up = [
+        _turns(2 * after - 1, (FORWARD, 0, 0)),
+        _turns(pipeline_rank, (FORWARD, 1, 0), (FORWARD, 0, 2 * after - 1)),
+        _turns(after, (FORWARD, 1, pipeline_rank), (BACKWARD, 1, 0), (BACKWARD_WEIGHT, 1, 0)),
+    ]
+    steady = _turns(
+        count - pipeline_ranks,
+        *((FORWARD, 0, pipeline_ranks + after - 1), (BACKWARD, 0, 0), (BACKWARD_WEIGHT, 0, 0)),
+        *((FORWARD, 1, pipeline_ranks), (BACKWARD, 1, after), (BACKWARD_WEIGHT, 1, after)),
+    )
+    drain = [
+        _turns(
+            pipeline_rank,
+            (BACKWARD, 0, count - pipeline_ranks),
+            (BACKWARD, 1, count - pipeline_rank),
+        ),
+        _turns(after, (BACKWARD, 0, count - after), (BACKWARD_WEIGHT, 0, count - pipeline_ranks)),
+        _turns(pipeline_rank, (BACKWARD_WEIGHT, 1, count - pipeline_rank)),
+        _turns(pipeline_rank, (BACKWARD_WEIGHT, 0, count - pipeline_rank)),
+    ]
+    listed = np.concatenate([*warm_up, steady, *drain])
+    kinds, turned, micros = listed[listed[:, 2] < micro_batches].T
+    return Order(
+        kinds, np.where(turned == 1, 2 * pipeline_ranks - 1 - pipeline_rank, pipeline_rank), micros
+    )
+
+
+def _turns(times: int, *slots: Slot) -> Numbers:
+    """Return ``slots`` in sequence, ``times`` times, each time with the next micro-batch."""
+    listed = np.tile(np.array(slots, dtype=np.int64), (times, 1))
+    listed[:, 2] += np.repeat(np.arange(times), len(slots))
+    return listed
+
+
+# The ramp is T_B − T_W, which is half of 1 − 3 · T_W / (T_F + T_B + T_W) where T_F = T_B.
+ZERO_BUBBLE_V = Schedule(
+    name="zb-v",
+    ordering=zero_bubble_v,
+    splits=True,
+    interleaves=(2,),
+    placement=BACK_AND_FORTH,
+    ramp=Ramp(weight_savings=3),
+    steady=True,
 )

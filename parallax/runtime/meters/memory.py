@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -72,6 +73,7 @@ def bound_memory(
     return MemoryBound(before_bytes + bound_bytes - data_bytes()).close
 
 
+@cache  # in a process
 def _touch_libraries(precision: PrecisionConfig, *, recomputes: bool) -> None:
     """Run the usual operators once on tiny tensors: their code and tables are memory of the process, not of the
     stage."""

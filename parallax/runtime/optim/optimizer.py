@@ -4,7 +4,7 @@ host."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +13,10 @@ from torch import Tensor, nn
 
 from parallax.errors import ConfigError, check_choice, check_positive
 from parallax.machine.device import CopyEngine
-from parallax.model.private import (
-    add_to_each,
-    lerp_each,
-    lerp_each_in_place,
-    multiply_each,
-    sign_of_each,
-)
 from parallax.plan.plan import STATE_BUCKET_BYTES
+from parallax.runtime.optim.algorithms import SGD, AdamW, Lion, Momentum
 from parallax.runtime.optim.resident import DeviceOptimizer
-from parallax.runtime.optim.scaling import GradientCorrection, by_kind
-from parallax.runtime.optim.uncompiled import SGD, AdamW, Uncompiled
+from parallax.runtime.optim.scaling import GradientCorrection
 from parallax.runtime.stage import Stream, first_offloaded
 from parallax.swap.optimizer.host import Exchange, HostOptimizer, owns
 from parallax.swap.statistics import SwapStatistics
@@ -33,83 +26,6 @@ from parallax.swap.weights import stepped_in
 OpenExchange = Callable[[Sequence[nn.Parameter]], Exchange]
 # From the bytes of states and the number of their slots; None where the tier steps them in place.
 OpenStore = Callable[[int, int], Store | None]
-
-# Lion allocates a direction for each weight, for a run of small parameters at one time. The plan counts the largest
-# parameter's directions, and a run's are covered by the reserve of a device, twice as large.
-_RUN_BYTES = 4 * 2**20
-
-
-class Lion(Uncompiled):
-    """Evolved sign momentum (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2): one state
-    per parameter, updates of the same magnitude for all weights."""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Run one update; ``closure``, if given, computes the loss first."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameters in _together(group["params"]):
-                self._update(parameters, group)
-        return loss
-
-    def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Update one run of parameters with five multi-tensor kernels."""
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
-        first, second = group["betas"]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        averages = [self.state[parameter]["exp_avg"] for parameter in parameters]
-        weights: list[Tensor] = [*parameters]
-        directions = lerp_each(gradients, averages, first)
-        sign_of_each(directions)
-        multiply_each(weights, 1 - group["lr"] * group["weight_decay"])
-        add_to_each(weights, directions, alpha=-group["lr"])
-        lerp_each_in_place(averages, gradients, 1 - second)
-
-
-def _together(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters with gradients in runs of one type and device and at most ``_RUN_BYTES``; a larger parameter
-    is a run of its own."""
-    given = [parameter for parameter in parameters if parameter.grad is not None]
-    for alike in by_kind(given):
-        run: list[nn.Parameter] = []
-        size = 0
-        for parameter in alike:
-            if run and size + parameter.nbytes > _RUN_BYTES:
-                yield run
-                run, size = [], 0
-            run.append(parameter)
-            size += parameter.nbytes
-        yield run
-
-
-class Momentum(SGD):
-    """SGD with momentum for parameters whose first gradients come at different steps: torch's fused kernel reads from
-    one parameter's state whether this is the first step of all. A velocity of zeros before the first step gives the
-    same update."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in (each for each in group["params"] if each.grad is not None):
-                state = self.state[parameter]
-                if state.get("momentum_buffer") is None:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
-        return super().step(closure)
-
 
 # Usual values. AdamW: of decoders (Brown et al. 2020, appendix B; Touvron et al. 2023, section 2.3). SGD: of torch's
 # own examples; a constant rate, no decay and no clipping. Lion: a third of AdamW's rate and three times

@@ -9,6 +9,7 @@ names for it: ``reducer.prepare_for_backward``, and ``reducer._rebuild_buckets``
 # No `from __future__ import annotations` here: DDP checks a communication hook's annotations as objects.
 import time
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from parallax.runtime.replicas.compress import SHORT, Reduce, reduce_as, reduce_
 from parallax.runtime.replicas.config import ReplicasConfig
 
 
+@cache  # in a process
 def touch_reducer() -> None:
     """Make a reducer of a tiny module, in a process with an initialised world: the first one loads torch's compiler."""
     DistributedDataParallel(nn.Linear(1, 1), init_sync=False)  # without communication

@@ -9,14 +9,34 @@ from dataclasses import asdict
 from typing import Any
 
 from parallax.common.events import busy_seconds
-from parallax.runtime.batch import Rows
+from parallax.runtime.batch import Rows, RowsOf
 from parallax.runtime.engine import Engine
 from parallax.runtime.meters.step import StepResult
-from parallax.train.health.inputs import TimedRows
 from parallax.train.health.memory import BETWEEN, ROWS, STEP, Growth, MemoryAlarm
 from parallax.train.health.stragglers import Straggler, StragglerDetector
 
 _HIDDEN = 0.1  # fraction of a device's seconds up to which reading is ignored
+
+
+class TimedRows(RowsOf):
+    """A batch that measures the ``seconds`` in which it returned its rows."""
+
+    def __init__(self, batch: Rows) -> None:
+        super().__init__(batch)
+        self.seconds = 0.0
+
+    def inputs(self, start: int, stop: int) -> Any:
+        return self._timed(self._batch.inputs, start, stop)
+
+    def targets(self, start: int, stop: int) -> Any:
+        return self._timed(self._batch.targets, start, stop)
+
+    def _timed(self, read: Callable[[int, int], Any], start: int, stop: int) -> Any:
+        begun = time.perf_counter()
+        try:
+            return read(start, stop)
+        finally:
+            self.seconds += time.perf_counter() - begun
 
 
 class HealthMonitor:

@@ -39,20 +39,43 @@ def test_a_server_starts_no_thread_and_asks_for_no_device() -> None:
     assert found.stdout == "1 ['no_such_library']\n"
 
 
-LOOK_SECONDS = 0.2
+CHECK_SECONDS = 0.02  # between two checks of ranks by the launcher
+
+# A server with one rank that waits. It imports nothing of Parallax, whose launcher is what the test is of.
+WITH_A_RANK = """
+import json, os, signal, socket, sys
+
+channel = socket.socket(fileno=int(sys.argv[1]))
+channel.recv(1 << 16)
+pid = os.fork()
+if not pid:
+    signal.pause()
+channel.sendall(json.dumps({"rank": 0, "pid": pid}).encode() + b"\\n")
+os.waitpid(pid, 0)
+channel.recv(1 << 16)
+"""
+
+
+def server_of(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **added: str) -> ForkServer:
+    """A server that runs ``code``, and has forked its rank."""
+    monkeypatch.setattr(forkserver, "_CHECK_SECONDS", CHECK_SECONDS)
+    monkeypatch.setattr(forkserver, "__name__", "another_server")
+    (folder / "another_server.py").write_text(code)
+    return ForkServer(folder, {"PYTHONPATH": str(folder), **added})
+
+
+def fork_one(server: ForkServer) -> None:
+    server.fork([{}])
+    while not server.has_ranks:
+        server._receive_next(1.0)
 
 
 def test_a_server_that_was_stopped_is_ended_when_a_rank_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would send no report, and the launcher would wait for ever."""
-    monkeypatch.setattr(forkserver, "_CHECK_SECONDS", LOOK_SECONDS)
-    waits = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "0"}
-    waits |= {"TORCHELASTIC_RUN_ID": "ours", "PARALLAX_RENDEZVOUS": str(tmp_path / "ranks")}
-    with ForkServer(tmp_path / "run", {"OMP_NUM_THREADS": "1"}) as server:
-        server.fork([waits])
-        while not server.has_ranks:
-            server._receive_next(LOOK_SECONDS)
+    with server_of(WITH_A_RANK, tmp_path, monkeypatch) as server:
+        fork_one(server)
         pid = server._process.pid
         os.kill(pid, signal.SIGSTOP)
         os.kill(server._pids[0], signal.SIGKILL)
@@ -69,7 +92,7 @@ def test_a_server_that_was_stopped_is_ended_when_a_rank_has(
 
 # A rank is over, and its server learns of it late, as while threads of the rank are on their way out.
 LATE = """
-import json, os, socket, sys, time
+import json, os, pathlib, socket, sys, time
 
 channel = socket.socket(fileno=int(sys.argv[1]))
 channel.recv(1 << 16)
@@ -77,7 +100,8 @@ pid = os.fork()
 if not pid:
     os._exit(0)
 channel.sendall(json.dumps({"rank": 0, "pid": pid}).encode() + b"\\n")
-time.sleep(2)
+while not pathlib.Path(os.environ["CHECKED"]).exists():
+    time.sleep(0.01)
 os.waitpid(pid, 0)
 channel.sendall(json.dumps({"rank": 0, "code": 0}).encode() + b"\\n")
 channel.recv(1 << 16)
@@ -87,9 +111,16 @@ channel.recv(1 << 16)
 def test_a_server_that_is_late_is_not_taken_for_one_that_was_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forkserver, "_CHECK_SECONDS", LOOK_SECONDS)
-    monkeypatch.setattr(forkserver, "__name__", "late_server")
-    (tmp_path / "late_server.py").write_text(LATE)
-    with ForkServer(tmp_path, {"PYTHONPATH": str(tmp_path)}) as server:
-        server.fork([{}])
+    checked, is_stopped, checks = tmp_path / "checked", forkserver._is_stopped, []
+
+    def counted(pid: int) -> bool:
+        checks.append(pid)
+        if len(checks) == 3:
+            checked.touch()
+        return is_stopped(pid)
+
+    monkeypatch.setattr(forkserver, "_is_stopped", counted)
+    with server_of(LATE, tmp_path, monkeypatch, CHECKED=str(checked)) as server:
+        fork_one(server)
+        checks.clear()
         assert server.wait() == {0: 0}

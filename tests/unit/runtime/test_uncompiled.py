@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from parallax.runtime.optim.uncompiled import SGD, AdamW
+from parallax.runtime.optim.algorithms import SGD, AdamW
 
 KINDS: list[tuple[Any, Any, dict[str, Any]]] = [
     (AdamW, torch.optim.AdamW, {"fused": True}),

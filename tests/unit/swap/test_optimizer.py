@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from parallax.errors import ConfigError, SwapError
 from parallax.machine.device import CpuCopies
-from parallax.runtime.optim.optimizer import Lion
+from parallax.runtime.optim.algorithms import Lion
 from parallax.swap.optimizer.host import HostOptimizer
 from parallax.swap.stores.store import DiskStore, Store
 

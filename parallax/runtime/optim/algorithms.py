@@ -1,0 +1,120 @@
+"""torch's optimizers without ``torch._compile``, with which they exclude themselves from compilation, and Lion.
+
+``torch._compile`` loads the compiler, which takes a second in every process that builds an optimizer. No optimizer step
+is compiled here (blocks may be, each on its own), so the functions that torch keeps as ``__wrapped__`` are used
+directly.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from parallax.model.private import (
+    add_to_each,
+    lerp_each,
+    lerp_each_in_place,
+    multiply_each,
+    sign_of_each,
+)
+from parallax.runtime.optim.scaling import by_kind
+
+# Lion allocates a direction for each weight, for a run of small parameters at one time. The plan counts the largest
+# parameter's directions, and a run's are covered by the reserve of a device, twice as large.
+_RUN_BYTES = 4 * 2**20
+
+
+class Uncompiled(Optimizer):
+    """An optimizer whose base methods are torch's, unwrapped."""
+
+    add_param_group: Any = inspect.unwrap(Optimizer.add_param_group)
+    zero_grad: Any = inspect.unwrap(Optimizer.zero_grad)
+
+
+class AdamW(Uncompiled, torch.optim.AdamW):
+    """``torch.optim.AdamW``, bit-identical."""
+
+    step: Any = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+class SGD(Uncompiled, torch.optim.SGD):
+    """``torch.optim.SGD``, bit-identical."""
+
+    step: Any = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
+
+
+class Momentum(SGD):
+    """SGD with momentum for parameters whose first gradients come at different steps: torch's fused kernel reads from
+    one parameter's state whether this is the first step of all. A velocity of zeros before the first step gives the
+    same update."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in (each for each in group["params"] if each.grad is not None):
+                state = self.state[parameter]
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+        return super().step(closure)
+
+
+class Lion(Uncompiled):
+    """Evolved sign momentum (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2): one state
+    per parameter, updates of the same magnitude for all weights."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Run one update; ``closure``, if given, computes the loss first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameters in _together(group["params"]):
+                self._update(parameters, group)
+        return loss
+
+    def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """Update one run of parameters with five multi-tensor kernels."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+        first, second = group["betas"]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        averages = [self.state[parameter]["exp_avg"] for parameter in parameters]
+        weights: list[Tensor] = [*parameters]
+        directions = lerp_each(gradients, averages, first)
+        sign_of_each(directions)
+        multiply_each(weights, 1 - group["lr"] * group["weight_decay"])
+        add_to_each(weights, directions, alpha=-group["lr"])
+        lerp_each_in_place(averages, gradients, 1 - second)
+
+
+def _together(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yield the parameters with gradients in runs of one type and device and at most ``_RUN_BYTES``; a larger parameter
+    is a run of its own."""
+    given = [parameter for parameter in parameters if parameter.grad is not None]
+    for alike in by_kind(given):
+        run: list[nn.Parameter] = []
+        size = 0
+        for parameter in alike:
+            if run and size + parameter.nbytes > _RUN_BYTES:
+                yield run
+                run, size = [], 0
+            run.append(parameter)
+            size += parameter.nbytes
+        yield run
