@@ -5,6 +5,7 @@ A new kind is one module in the group's package, with a dataclass derived from t
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import importlib
@@ -14,10 +15,15 @@ from typing import Any, ClassVar
 from parallax.common.typed import defaults, members
 
 
-class Registered:
+class Registered(abc.ABC):
     """The base of the kinds of one configuration group. ``package``: the package of their modules."""
 
     package: ClassVar[str]
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """The option's name."""
 
     @classmethod
     def kinds(cls) -> tuple[type[Any], ...]:

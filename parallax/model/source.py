@@ -1,7 +1,8 @@
-"""What a run needs to know of its model, whichever option of ``model=`` names it."""
+"""The interface of the ``model=`` options to a run."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,16 +18,11 @@ BYTES = 256  # values that a byte can have
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Registered):
-    """The settings of a model, and how it is built: the base of the dataclasses of ``model=``.
+    """Settings of a model, from which it is built: the base class of the dataclasses of ``model=``.
 
-    Each is in a module of its own in :mod:`parallax.model.factory` and defines what differs from the methods here."""
+    Each dataclass is in its own module of :mod:`parallax.model.factory` and overrides the methods that differ."""
 
     package: ClassVar[str] = "parallax.model.factory"
-
-    @property
-    def name(self) -> str:
-        """The option's name, and the model's in plans and profiles."""
-        raise NotImplementedError
 
     @property
     def verify(self) -> bool | str:
@@ -48,9 +44,9 @@ class ModelConfig(Registered):
         """The module paths of the chain; empty: it is found automatically."""
         return ()
 
+    @abc.abstractmethod
     def build(self) -> nn.Module:
         """Return the model, on torch's default device, with its adapters."""
-        raise NotImplementedError
 
     def check_code(self) -> None:
         """Raise :class:`~parallax.errors.ConfigError` for a model that has sizes but no code."""

@@ -210,8 +210,13 @@ class Cluster:
     def agreement_seconds(self, count: int) -> float:
         """Return the seconds of an all-reduce of a few numbers between the first ``count`` devices, as the slowest node
         measured it; 0 where none did."""
-        measured = (node.sum_seconds[: len(node.devices)] for node in self.first(count).nodes)
-        return max((each[-1] for each in measured if each), default=0.0)
+        found = 0.0
+        for node in self.nodes:
+            here = min(count, len(node.devices), len(node.sum_seconds))
+            if here > 0:
+                found = max(found, node.sum_seconds[here - 1])
+            count -= len(node.devices)
+        return found
 
     def link(self, a: int, b: int) -> Link:
         """Return the link between two devices."""

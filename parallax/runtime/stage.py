@@ -158,8 +158,8 @@ class Stage(nn.Module):
     def _make(
         self, chain: Chain, share: float, device: torch.device
     ) -> Iterator[list[nn.Parameter]]:
-        """Make the blocks in order; yield the offloaded parameters of each: those that no other block uses, of the last
-        blocks."""
+        """Make the blocks in order and yield the parameters of each that are offloaded. The last blocks are offloaded,
+        except for parameters that other blocks share."""
         sizes = [
             sum(p.nbytes for p in untied(chain, index, chain.blocks[index].module))
             for index in self._indices

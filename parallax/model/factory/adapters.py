@@ -8,6 +8,7 @@ computes those of its own tensors. The base's weight files are read there too, b
 
 from __future__ import annotations
 
+import abc
 import copy
 import json
 from collections.abc import Collection, Iterable, Mapping
@@ -55,23 +56,23 @@ class AdaptableModelConfig(ModelConfig):
     adapter: dict[str, Any]
 
     @property
+    @abc.abstractmethod
     def weights(self) -> str:
         """The location of its initial weights; empty: they are random."""
-        raise NotImplementedError
 
     @property
+    @abc.abstractmethod
     def built_of(self) -> str:
         """The class or function that makes it."""
-        raise NotImplementedError
 
     @property
     def reads_weights(self) -> bool:
         """Whether :meth:`create` reads the weights; otherwise each stage reads its own."""
         return False
 
+    @abc.abstractmethod
     def create(self) -> nn.Module:
         """Return the model without adapters."""
-        raise NotImplementedError
 
     def build(self) -> nn.Module:
         model = self.create()

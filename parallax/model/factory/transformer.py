@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 from parallax.errors import ConfigError
 from parallax.model.source import ModelConfig
@@ -15,8 +16,11 @@ class TransformerModelConfig(TransformerConfig, ModelConfig):
 
     __doc__ = TransformerConfig.__doc__
 
-    def check_code(self) -> None:
+    def check_code(self) -> NoReturn:
         raise ConfigError(
             "model=transformer: it has sizes but no code, so it can be planned for (cluster=dgx_a100) but neither "
             "measured nor trained; use model=gpt or model=custom"
         )
+
+    def build(self) -> NoReturn:
+        self.check_code()

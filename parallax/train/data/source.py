@@ -1,7 +1,8 @@
-"""What a training loop needs of its rows, and a run needs to know of them, whichever option of ``data=`` names them."""
+"""The interfaces of data sources to the training loop, and of the ``data=`` options to a run."""
 
 from __future__ import annotations
 
+import abc
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from parallax.model.source import ModelConfig
 from parallax.runtime.batch import Rows
 
 Shapes = Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
-"""Return inputs and targets of so many rows, on the meta device."""
+"""From a number of rows to inputs and targets of that many rows, on the meta device."""
 
 
 class Source(Protocol):
@@ -41,16 +42,11 @@ class Source(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Registered):
-    """The settings of the rows, and how they are read: the base of the dataclasses of ``data=``.
+    """Settings of a data source, from which it is opened: the base class of the dataclasses of ``data=``.
 
-    Each is in a module of its own in :mod:`parallax.train.data` and defines what differs from the methods here."""
+    Each dataclass is in its own module of :mod:`parallax.train.data` and overrides the methods that differ."""
 
     package: ClassVar[str] = "parallax.train.data"
-
-    @property
-    def name(self) -> str:
-        """The option's name."""
-        raise NotImplementedError
 
     @property
     def label(self) -> str:
@@ -63,9 +59,9 @@ class DataConfig(Registered):
         place."""
         return False
 
+    @abc.abstractmethod
     def open(self, model: ModelConfig, seed: int, *, quiet: bool = True) -> Source:
         """Return the source of rows for ``model``. ``quiet`` hides progress."""
-        raise NotImplementedError
 
     def shapes(self, model: ModelConfig) -> Shapes | None:  # noqa: ARG002
         """Return rows for ``model`` without values, where their shapes are known before any row is read."""
