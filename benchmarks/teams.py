@@ -303,8 +303,8 @@ def by_turns(
     repetitions: int,
     enough: Callable[[float], bool] = lambda longest: False,
 ) -> dict[str, Run]:
-    """So many steps of each that count, or until there have been ``enough``, which is given the longest round so
-    far."""
+    """Return the measured steps of each: ``repetitions`` rounds, or fewer if ``enough(longest)`` is true, where
+    ``longest`` is the seconds of the longest round so far."""
     found = {name: Run() for name in steps}
     longest = 0.0
     for repetition in range(-WARM_UP, repetitions):
