@@ -286,7 +286,8 @@ def markdown(outcomes: Sequence[Outcome], before: str = "") -> str:
     return (
         "# Predicted and measured\n\n"
         "Each line is a separate training run: the step and the peak that the planner predicted, and those measured: "
-        "the lower quartile of its steps, after two warm-up steps. The pipeline is written as the replicas of its stages; "
+        "the lower quartile of its steps, after two warm-up steps. "
+        "The pipeline is written as the replicas of its stages; "
         "the peak is that of the rank nearest to its prediction or "
         "furthest beyond it. Under an ample budget a predicted peak counts the freed memory that malloc keeps "
         "([ADR 030](adr/030-a-budget-is-held-near-its-end.md)). Written by "
