@@ -57,6 +57,7 @@ def make_plan(
     inputs_ahead: bool = False,
     gather_loss: bool = False,
     bucket_bytes: int = LEAST_BUCKET_BYTES,
+    group: int = 0,
 ) -> Plan:
     """Blocks spread evenly over stages, ``interleave`` for each of ``replicas`` (or cut at ``cuts``), one directive for
     all of them."""
@@ -91,7 +92,7 @@ def make_plan(
     return Plan(
         model="test",
         fingerprint=chain.fingerprint(),
-        schedule=schedule,
+        schedule=named(schedule, group),
         global_batch=global_batch,
         microbatch=microbatch,
         stages=parts,

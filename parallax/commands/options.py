@@ -103,7 +103,7 @@ def with_schedule(plan: Plan, file: Path, class_paths: dict[str, str]) -> Plan:
             )
         if name not in SCHEDULES:
             check_named(file, {key: name}, [f"{key}={typed}"])
-        return replace(plan, schedule=resolve_schedule(name))
+        return replace(plan, schedule=resolve_schedule(name).with_group(plan.schedule.group))
     # A name given by parallax.register_schedule does not identify the function.
     if not typed:
         raise ConfigError(

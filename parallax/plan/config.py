@@ -17,19 +17,21 @@ class PlanConfig:
     """Constraints on the planner; ``auto`` lets the planner choose.
 
     ``stages``: pipeline stages. ``replicas``: a number for every stage, or one per stage such as ``[1, 2]``.
-    ``schedule``: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, or one of your own as ``package.module:function``
-    (:func:`parallax.register_schedule`). ``interleave``: virtual stages per pipeline rank, for a schedule that has
-    several. ``activations``: force keep, offload or recompute on every block. ``optimizer`` and ``parameters``: where
-    the optimizer's states, and the parameters with their gradients, are: ``device``, or ``host`` for the offload tier.
-    ``shard``: ``optimizer`` shards the states on the device over a stage's replicas; ``none`` gives every replica all
-    of them. ``replan``: ``auto`` plans again, once, at the next checkpoint of a run whose steps differ from the
-    prediction by more than a fifth.
+    ``schedule``: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, breadth-first, or one of your own as
+    ``package.module:function`` (:func:`parallax.register_schedule`). ``interleave``: virtual stages per pipeline rank,
+    for a schedule that has several. ``group``: micro-batches that each block computes before the next block does, under
+    breadth-first; offloaded weights are read once per group. ``activations``: force keep, offload or recompute on every
+    block. ``optimizer`` and ``parameters``: where the optimizer's states, and the parameters with their gradients, are:
+    ``device``, or ``host`` for the offload tier. ``shard``: ``optimizer`` shards the states on the device over a
+    stage's replicas; ``none`` gives every replica all of them. ``replan``: ``auto`` plans again, once, at the next
+    checkpoint of a run whose steps differ from the prediction by more than a fifth.
     """
 
     stages: int | str = AUTO
     replicas: int | str | list[int] = AUTO
     schedule: str = AUTO
     interleave: int | str = AUTO
+    group: int | str = AUTO
     activations: str = AUTO
     optimizer: str = AUTO
     parameters: str = AUTO
@@ -58,6 +60,13 @@ class PlanConfig:
         check_choice("plan.replan", self.replan, ["off", AUTO])
         check_count("plan.stages", self.stages)
         check_count("plan.interleave", self.interleave)
+        check_count("plan.group", self.group)
+        schedule = SCHEDULES.get(self.schedule)
+        if self.group != AUTO and (schedule is None or schedule.grouping is None):
+            raise ConfigError(
+                f"plan.group={self.group}: only plan.schedule=breadth-first computes groups of micro-batches; use "
+                "plan.schedule=breadth-first, or plan.group=auto"
+            )
         for count in self.replicas if isinstance(self.replicas, list | tuple) else [self.replicas]:
             check_count("plan.replicas", count)
         self._check_interleave()

@@ -177,6 +177,33 @@ class Coordinate(NamedTuple):
     tensor_rank: int = 0
 
 
+class Visits(NamedTuple):
+    """The micro-batches that a block computes before another block of its rank does, and whether the block is visited
+    again later, so that offloaded gradients are read back to add to them."""
+
+    micro_batches: int = 1
+    again: bool = True
+
+
+EACH_MICRO_BATCH = Visits()
+
+
+def visits_of(schedule: Schedule, micro_batches: int) -> Visits:
+    """Return the visits of a block that is a stage of its own."""
+    run = schedule.run_length(micro_batches)
+    return Visits(run, run == 1 or run < micro_batches)
+
+
+def boundaries_held(schedule: Schedule, pipeline_ranks: int, micro_batches: int) -> int:
+    """Return the most tensors between two stages that a rank holds at one time under a schedule whose stages compute
+    groups of micro-batches: those of a group, which wait for the next stage, and three under way; with several
+    pipeline ranks as many again, sent and not yet received. 0 for other schedules: there every edge has its own."""
+    if schedule.grouping is None:
+        return 0
+    held = schedule.run_length(micro_batches) + 3
+    return held if pipeline_ranks == 1 else 2 * held
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
     """Stages in the order of the data, and the schedule of their micro-batches: the part of a plan that is simulated.
@@ -233,6 +260,22 @@ class Pipeline:
     def leaving(self, stage: int) -> Edge | None:
         """Return the edge from ``stage``; None for the stage that computes the loss."""
         return self._leaving.get(stage)
+
+    def visits(self, stage: int) -> Visits:
+        """Return how often the blocks of ``stage`` are visited. A stage of several blocks visits each of them for every
+        micro-batch."""
+        alone = self.stages[stage].stop - self.stages[stage].start == 1
+        return (
+            visits_of(self.schedule, self.micro_batches(self.global_batch))
+            if alone
+            else EACH_MICRO_BATCH
+        )
+
+    @property
+    def boundaries_held(self) -> int:
+        """Return the boundary tensors that a rank holds at one time, see :func:`boundaries_held`."""
+        count = self.micro_batches(self.global_batch)
+        return boundaries_held(self.schedule, self.pipeline_ranks, count)
 
     def is_local(self, edge: Edge) -> bool:
         """Return whether both ends of ``edge`` are on one pipeline rank, so that nothing is sent."""
@@ -388,6 +431,8 @@ class Plan(Pipeline):
         """Return plain data, for YAML and JSON."""
         named_first = {"model": self.model, "fingerprint": self.fingerprint}
         plain = {**named_first, **asdict(self), "schedule": self.schedule.name}
+        if self.schedule.group:
+            plain["group"] = self.schedule.group
         data: dict[str, Any] = json.loads(json.dumps(plain))
         if not self.spare_devices:  # the hash of older plans stays the same
             del data["spare_devices"]
@@ -418,6 +463,8 @@ class Plan(Pipeline):
                 tuple[Alternative, ...], fields.pop("alternatives"), "alternatives"
             )
             prediction = Prediction(ranks=ranks, stages=terms, **found)
+            group = convert_exactly(int, fields.pop("group", 0), "group")
+            fields["schedule"] = named(fields["schedule"], group)
             return cls(
                 stages=stages,
                 prediction=prediction,

@@ -8,9 +8,11 @@ receiving stage directly, and the gradients come back the same way, without send
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -60,7 +62,8 @@ class _InFlight:
 class RankProgram:
     """An action list, analysed once before it runs. A receive is posted one message ahead on each channel: the receives
     in ``first`` before the first action, those in ``following[n]`` after the n-th. ``last`` holds each stage's last
-    forward, last backward and last weight-gradient pass."""
+    forward, last backward and last weight-gradient pass; ``repeated`` the passes directly before another one of the
+    same kind and stage."""
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self.actions = list(actions)
@@ -68,6 +71,12 @@ class RankProgram:
         self.updates = any(action.kind is Kind.UPDATE for action in actions)
         ends = {(a.step, a.stage, a.kind): a for a in actions if a.kind in COMPUTE}
         self.last = set(ends.values())
+        computed = [action for action in actions if action.kind in COMPUTE]
+        self.repeated = {
+            action
+            for action, after in pairwise(computed)
+            if (action.kind, action.stage) == (after.kind, after.stage)
+        }
         self.first: list[Action] = []
         self.following: list[list[Action]] = [[] for _ in actions]
         latest: dict[tuple[int, Kind], int] = {}
@@ -282,8 +291,12 @@ class Executor:
         key = _key(action)
         in_flight = self._in_flight.get(key)
         if in_flight is None:  # this rank has no rows of the micro-batch
-            if not step.program.splits and self._completes(action, step):
+            is_last = not step.program.splits and self._completes(action, step)
+            if is_last:
                 self._training_parts.sync.arm(action.stage)
+            with self._holding_gradients(action, step):
+                pass
+            if is_last:
                 self._training_parts.sync.ended(action.stage)
             return 0.0
         before = self._stall_seconds()
@@ -303,14 +316,14 @@ class Executor:
             if root is not None and gradient is not None
         ]
         in_flight.roots = ()
-        if pairs:
-            roots, arriving = zip(*pairs)
-            del gradients, pairs
-            torch.autograd.backward(roots, arriving)
-            if in_flight.weight_gradients is not None:
-                in_flight.weight_gradients.separate_gradients(
-                    self._stage.parameters_of(action.stage)
-                )
+        del gradients
+        with self._holding_gradients(action, step):
+            if pairs:
+                roots, arriving = zip(*pairs)
+                pairs.clear()
+                torch.autograd.backward(roots, arriving)
+        if in_flight.weight_gradients is not None:
+            in_flight.weight_gradients.separate_gradients(self._stage.parameters_of(action.stage))
         if is_last:
             self._training_parts.sync.ended(action.stage)
         if in_flight.entry is not None:
@@ -354,6 +367,13 @@ class Executor:
                 part = self._io.rows(action.micro)
                 if part[1]:
                     yield part
+
+    def _holding_gradients(
+        self, action: Action, step: StepContext
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a backward; the gradients of offloaded parameters stay on the device where the next
+        action is a backward of the same stage."""
+        return self._stage.hold_gradients(action.stage, action in step.program.repeated)
 
     def _completes(self, action: Action, step: StepContext) -> bool:
         """Whether a stage's gradients are complete after ``action``."""

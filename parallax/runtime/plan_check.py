@@ -13,7 +13,7 @@ from parallax.plan.schedule import named
 def accepted(plan: Plan, chain: Chain) -> Plan:
     """Return the plan, with its schedule looked up by name. Raises :class:`PlanError` for a plan of another model, or
     with features that the runtime lacks."""
-    plan = replace(plan, schedule=named(plan.schedule.name))
+    plan = replace(plan, schedule=named(plan.schedule.name, plan.schedule.group))
     if plan.blocks != len(chain.blocks) or plan.fingerprint != chain.fingerprint():
         raise PlanError(
             f"the plan is for {plan.blocks} blocks of {plan.model} ({plan.fingerprint}), the model has "
@@ -21,8 +21,6 @@ def accepted(plan: Plan, chain: Chain) -> Plan:
         )
     check_gathering(plan, plan.global_batch)
     beyond = []
-    if plan.interleave > 1 and plan.pipeline_ranks == 1:
-        beyond.append("virtual stages on a single pipeline rank")
     if plan.schedule.splits and any(stage.parameter_offload for stage in plan.stages):
         beyond.append(f"offloaded parameters under schedule {plan.schedule}")
     if beyond:

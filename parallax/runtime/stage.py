@@ -249,6 +249,11 @@ class Stage(nn.Module):
             return self.offloaded.read_gradient(tensor)
         return tensor.grad
 
+    def hold_gradients(self, stage: int, hold: bool) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a backward of ``stage``, see :meth:`OffloadedParameters.hold_gradients`. Between the
+        backwards of a stage of several blocks, other blocks run: their gradients never stay."""
+        return self.offloaded.hold_gradients(hold and len(self._parts[stage]) == 1)
+
     def norm_terms(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Return tensors that replace the gradients of ``tensors`` in torch.nn.utils.get_total_norm."""
         trained = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]

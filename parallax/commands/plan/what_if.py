@@ -120,7 +120,7 @@ def _outcome(settings: dict[str, str], config: RunConfig, plan: Plan, cluster: C
         fits=True,
         devices=plan.world_size,
         replicas=tuple(stage.replicas for stage in plan.stages[: plan.pipeline_ranks]),
-        schedule=plan.schedule.name,
+        schedule=str(plan.schedule),
         microbatch=plan.microbatch,
         step_seconds=seconds,
         rows_per_second=rows,

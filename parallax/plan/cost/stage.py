@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from parallax.plan.cluster import Device
 from parallax.plan.cost.communicators import Beside, connection_bytes
 from parallax.plan.cost.states import ALL_ON_DEVICE, OffloadFractions, Sizes, StateLoad, load_states
-from parallax.plan.plan import Directive, StagePlan
+from parallax.plan.plan import EACH_MICRO_BATCH, Directive, StagePlan, Visits
 from parallax.plan.profile import NOTHING, BlockCost, ModelProfile
 
 
@@ -59,7 +59,8 @@ ONCE = ("reserve", "context", "communicators")
 @dataclass(frozen=True, slots=True)
 class StageLoad:
     """One stage on one rank: seconds and bytes that do not depend on the schedule. ``parameter_bytes``, and
-    ``trained_bytes``, which have gradients, include offloaded ones. ``gathered_bytes`` are sent among the replicas
+    ``trained_bytes``, which have gradients, include offloaded ones. ``passed_bytes`` are the part of ``boundary_bytes``
+    of which a rank holds only those of its largest stage. ``gathered_bytes`` are sent among the replicas
     of the last stage before the loss of all rows, which takes ``gathered_seconds`` once in a step."""
 
     parameter_bytes: int
@@ -70,6 +71,7 @@ class StageLoad:
     context_bytes: int
     connection_bytes: int
     boundary_bytes: int
+    passed_bytes: int
     gap_share: float
     input_bytes: float
     output_bytes: float
@@ -161,6 +163,10 @@ def rank_memory(stages: Sequence[tuple[StageLoad, int, int]]) -> dict[str, int]:
     visiting = sum(load.states.visiting_bytes for load, _, _ in stages)
     window = max(load.states.window_bytes for load, _, _ in stages)
     terms["staging"] -= max(0, visiting - window)
+    passed = [load.passed_bytes for load, _, _ in stages]
+    terms["boundary"] -= sum(passed) - max(passed)
+    most = max(load.states.most_summing_bytes for load, _, _ in stages)
+    terms["summing"] = math.ceil(min(terms["summing"], most))
     return terms
 
 
@@ -224,27 +230,33 @@ def load_stage(
     split: bool = False,
     inputs_ahead: bool = False,
     beside: Beside | None = None,
+    visits: Visits = EACH_MICRO_BATCH,
+    boundaries_held: int = 0,
 ) -> StageLoad:
     """Return the load of the stage that begins at block ``start`` with one directive per block, for ``rows`` rows per
     micro-batch on ``device``, which is that of one of ``replicas``. ``offload``: the offloaded shares of its states;
     ``split``: the schedule splits backwards; ``inputs_ahead``: the model's inputs are copied one micro-batch early;
-    ``beside``: :func:`connection_bytes`."""
+    ``beside``: :func:`connection_bytes`; ``visits``: of its blocks; ``boundaries_held``:
+    :func:`parallax.plan.plan.boundaries_held`."""
     stop = start + len(directives)
     costs = profile.blocks[start:stop]
     given = costs[0].input.at(rows)
     entering, ahead = given if start > 0 else 0.0, given if inputs_ahead else 0.0
     leaving = costs[-1].output.at(rows) if stop < len(profile.blocks) else 0.0
     sizes = Sizes.of(profile, start, stop)
+    passed = math.ceil(boundaries_held * max(entering, leaving))
+    own = 0.0 if boundaries_held else 2 * entering + 2 * leaving
     return StageLoad(
         parameter_bytes=sizes.parameters,
         trained_bytes=sizes.trained,
-        states=load_states(profile, sizes, device, offload, replicas, split=split),
+        states=load_states(profile, sizes, device, offload, replicas, split=split, visits=visits),
         buffer_bytes=sum(cost.buffer_bytes for cost in costs),
         reserve_bytes=device.reserve_bytes
         + gap_bytes(device, max(cost.input.at(rows) for cost in costs)),
         context_bytes=device.context_bytes,
         connection_bytes=connection_bytes(profile, device, [(start, stop)], replicas, beside),
-        boundary_bytes=math.ceil(2 * entering + 2 * leaving + ahead) + costs[-1].gathered_bytes,
+        boundary_bytes=passed + math.ceil(own + ahead) + costs[-1].gathered_bytes,
+        passed_bytes=passed,
         gap_share=device.gap_share,
         input_bytes=entering,
         output_bytes=leaving,
@@ -265,6 +277,8 @@ def load_planned(
     device: Device,
     split: bool,
     beside: Beside | None = None,
+    visits: Visits = EACH_MICRO_BATCH,
+    boundaries_held: int = 0,
 ) -> StageLoad:
     """Return the load of a stage of a plan."""
     return load_stage(
@@ -278,6 +292,8 @@ def load_planned(
         split=split,
         inputs_ahead=stage.inputs_ahead,
         beside=beside,
+        visits=visits,
+        boundaries_held=boundaries_held,
     )
 
 

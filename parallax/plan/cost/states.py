@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from parallax.plan.cluster import Device
-from parallax.plan.plan import STATE_BUCKET_BYTES, StagePlan
+from parallax.plan.plan import EACH_MICRO_BATCH, STATE_BUCKET_BYTES, StagePlan, Visits
 from parallax.plan.profile import ModelProfile
 
 
@@ -33,7 +33,8 @@ SHARDED = OffloadFractions(sharded=True)
 class StateLoad:
     """Parameters and their training state on the device. ``host_bytes`` are in the offload tier, ``staging_bytes`` hold
     fetched blocks: ``visiting_bytes`` those of parameters and gradients, of which all stages of a rank together hold no
-    more than their largest ``window_bytes``. ``summing_bytes`` are copies of gradients while replicas sum them;
+    more than their largest ``window_bytes``. ``summing_bytes`` are copies of gradients while replicas sum them, of
+    which all stages of a rank hold no more than ``most_summing_bytes``;
     ``communicator_bytes`` are those of the process groups that sum them: offloaded gradients have their own group. For
     each micro-batch ``read_bytes`` are fetched and ``written_bytes`` written, which takes ``streaming_seconds`` of the
     link to the tier."""
@@ -46,6 +47,7 @@ class StateLoad:
     visiting_bytes: int
     window_bytes: int
     summing_bytes: int
+    most_summing_bytes: float
     communicator_bytes: int
     host_bytes: int
     read_bytes: int
@@ -122,9 +124,10 @@ def load_states(
     replicas: int = 1,
     *,
     split: bool = False,
+    visits: Visits = EACH_MICRO_BATCH,
 ) -> StateLoad:
     """Return the load of parameters of these ``sizes`` in training, on one of ``replicas``; ``split``: backwards are
-    split.
+    split; ``visits``: the micro-batches for which offloaded parameters are fetched once.
 
     Offloaded optimizer states are stepped in the tier: their gradients are written and their parameters read back; a
     tier that cannot step has the states fetched, those of three buckets at a time. A share is rounded up to whole
@@ -154,6 +157,7 @@ def load_states(
     mine = lower if streamed else shard_bytes(lower, sizes.parameter * per_byte, replicas)
     pages = (mine + streamed + gone) // 128  # every allocation in a store starts at a page
     here = (sizes.trained - stepped) * _step_share(profile, upper / max(1, states - lower))
+    read = 2 * streamed + (gone if visits.again else 0)
     return StateLoad(
         parameter_bytes=sizes.parameters - streamed,
         gradient_bytes=math.ceil(sizes.trained * profile.gradient_bytes) - surely_gone,
@@ -163,11 +167,13 @@ def load_states(
         visiting_bytes=visiting,
         window_bytes=math.ceil(sizes.offloadable_block * (2 + profile.gradient_bytes)),
         summing_bytes=_summing_bytes(profile, sizes, gone, bucket, split=split),
+        most_summing_bytes=math.inf if split else 2 * bucket,
         communicator_bytes=(1 + (gone > 0)) * device.collective_bytes if replicas > 1 else 0,
         host_bytes=mine + rounding + streamed + gone + pages + passing,
-        read_bytes=2 * streamed + gone,
-        written_bytes=gone,
-        streaming_seconds=device.read.seconds(2 * streamed + gone) + device.write.seconds(gone),
+        read_bytes=math.ceil(read / visits.micro_batches),
+        written_bytes=math.ceil(gone / visits.micro_batches),
+        streaming_seconds=(device.read.seconds(read) + device.write.seconds(gone))
+        / visits.micro_batches,
         update_seconds=_update_seconds(profile, device, here, stepped, moving),
     )
 

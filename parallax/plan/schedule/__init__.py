@@ -3,13 +3,14 @@
 action.py, order.py    entries of a list; the forwards and backwards of a pipeline rank as columns
 placement.py           the pipeline rank of each stage
 schedule.py            a schedule as one object, found by its name
-gpipe.py, one_forward.py, zero_bubble.py    the families, each with its timelines drawn
+gpipe.py, one_forward.py, zero_bubble.py, breadth_first.py    the families, each with its timelines drawn
 own.py                 the user's own schedules
 
 The built-in schedules are listed below: register a new one there.
 """
 
 from parallax.plan.schedule.action import Action, Kind
+from parallax.plan.schedule.breadth_first import BREADTH_FIRST
 from parallax.plan.schedule.gpipe import GPIPE
 from parallax.plan.schedule.one_forward import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
 from parallax.plan.schedule.own import Listing, register_schedule
@@ -34,5 +35,6 @@ BUILT_IN = (  # in the order in which they are listed and tried
     ZERO_BUBBLE_H1,
     ZERO_BUBBLE_H2,
     ZERO_BUBBLE_V,
+    BREADTH_FIRST,
 )
 SCHEDULES.update({schedule.name: schedule for schedule in BUILT_IN})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import numpy as np
@@ -20,6 +20,8 @@ from parallax.plan.schedule.placement import ROUND_ROBIN, Placement
 
 # Pipeline ranks, pipeline rank, micro-batches, interleave.
 Ordering = Callable[[int, int, int, int], Order]
+# The same, and the micro-batches of a group; 0: all.
+Grouping = Callable[[int, int, int, int, int], Order]
 # Pipeline ranks, pipeline rank.
 InFlightCount = Callable[[int, Numbers], Numbers]
 
@@ -52,6 +54,10 @@ class Schedule:
     pipeline rank to try; ``interleaves_freely``: any other number is allowed, too; ``grouped``: virtual stages compute
     groups of as many micro-batches as there are pipeline ranks. ``placement``: the pipeline rank of each stage.
 
+    ``grouping`` stands in place of ``ordering`` where a stage computes a group of micro-batches before the next stage
+    of its pipeline rank computes; by default such a pipeline rank has a virtual stage for each block. ``group`` is the
+    number of micro-batches, 0 for all of them (:meth:`with_group`).
+
     For the planner: ``ramp``; ``in_flight_count(pipeline_ranks, pipeline_rank)``, the micro-batches in flight with one
     stage per pipeline rank and enough micro-batches; ``holds_all``: all micro-batches are in flight at one time;
     ``steady``: in a full pipeline every round through all stages is like the previous one; ``searched``: the bounds of
@@ -59,7 +65,9 @@ class Schedule:
     """
 
     name: str
-    ordering: Ordering
+    ordering: Ordering | None = None
+    grouping: Grouping | None = None
+    group: int = 0
     splits: bool = False
     interleaves: tuple[int, ...] = (1,)
     interleaves_freely: bool = False
@@ -72,11 +80,26 @@ class Schedule:
     searched: bool = False
 
     def __str__(self) -> str:
-        return self.name
+        return f"{self.name} in groups of {self.group}" if self.group else self.name
 
-    def __reduce__(self) -> tuple[Callable[[str], Schedule], tuple[str]]:
+    def __reduce__(self) -> tuple[Callable[[str, int], Schedule], tuple[str, int]]:
         """Unpickle by name: another process has its own object of that name."""
-        return named, (self.name,)
+        return named, (self.name, self.group)
+
+    def with_group(self, group: int) -> Schedule:
+        """Return the same schedule with groups of ``group`` micro-batches; 0: one group of all. Raises
+        :class:`PlanError` where the schedule has no groups."""
+        if group == self.group:
+            return self
+        if self.grouping is None:
+            raise PlanError(
+                f"groups of {group} micro-batches under schedule {printable(self.name)}: only breadth-first has groups"
+            )
+        return _grouped(self, group)
+
+    def run_length(self, micro_batches: int) -> int:
+        """Return how many micro-batches a stage computes before another stage of its pipeline rank does."""
+        return 1 if self.grouping is None else min(self.group or micro_batches, micro_batches)
 
     @property
     def has_virtual_stages(self) -> bool:
@@ -112,6 +135,11 @@ class Schedule:
                 f"{interleave} virtual stages per pipeline rank under schedule {printable(self.name)}: it has "
                 f"{' or '.join(map(str, self.interleaves))}; {', '.join(others) or 'no schedule'} allows this number"
             )
+        if self.grouping is not None:
+            return self.grouping(
+                pipeline_ranks, pipeline_rank, micro_batches, interleave, self.group
+            )
+        assert self.ordering is not None
         return self.ordering(pipeline_ranks, pipeline_rank, micro_batches, interleave)
 
     def compute_order(
@@ -187,12 +215,18 @@ SCHEDULES: dict[str, Schedule] = {}
 """The built-in and registered schedules, by name."""
 
 
-def named(name: str) -> Schedule:
-    """Return the schedule that a file calls ``name``, without importing anything. A plan of an unregistered schedule
-    can be shown and compared; its order raises :class:`PlanError`, and so does an invalid name."""
+def named(name: str, group: int = 0) -> Schedule:
+    """Return the schedule that a file calls ``name``, with groups of ``group`` micro-batches, without importing
+    anything. A plan of an unregistered schedule can be shown and compared; its order raises :class:`PlanError`, and so
+    does an invalid name."""
     if name not in SCHEDULES and not _NAME.fullmatch(str(name)):
         raise PlanError(f"plan schedule {printable(str(name))}: known are {', '.join(SCHEDULES)}")
-    return SCHEDULES.get(name) or _unknown(name)
+    return (SCHEDULES.get(name) or _unknown(name)).with_group(group)
+
+
+@lru_cache(maxsize=256)
+def _grouped(schedule: Schedule, group: int) -> Schedule:
+    return replace(schedule, group=group)
 
 
 @lru_cache(maxsize=64)

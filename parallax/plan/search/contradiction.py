@@ -206,9 +206,11 @@ def _of_interleaving(question: Question) -> str:
     """Interleaving needs two or more pipeline ranks, a block for each of their stages, an equal number of devices per
     pipeline rank and, if the schedule groups micro-batches, a number of micro-batches that the pipeline ranks divide
     (Narayanan et al. 2021, section 2.2)."""
-    if not question.interleaves:
-        return ""
     config, blocks, devices = question.config, question.blocks, question.used
+    if not question.interleaves or (
+        config.interleave == AUTO and all(s.grouping is not None for s in config.schedules)
+    ):
+        return ""
     name = (
         f"plan.schedule={config.schedule}"
         if config.interleave == AUTO

@@ -28,7 +28,7 @@ from parallax.plan.cost.traffic import (
     leaving_bytes,
     tier_places,
 )
-from parallax.plan.plan import Directive, StagePlan
+from parallax.plan.plan import EACH_MICRO_BATCH, Directive, StagePlan, Visits
 from parallax.plan.profile import ModelProfile
 from parallax.plan.search.boundaries import block_kinds
 
@@ -48,7 +48,8 @@ _SECONDS, _KEPT, _MOVED, _LARGEST, _WORK = range(5)
 class StageSetting:
     """Execution setting of a stage: ``replicas`` ranks connected by ``link`` (None: nothing is sent), with ``rows``
     rows of each micro-batch on the fullest and ``in_flight`` micro-batches between forward and backward. ``split``:
-    the schedule runs weight-gradient passes separately. ``beside``: the most ranks of the stages before and after."""
+    the schedule runs weight-gradient passes separately. ``beside``: the most ranks of the stages before and after.
+    ``visits`` and ``boundaries_held``: see :func:`~parallax.plan.cost.stage.load_stage`."""
 
     replicas: int
     rows: int
@@ -56,6 +57,8 @@ class StageSetting:
     link: Link | None = None
     split: bool = False
     beside: Beside | None = None
+    visits: Visits = EACH_MICRO_BATCH
+    boundaries_held: int = 0
 
     def load(
         self,
@@ -76,6 +79,8 @@ class StageSetting:
             replicas=self.replicas,
             split=self.split,
             beside=self.beside,
+            visits=self.visits,
+            boundaries_held=self.boundaries_held,
         )
 
 
@@ -91,6 +96,7 @@ class StageChoice:
     peak_bytes: int
     moved_bytes: int
     trained_bytes: int
+    load: StageLoad
 
 
 def evaluate_stage(
@@ -137,6 +143,7 @@ def evaluate_stage(
         peak_bytes=load.peak_bytes(where.in_flight, limit),
         moved_bytes=moved,
         trained_bytes=load.trained_bytes,
+        load=load,
     )
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from parallax.plan.cluster import Device
 from parallax.plan.config import AUTO
 from parallax.plan.cost.collective import all_reduce_seconds
+from parallax.plan.cost.stage import rank_memory
 from parallax.plan.cost.states import OffloadFractions, Sizes, StateLoad
 from parallax.plan.plan import Directive, StagePlan
 from parallax.plan.schedule import Schedule
@@ -389,6 +390,8 @@ class GreedySearch:
             micro_batches=self.request.count(shape),
             split=shape.split,
             beside=self.request.beside(shape),
+            visits=self.request.visits(shape),
+            boundaries_held=self.request.boundaries_held(shape),
         )
         key = kind, shape.interleave > 1, options
         if key not in self._fitters:
@@ -399,7 +402,7 @@ class GreedySearch:
                 kind,
                 allowed=options.allowed,
                 host_states=offload,
-                stated=self._stated.setdefault((device, link, replicas, offload), {}),
+                stated=self._stated.setdefault((device, link, replicas, offload, kind.visits), {}),
             )
         return self._fitters[key]
 
@@ -457,12 +460,13 @@ class GreedySearch:
             if choice is None:
                 return []
             found.append(choice)
-        once = device.fixed_bytes + (replicas > 1) * device.collective_bytes
-        if len(found) > 1 and sum(choice.peak_bytes - once for choice in found) > (
-            device.memory_bytes - once
-        ):
-            return []
-        return found
+        needed = rank_memory(
+            [
+                (choice.load, in_flight, choice.plan.swap_limit_bytes if choice.moved_bytes else 0)
+                for choice, (_, _, in_flight) in zip(found, place.parts)
+            ]
+        )
+        return found if sum(needed.values()) <= device.memory_bytes else []
 
 
 def _slowest(places: Sequence[_PipelineRankPlace], weights: Sequence[float]) -> float:

@@ -32,7 +32,7 @@ from parallax.plan.cost.traffic import (
     copying_seconds,
     leaving_bytes,
 )
-from parallax.plan.plan import Directive
+from parallax.plan.plan import EACH_MICRO_BATCH, Directive, Visits
 from parallax.plan.profile import ModelProfile
 from parallax.plan.search.boundaries import BlockChain
 from parallax.plan.search.exact_stage import OFFERED
@@ -114,6 +114,8 @@ class PipelineRankKind:
     micro_batches: int
     split: bool
     beside: Beside | None = None
+    visits: Visits = EACH_MICRO_BATCH
+    boundaries_held: int = 0
 
 
 class _Columns:
@@ -270,7 +272,13 @@ class GreedyStages:
     def _load(self, sizes: Sizes, offload: OffloadFractions) -> _States:
         kind = self._kind
         states = load_states(
-            self._profile, sizes, self._device, offload, kind.replicas, split=kind.split
+            self._profile,
+            sizes,
+            self._device,
+            offload,
+            kind.replicas,
+            split=kind.split,
+            visits=kind.visits,
         )
         sent = (
             broadcast_seconds(sizes.trained, self._kind.replicas, self._kind.link)
@@ -316,8 +324,11 @@ class GreedyStages:
         )
 
     def _boundary(self, parts: tuple[Part, ...]) -> int:
-        entering = sum(int(self._columns.entering[start]) for start, _, _ in parts if start > 0)
-        return entering + sum(int(self._columns.leaving[stop - 1]) for _, stop, _ in parts)
+        leaving = [int(self._columns.leaving[stop - 1]) for _, stop, _ in parts]
+        entering = [int(self._columns.entering[start]) for start, _, _ in parts if start > 0]
+        if self._kind.boundaries_held:  # a column has the bytes of two tensors
+            return math.ceil(self._kind.boundaries_held / 2) * max(*leaving, *entering)
+        return sum(entering) + sum(leaving)
 
     def _sums(self, parts: tuple[Part, ...]) -> _Sums:
         """Return prefix sums over the blocks, in the order in which the search recomputes them. It offloads blocks in

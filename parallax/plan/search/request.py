@@ -23,7 +23,14 @@ from parallax.plan.cost.collective import link_among
 from parallax.plan.cost.communicators import Beside
 from parallax.plan.cost.states import ALL_ON_DEVICE, SHARDED, OffloadFractions, Sizes, load_states
 from parallax.plan.microbatches import balanced_sizes, sizes
-from parallax.plan.plan import Directive, StagePlan
+from parallax.plan.plan import (
+    EACH_MICRO_BATCH,
+    Directive,
+    StagePlan,
+    Visits,
+    boundaries_held,
+    visits_of,
+)
 from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import fewest_rows, micro_batch_count
 from parallax.plan.schedule import Schedule
@@ -218,6 +225,16 @@ class Request:
             if may_offload_parameters or not offload.parameters
         )
 
+    def visits(self, shape: Shape) -> Visits:
+        """Return the visits of the blocks of a shape in which every stage is one block; else those of every
+        schedule."""
+        alone = shape.pipeline_ranks * shape.interleave == len(self.profile.blocks)
+        return visits_of(shape.schedule, self.count(shape)) if alone else EACH_MICRO_BATCH
+
+    def boundaries_held(self, shape: Shape) -> int:
+        """Return the boundary tensors that a rank holds at one time."""
+        return boundaries_held(shape.schedule, shape.pipeline_ranks, self.count(shape))
+
     def allowed_in(self, shape: Shape) -> list[Directive]:
         """Return the directives that a shape supports: several stages of a pipeline rank would need one shared swap
         limit, which a plan cannot express."""
@@ -245,13 +262,12 @@ class Request:
             for microbatch, interleave in itertools.product(
                 self.sizes(pipeline_ranks, schedule), self._interleaves(schedule, pipeline_ranks)
             ):
-                shape = Shape(schedule, microbatch, pipeline_ranks, interleave)
-                if not self._allows(shape):
-                    continue
-                yield replace(
-                    shape,
-                    bound=self.bound(shape, pipeline_ranks, blocks, devices, 0.0, 0.0, 0.0, 0.0),
-                )
+                for grouped in self._groups(schedule, microbatch):
+                    shape = Shape(grouped, microbatch, pipeline_ranks, interleave)
+                    if not self._allows(shape):
+                        continue
+                    bound = self.bound(shape, pipeline_ranks, blocks, devices, 0.0, 0.0, 0.0, 0.0)
+                    yield replace(shape, bound=bound)
 
     def sizes(self, pipeline_ranks: int, schedule: Schedule | None = None) -> list[int]:
         """Return the micro-batch sizes to try, in rows: the configured one, or the halvings of the batch and the sizes
@@ -276,10 +292,28 @@ class Request:
     def _interleaves(self, schedule: Schedule, pipeline_ranks: int) -> Sequence[int]:
         if not schedule.has_virtual_stages:
             return (1,)
-        requested, blocks = self.config.interleaves(schedule), len(self.profile.blocks)
+        blocks, grouped = len(self.profile.blocks), schedule.grouping is not None
+        requested = self.config.interleaves(schedule)
+        if grouped and self.config.interleave == AUTO:  # a virtual stage for each block
+            requested = (blocks // pipeline_ranks,)
         return [
-            each for each in requested if pipeline_ranks > 1 and each * pipeline_ranks <= blocks
+            each
+            for each in requested
+            if each > 1 and (grouped or pipeline_ranks > 1) and each * pipeline_ranks <= blocks
         ]
+
+    def _groups(self, schedule: Schedule, microbatch: int) -> list[Schedule]:
+        """Return ``schedule`` with each number of micro-batches in a group to try: all of them, and the halves of that
+        down to two."""
+        if schedule.grouping is None:
+            return [schedule]
+        if self.config.group != AUTO:
+            return [schedule.with_group(int(self.config.group))]
+        found, size = [schedule], micro_batch_count(self.global_batch, microbatch)
+        while size > 3:
+            size = -(-size // 2)
+            found.append(schedule.with_group(size))
+        return found
 
     def _allows(self, shape: Shape) -> bool:
         """Return whether a shape is valid. Zero-bubble schedules split the backward, which the profile must measure
@@ -390,7 +424,16 @@ class Request:
         replicas = stop - first
         link = self.link(first, stop) if replicas > 1 else None
         rows = -(-shape.microbatch // replicas)
-        return StageSetting(replicas, rows, in_flight, link, shape.split, self.beside(shape))
+        return StageSetting(
+            replicas,
+            rows,
+            in_flight,
+            link,
+            shape.split,
+            self.beside(shape),
+            self.visits(shape),
+            self.boundaries_held(shape),
+        )
 
     def beside(self, shape: Shape) -> Beside:
         """Return the largest number of ranks of the stages before and after a stage. A stage with larger neighbours is

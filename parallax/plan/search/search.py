@@ -19,6 +19,7 @@ from parallax.plan.config import AUTO, PlanConfig
 from parallax.plan.cost.offload_tier import with_offload_bytes
 from parallax.plan.plan import Alternative, Directive, Pipeline, Plan, Prediction
 from parallax.plan.profile import ModelProfile
+from parallax.plan.schedule.breadth_first import BREADTH_FIRST
 from parallax.plan.search.candidates import EFFORT as CANDIDATE_EFFORT
 from parallax.plan.search.candidates import (
     CandidateSearch,
@@ -145,6 +146,13 @@ class _Answer:
         forecasts = Forecasts(request)
         found = find_candidates(request, CANDIDATES, forecasts, progress=progress)
         predicted = _predict(found.timed, forecasts, progress)
+        if predicted and _reads_weights_often(request, predicted[0][0]):
+            grouped = request.changed(config=replace(request.config, schedule=BREADTH_FIRST.name))
+            others = Forecasts(grouped)
+            more = find_candidates(grouped, CANDIDATES, others, progress=progress)
+            predicted += _predict(more.timed, others, progress)
+            predicted.sort(key=lambda pair: pair[1].step_seconds)
+            found = replace(found, compared=found.compared + more.compared, exact=False)
         reasons = {describe(pipeline): reason for pipeline, reason in forecasts.refused.items()}
         return cls(request, found, predicted, reasons)
 
@@ -162,6 +170,17 @@ class _Answer:
         ]
         others = [*_runners_up(best, self.predicted[1:]), *refused][:NAMED]
         return _plan(request, pipeline, forecast, self.found, others), forecast
+
+
+def _reads_weights_often(request: Request, pipeline: Pipeline) -> bool:
+    """Return whether ``pipeline`` reads offloaded weights for each of several micro-batches, and the configuration
+    allows a schedule that reads them once for all."""
+    config = request.config
+    free = config.schedule == config.interleave == AUTO and config.activations != Directive.OFFLOAD
+    return free and any(
+        stage.parameter_offload and pipeline.visits(index).again
+        for index, stage in enumerate(pipeline.stages)
+    )
 
 
 def find_candidates(
@@ -278,7 +297,7 @@ def describe(pipeline: Pipeline) -> str:
     counts = ", ".join(f"{d} {chosen.count(d)}" for d in Directive if d in chosen)
     offloaded = max(stage.optimizer_offload for stage in pipeline.stages)
     parts = [
-        pipeline.schedule.name
+        str(pipeline.schedule)
         + (f" ({pipeline.interleave} stages each)" if pipeline.interleave > 1 else ""),
         f"{pipeline.pipeline_ranks} stage(s) × {shown} replica(s)",
         f"{pipeline.micro_batches(pipeline.global_batch)} micro-batches of {pipeline.microbatch}",

@@ -274,6 +274,8 @@ def _loads(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> list[
                 device=device,
                 split=split,
                 beside=beside(pipeline, index),
+                visits=pipeline.visits(index),
+                boundaries_held=pipeline.boundaries_held,
             )
         )
     return loads

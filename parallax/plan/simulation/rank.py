@@ -208,6 +208,8 @@ class Rank:
             device=self._device,
             split=self._split,
             beside=beside(self._pipeline, stage),
+            visits=self._pipeline.visits(stage),
+            boundaries_held=self._pipeline.boundaries_held,
         )
         return Passes(load, plan.directives, self._split)
 

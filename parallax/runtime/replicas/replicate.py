@@ -169,10 +169,10 @@ class SyncStep(Protocol):
     def all_reduces(self) -> int:
         """All-reduces of replicated gradients so far."""
 
-    def arm(self) -> None:
-        """Announce the last backward."""
+    def arm(self, stage: int) -> None:
+        """Announce the last backward of ``stage``."""
 
-    def ended(self) -> None:
+    def ended(self, stage: int) -> None:
         """End that backward."""
 
     def run(self) -> None:
@@ -190,10 +190,10 @@ class StatisticsAverage:
     def __init__(self, norms: BatchNorms) -> None:
         self._norms = norms
 
-    def arm(self) -> None:
+    def arm(self, stage: int) -> None:
         """No-op: the work is done in :meth:`run`."""
 
-    def ended(self) -> None:
+    def ended(self, stage: int) -> None:
         """No-op: nothing was started."""
 
     def run(self) -> None:
@@ -219,10 +219,10 @@ class SharedSum:
         self._shared, self._gives = shared, gives
         self._unused = set(shared)
 
-    def arm(self) -> None:
+    def arm(self, stage: int) -> None:
         """No-op: the work is done in :meth:`run`."""
 
-    def ended(self) -> None:
+    def ended(self, stage: int) -> None:
         """No-op: nothing was started."""
 
     def run(self) -> None:
@@ -256,12 +256,12 @@ class ChainedSync:
     def arm(self, stage: int) -> None:
         self._inner.arm(stage)
         for each in self._following:
-            each.arm()
+            each.arm(stage)
 
     def ended(self, stage: int) -> None:
         self._inner.ended(stage)
         for each in self._following:
-            each.ended()
+            each.ended(stage)
 
     def split(self, stage: int, pending: Collection[nn.Parameter]) -> Reduced:
         return self._inner.split(stage, pending)
@@ -366,6 +366,7 @@ def _streamed_sum(
     if isinstance(streamed, OffloadedParameters):
         yield StreamedSum(
             streamed,
+            {number: stage.parameters_of(number) for number in mesh.stages},
             mesh.streamed,
             mesh.replicas,
             SHORT.get(config.compress),

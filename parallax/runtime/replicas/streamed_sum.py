@@ -18,7 +18,7 @@ import enum
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -105,10 +105,10 @@ class _GradientBucket:
 
 
 class StreamedSum:
-    """Sums over ``group``, which nothing else may use meanwhile, in buckets of ``bucket_bytes``, in the type ``short``
-    where it is given. ``other`` is another group of the same ranks. Without ``beside`` everything is summed after
-    the backward: NCCL needs the collectives of several groups in one order on all ranks, and here their order
-    depends on timing.
+    """Sums the gradients of ``members``, the parameters of each stage of the rank, over ``group``, which nothing else
+    may use meanwhile, in buckets of ``bucket_bytes``, in the type ``short`` where it is given. ``other`` is another
+    group of the same ranks. Without ``beside`` everything is summed after the backward: NCCL needs the collectives of
+    several groups in one order on all ranks, and here their order depends on timing.
 
     A parameter that no replica has ever used has no gradient: the replicas compare after the backward, and then sum
     parameters that were used for the first time.
@@ -117,6 +117,7 @@ class StreamedSum:
     def __init__(
         self,
         streamed: OffloadedParameters,
+        members: Mapping[int, Sequence[nn.Parameter]],
         group: dist.ProcessGroup,
         other: dist.ProcessGroup,
         short: torch.dtype | None,
@@ -125,6 +126,7 @@ class StreamedSum:
         beside: bool = True,
     ) -> None:
         self._streamed, self._group, self._short = streamed, group, short
+        self._members = members
         self._beside = beside
         self._other = other
         # With a short type, a copy in the full type exists while the sums are written.
@@ -145,18 +147,24 @@ class StreamedSum:
         self._unfinished: list[_GradientBucket] | None = None
         self.all_reduces = 0
 
-    def arm(self) -> None:
-        """Announce the step's last backward."""
+    def arm(self, stage: int) -> None:
+        """Announce the step's last backward of ``stage``."""
+        del stage
         if not self._beside:
             return
-        self._begin(self._buckets)
+        if not self._begun:
+            self._begin(self._buckets)
         self._streamed.sink = self
 
-    def ended(self) -> None:
-        """End that backward: gradients of unused parameters are complete too."""
+    def ended(self, stage: int) -> None:
+        """End that backward: gradients of unused parameters of ``stage`` are complete too."""
+        self._complete(self._members[stage])
+
+    def _complete(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Mark the gradients of ``parameters`` as complete."""
         self._streamed.sink = None
         for bucket in (*self._active, *self._waiting):
-            bucket.pending.clear()
+            bucket.pending.difference_update(parameters)
         if self._begun:
             self._advance()
 
@@ -187,11 +195,11 @@ class StreamedSum:
         """Finish all sums and write them to the tier."""
         if not self._begun:
             self._begin(self._buckets)
-        self.ended()
+        self._complete(self._trained)
         self._finish()
         if self._unused and (new := self._newly_used()):
             self._begin(self._cut(new))
-            self.ended()
+            self._complete(self._trained)
             self._finish()
             self._lay_out()
         self._begun = False

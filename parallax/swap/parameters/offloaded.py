@@ -11,6 +11,9 @@ summed in the order in which autograd would sum them on the device, so the resul
                    …
              │ block 2 runs │ block 1 is read │ gradients of block 3 are written │        backward
 
+Where a block computes several micro-batches before the next block does, its weights are read once for all of them,
+and its gradients stay on the device until the last (:meth:`OffloadedParameters.hold_gradients`).
+
 Bytes on the device never exceed ``limit_bytes``: the ``window`` largest blocks, and the gradients of one."""
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -98,6 +101,8 @@ class OffloadedParameters:
         self._visits = PrefetchOrder()
         self._current: FlatParameter | None = None
         self._reserved = 0  # gradients that the running block's backward has still to make
+        self._holds = False
+        self._held: set[nn.Parameter] = set()  # parameters whose gradients include the stored ones
         self._pending: deque[_PendingGradient] = deque()
         self.sink: GradientSink | None = None
         self._statistics = ParameterStatistics()
@@ -188,6 +193,19 @@ class OffloadedParameters:
                 raise
             self._statistics.stall_seconds += time.perf_counter() - start
 
+    @contextlib.contextmanager
+    def hold_gradients(self, hold: bool) -> Iterator[None]:
+        """Run a backward of one block in this context. With ``hold`` the next backward is of the same block, too: its
+        gradients stay on the device and are added there. Otherwise all gradients of the block are written."""
+        self._holds = hold
+        try:
+            yield
+            if not hold:
+                for parameter in list(self._held):  # the last backward did not use them
+                    self._offload_gradient(parameter)
+        finally:
+            self._holds = False
+
     def _enter_backward(self, block: int) -> None:
         if torch.is_grad_enabled():
             raise SwapError(
@@ -239,6 +257,7 @@ class OffloadedParameters:
             for flat in self._flats:
                 flat.clear_gradients(to_none=set_to_none)
             self._reserved = 0
+            self._held.clear()
             self._visits.restart()
 
     def read_full(self, block: int) -> list[Tensor]:
@@ -316,11 +335,12 @@ class OffloadedParameters:
             self._weight_limit, self._limit_bytes = self._limits()
 
     def _offload_gradient(self, parameter: Tensor) -> None:
-        """Begin to write a gradient, added to the stored one."""
+        """Begin to write a gradient, added to the stored one; while gradients are held, add it only."""
         assert isinstance(parameter, nn.Parameter)
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
+        gradient, added = parameter.grad, parameter in self._held
+        if gradient is None or (self._holds and added):
             return
+        parameter.grad = None
         with self.lock, torch.no_grad():
             self._check_open()
             if gradient.layout is not torch.strided:
@@ -330,12 +350,17 @@ class OffloadedParameters:
             start = time.perf_counter()
             stored = self._flat_of[parameter].gradient(parameter)
             total = gradient.detach().contiguous()
-            if stored.is_stored:
+            if stored.is_stored and not added:
                 self._free_bytes_for(total.nbytes)
                 self._note_high_water(total.nbytes)
                 total = torch.empty_like(total)
                 stored.read_all(total)
                 total.add_(gradient)
+            if self._holds:
+                parameter.grad = total
+                self._held.add(parameter)
+                return
+            self._held.discard(parameter)
             self._reserved = max(0, self._reserved - total.nbytes)
             taken = () if self.sink is None else self.sink.accept(parameter, total)
             rest = [segment for segment in stored.segments if segment not in taken]
@@ -463,6 +488,9 @@ class ResidentParameters:
 
     def write_full(self, block: int, tensors: Sequence[Tensor]) -> None:
         """No-op: no parameter is offloaded."""
+
+    def hold_gradients(self, hold: bool) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
+        return contextlib.nullcontext()
 
     def zero_gradients(self, *, set_to_none: bool = False) -> None:
         """No-op: no gradient is offloaded."""

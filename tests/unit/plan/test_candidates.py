@@ -134,7 +134,7 @@ def test_a_search_says_how_far_it_is() -> None:
         runnable=False,
         progress=reported.append,
     )
-    assert any("of" in line and "shapes, the best takes" in line for line in reported)
+    assert any("of" in line and "shapes, best step" in line for line in reported)
     assert any(line.startswith("predicting plans") for line in reported)
 
 

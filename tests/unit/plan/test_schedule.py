@@ -197,7 +197,9 @@ LETTERS = {"forward": "F", "backward": "B", "backward_weight": "W"}
 def test_the_picture_is_what_the_simulator_does(schedule: Schedule) -> None:
     """One column of the docstring's picture is one unit of time; small letters are those of a pipeline rank's second
     stage."""
-    picture = re.findall(r"stage (\d) \| (.+)", schedule.ordering.__doc__ or "")
+    picture = re.findall(
+        r"stage (\d) \| (.+)", (schedule.ordering or schedule.grouping).__doc__ or ""
+    )
     drawn = {
         (int(stage), cell): column
         for stage, row in picture
@@ -475,4 +477,4 @@ def test_which_schedules_let_one_loss_see_all_micro_batches(name: str, pipeline_
     schedule = SCHEDULES[name]
     each = schedule.interleaves[0]
     assert schedule.forwards_first(pipeline_ranks, 1, each)
-    assert schedule.forwards_first(pipeline_ranks, 6, each) is (name == "gpipe")
+    assert schedule.forwards_first(pipeline_ranks, 6, each) is (name in ("gpipe", "breadth-first"))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from parallax.plan.cluster import Link
 from parallax.plan.cost.stage import load_planned
-from parallax.plan.plan import Directive
+from parallax.plan.plan import Directive, boundaries_held
 from parallax.plan.profile import Affine
 from parallax.plan.schedule import SCHEDULES
 from tests.unit.plan.simulated import nodes, run
@@ -158,7 +158,14 @@ def test_no_rank_peaks_above_what_is_proved(
         ):
             part = parts[stage]
             device, split = machines.devices[pipeline_rank], SCHEDULES[schedule].splits
-            load = load_planned(profile(drawn), part, size, device=device, split=split)
+            load = load_planned(
+                profile(drawn),
+                part,
+                size,
+                device=device,
+                split=split,
+                boundaries_held=boundaries_held(SCHEDULES[schedule], pipeline_ranks, micro),
+            )
             in_flight = SCHEDULES[schedule].in_flight(count, stage, micro, interleave)
             limit = part.swap_limit_bytes if part.offloads else 0
             bound += load.peak_bytes(in_flight, limit) - (17 if index else 0)
