@@ -21,8 +21,8 @@ from parallax.errors import InfeasiblePlan
 from parallax.plan.cluster import Cluster, Device
 from parallax.plan.cost.communicators import beside
 from parallax.plan.cost.offload_tier import with_offload_bytes
-from parallax.plan.cost.peak import passing_bytes, with_kept
-from parallax.plan.cost.stage import StageLoad, load_planned, rank_memory
+from parallax.plan.cost.peak import with_kept
+from parallax.plan.cost.stage import StageLoad, load_planned, passing_bytes, rank_memory
 from parallax.plan.edge import Edge
 from parallax.plan.lists import evaluation_actions
 from parallax.plan.plan import (

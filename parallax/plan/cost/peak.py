@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from parallax.plan.cluster import Device
 from parallax.plan.cost.passes import Bytes, Passes
-from parallax.plan.cost.stage import StageLoad, rank_memory
+from parallax.plan.cost.stage import StageLoad, passing_bytes, rank_memory
 from parallax.plan.schedule.action import COMPUTE, Action
 
 # malloc keeps several times the workspace of one block, because the next block allocates other sizes.
@@ -60,8 +60,3 @@ def bytes_above_budget(terms: dict[str, int], device: Device) -> int:
 def _kept_bytes(terms: dict[str, int], device: Device) -> int:
     """Return the freed memory that malloc keeps, and the holes between allocations; fitted to measurements."""
     return math.ceil(device.kept_share * (passing_bytes(terms) + _BLOCKS_KEPT * terms["workspace"]))
-
-
-def passing_bytes(terms: dict[str, int]) -> int:
-    """Return the transient bytes."""
-    return sum(terms[term] for term in ("activations", "loss", "swap", "boundary", "workspace"))

@@ -52,8 +52,9 @@ class BlockLoad:
         return max(self.kept_bytes, self.deferred_bytes)
 
 
-# Terms that a rank with several stages counts once.
-ONCE = ("reserve", "context", "communicators")
+# Terms that a rank with several stages counts once: its stages run one at a time.
+ONCE = ("workspace", "reserve", "context", "communicators")
+PASSING = ("activations", "loss", "swap", "boundary", "workspace")  # transient bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,20 +155,25 @@ class StageLoad:
 
 def rank_memory(stages: Sequence[tuple[StageLoad, int, int]]) -> dict[str, int]:
     """Return the device bytes of a rank by term, given each of its stages with its micro-batches in flight and its swap
-    limit. The bytes of the process count once, and the stages share one window of offloaded parameters."""
+    limit. The bytes of the process count once, and the stages share one window of offloaded parameters and states."""
     terms: dict[str, int] = {}
     for load, in_flight, limit in stages:
         for term, size in load.memory(in_flight, limit).items():
             found = terms.get(term, 0)
             terms[term] = max(found, size) if term in ONCE else found + size
-    visiting = sum(load.states.visiting_bytes for load, _, _ in stages)
-    window = max(load.states.window_bytes for load, _, _ in stages)
-    terms["staging"] -= max(0, visiting - window)
+    window = max(load.states.most_staging_bytes for load, _, _ in stages)
+    terms["staging"] = min(terms["staging"], window)
     passed = [load.passed_bytes for load, _, _ in stages]
     terms["boundary"] -= sum(passed) - max(passed)
     most = max(load.states.most_summing_bytes for load, _, _ in stages)
     terms["summing"] = math.ceil(min(terms["summing"], most))
+    terms["allocator"] = math.ceil(stages[0][0].gap_share * passing_bytes(terms))
     return terms
+
+
+def passing_bytes(terms: dict[str, int]) -> int:
+    """Return the transient bytes of :func:`rank_memory`."""
+    return sum(terms[term] for term in PASSING)
 
 
 def load_block(

@@ -138,7 +138,7 @@ def evaluate_stage(
         spreading = broadcast_seconds(load.trained_bytes, where.replicas, where.link)
     return StageChoice(
         plan=stage,
-        seconds=max(load.compute_seconds + waiting, copying),
+        seconds=max(load.compute_seconds + waiting, copying) + load.states.adding_seconds,
         tail_seconds=load.update_seconds + spreading,
         peak_bytes=load.peak_bytes(where.in_flight, limit),
         moved_bytes=moved,

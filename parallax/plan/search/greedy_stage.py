@@ -219,7 +219,7 @@ class GreedyStages:
         last micro-batch included; of equal ones the first, which offloads least."""
         sums, best, rest = self._sums(parts), None, self._rest(parts)
         for offload, states, after in self._states(parts):
-            tail = after / self._kind.micro_batches
+            tail = after / self._kind.micro_batches + states.adding_seconds
             if best is not None and max(sums.compute, states.streaming_seconds) + tail >= best.cost:
                 continue
             free = self._device.memory_bytes - states.device_bytes - rest

@@ -324,7 +324,8 @@ def _stall(cluster: Cluster, pipeline: Pipeline, loads: Mapping[int, StageLoad])
     copying = float(copying_seconds(device, np.array(leaving))) + sum(
         load.states.streaming_seconds for load in loads.values()
     )
-    return max(reading, copying - sum(load.compute_seconds for load in loads.values()))
+    adding = sum(load.states.adding_seconds for load in loads.values())
+    return adding + max(reading, copying - sum(load.compute_seconds for load in loads.values()))
 
 
 def _exposed_reduction(

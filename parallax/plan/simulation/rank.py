@@ -252,7 +252,7 @@ class Rank:
             for _ in range(PIECES):
                 yield self._core.compute(run.seconds / PIECES)
                 self._swapping.release(1 / PIECES)
-        yield from self._swapping.streamed(streaming)
+        yield from self._swapping.streamed(streaming, states.adding_seconds)
 
     def _sharing(self, stage: int, rows: int) -> list[tuple[int, float]]:
         """Return the ranks of a stage at the other end of an edge that share rows with this one in a micro-batch of

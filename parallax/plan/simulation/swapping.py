@@ -107,12 +107,25 @@ class SimulatedSwap:
     def stream(self, read: float, written: float) -> Signal:
         """Start to fetch parameters and to write gradients, block by block, beside the compute."""
         seconds = self._device.read.seconds(read) + self._device.write.seconds(written)
-        return self._simulator.work(seconds, self._tier)
+        if not seconds:
+            return self._simulator.work(seconds, self._tier)
+        ended = Signal()
+        self._simulator.spawn(lambda: f"parameters of {self._name}", self._stream(seconds, ended))
+        return ended
 
-    def streamed(self, streaming: Signal) -> Routine:
-        """Wait for the end of parameter transfers: compute cannot end before its parameters are on the device."""
+    def _stream(self, seconds: float, ended: Signal) -> Routine:
+        self._carry(1)
+        yield self._simulator.work(seconds, self._tier)
+        self._carry(-1)
+        self._simulator.set(ended)
+
+    def streamed(self, streaming: Signal, adding: float = 0.0) -> Routine:
+        """Wait for the end of parameter transfers: compute cannot end before its parameters are on the device. A
+        backward adds its gradients to stored ones for ``adding`` seconds."""
         start = self._simulator.now
         yield streaming
+        if adding:
+            yield self._simulator.timer(adding)
         self.stalled += self._simulator.now - start
 
     def _store(self, count: float) -> None:

@@ -116,7 +116,8 @@ class MemoryCheck:
         leaving = self._leaving()
         copying = each(self.device.write.seconds, leaving) + each(self.device.read.seconds, leaving)
         streaming = self.load.states.streaming_seconds
-        return float(np.where(self.fits, np.maximum(computing, streaming + copying), np.inf).min())
+        seconds = np.maximum(computing, streaming + copying) + self.load.states.adding_seconds
+        return float(np.where(self.fits, seconds, np.inf).min())
 
     def _waits(self) -> Numbers:
         """Memory for two blocks, or for all offloaded data, lets reads overlap; with less, a backward waits for

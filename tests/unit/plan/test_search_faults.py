@@ -15,7 +15,7 @@ from parallax.errors import ConfigError, InfeasiblePlan, ParallaxError, PlanErro
 from parallax.plan.cluster import Cluster, Device, Link, Node
 from parallax.plan.config import PlanConfig
 from parallax.plan.cost.collective import all_reduce_seconds
-from parallax.plan.cost.stage import load_planned
+from parallax.plan.cost.stage import StageLoad, load_planned, rank_memory
 from parallax.plan.plan import Directive, Plan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.search.exact_stage import StageSetting, evaluate_stage
@@ -38,19 +38,24 @@ def check_fits(plan: Plan, model: ModelProfile, machines: Cluster) -> None:
     ]
     assert sorted(used) == list(range(len(machines.devices)))
     micro_batches = plan.micro_batches(plan.global_batch)
-    totals = dict.fromkeys(used, 0)
+    stages = dict[int, list[tuple[StageLoad, int, int]]]()
     for index, stage in enumerate(plan.stages):
         rows = -(-plan.microbatch // stage.replicas)
         count = len(plan.stages)
         in_flight = plan.schedule.in_flight(count, index, micro_batches, plan.interleave)
         for rank in plan.ranks(index):
             device = machines.devices[rank]
-            load = load_planned(model, stage, rows, device=device, split=plan.schedule.splits)
-            totals[rank] += load.peak_bytes(in_flight, stage.swap_limit_bytes)
-            assert (
-                totals[rank]
-                <= device.memory_bytes + index // plan.pipeline_ranks * load.reserve_bytes
+            load = load_planned(
+                model,
+                stage,
+                rows,
+                device=device,
+                split=plan.schedule.splits,
+                visits=plan.visits(index),
+                boundaries_held=plan.boundaries_held,
             )
+            stages.setdefault(rank, []).append((load, in_flight, stage.swap_limit_bytes))
+            assert sum(rank_memory(stages[rank]).values()) <= device.memory_bytes
             assert stage.tier_bytes + load.host_state_bytes <= device.tier_bytes
             assert not stage.offloads or stage.swap_limit_bytes >= load.smallest_swap_limit
 
