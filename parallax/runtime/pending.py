@@ -1,5 +1,4 @@
-"""Checkpoints that are written in the background: each rank writes its part, and all ranks complete the checkpoint
-together.
+"""Write checkpoints in the background: each rank writes its part, and all ranks complete the checkpoint together.
 
 ::
 
@@ -46,9 +45,9 @@ class SaveProgress(IntEnum):
 
 @dataclass(kw_only=True)
 class SaveInProgress:
-    """One save. ``fence``: whether this start of the run may still save there. ``entries``: index entries that are
-    known before anything is written, equal on all ranks. ``part``: this rank's files, written by ``thread``, which
-    ends soon after ``cancel``."""
+    """One save. ``fence`` tells whether this start of the run may still save to the folder. ``entries``: index entries
+    known before anything is written, equal on all ranks. ``part``: this rank's files, written by ``thread``, which ends
+    soon after ``cancel``."""
 
     directory: Path
     step: int
@@ -72,7 +71,7 @@ class SaveInProgress:
         return self.directory / checkpoint.checkpoint_name(self.step)
 
     def give_name(self, index: dict[str, Any]) -> None:
-        """Write ``index`` and rename the folder, which completes the checkpoint."""
+        """Write ``index`` and rename the folder to its final name, which completes the checkpoint."""
         self.fence.hold(self.directory)
         checkpoint.finish(self.partial, index)
 
@@ -91,7 +90,7 @@ class PendingSaves:
 
     @property
     def progress(self) -> SaveProgress:
-        """The progress of this rank's save, for the other ranks."""
+        """The progress of this rank's save. Other ranks receive it in the step's all-reduce."""
         if self._save is None:
             return SaveProgress.NONE
         due = self._save.naming or self._save.part
@@ -103,7 +102,7 @@ class PendingSaves:
 
     @property
     def threads(self) -> dict[str, threading.Thread]:
-        """Work beside the steps → its thread."""
+        """Name of each background activity → its thread."""
         busy = self.progress in (SaveProgress.WRITING, SaveProgress.NAMING)
         removing = self._removing is not None and not self._removing.done()
         if not busy and not removing:
@@ -131,7 +130,7 @@ class PendingSaves:
         return None
 
     def finish(self) -> Path | None:
-        """Wait for the pending save; return its checkpoint, or None where there is none."""
+        """Wait for the pending save; return its checkpoint, or None if there is none."""
         path = None
         if self._save is not None:
             if self._save.naming is None:
@@ -169,7 +168,7 @@ class PendingSaves:
         return self._together(own)
 
     def _name(self) -> None:
-        """Wait for all parts, then start to write the index."""
+        """Wait for all ranks' parts, then start to write the index."""
         assert self._save is not None
         save, parts = self._save, self._parts(self._save)
         index = broadcast_result(lambda: {**save.entries, **self._contents(save, parts)})
@@ -234,12 +233,13 @@ class PendingSaves:
         return self._held[directory]
 
     def _together(self, call: Callable[[], Any]) -> list[Any]:
-        """Return the results of ``call`` on all ranks; where one fails, all drop the save and raise its error."""
+        """Return the results of ``call`` on all ranks. If it fails on one, all ranks drop the save and raise that
+        error."""
         found: list[Any] = self._or_nothing(lambda: all_gather_result(call))
         return found
 
     def _or_nothing(self, call: Callable[[], Any]) -> Any:
-        """Return the result of ``call``, which all ranks call; where it fails, remove the partial save."""
+        """Return the result of ``call``, which all ranks call. If it fails, remove the partial save."""
         try:
             return call()
         except ParallaxError:
