@@ -1,4 +1,4 @@
-"""Measure the bytes that a call allocates on a device."""
+"""Measure the bytes that a function call allocates on a device."""
 
 from __future__ import annotations
 
