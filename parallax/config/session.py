@@ -1,4 +1,4 @@
-"""Open Hydra for a moment, with the folders of options and our dataclasses' defaults."""
+"""Open Hydra temporarily, with the folders of options and the defaults of Parallax's dataclasses."""
 
 from __future__ import annotations
 
