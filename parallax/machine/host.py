@@ -235,7 +235,7 @@ def data_bytes() -> int:
 
 
 class MemoryBound:
-    """A bound on the memory of this process, kept by returning the freed memory that malloc holds for reuse.
+    """Keeps the memory of this process below a bound, the line, by returning freed memory that malloc holds for reuse.
 
     ::
 

@@ -43,9 +43,11 @@ class Host:
 
 
 def write_cluster(path: Path) -> list[str]:
-    """Write the option into ``path``, a YAML file; return the hosts found as lines of text.
+    """Write a ``cluster`` option with the hosts found into ``path``, a YAML file; return lines of text that list the
+    hosts.
 
-    Raises :class:`ConfigError` if the devices are unknown or not in the catalog."""
+    Raises :class:`ConfigError` if the devices are unknown or not in the catalog.
+    """
     if path.suffix != ".yaml":
         raise ConfigError(
             f"--write-cluster {printable(str(path))}: accepted is a name that ends in .yaml, as options have"

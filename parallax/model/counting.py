@@ -311,8 +311,8 @@ def _mean(scores: Tensor, labels: Tensor, shifted: bool) -> float | None:
 
 
 def _blank(results: Any, few: int, rows: int, make: Callable[[Tensor, list[int]], Tensor]) -> Any:
-    """Return a value with the structure of the model's return value for ``rows`` rows, whose tensors ``make`` makes;
-    ``results`` are those of ``few`` rows."""
+    """Return a stand-in for the model's outputs of ``rows`` rows. It has the structure of ``results``, the outputs of
+    ``few`` rows, and ``make(tensor, shape)`` makes each of its tensors."""
 
     def change(part: Any) -> Any:
         if not isinstance(part, Tensor):

@@ -62,8 +62,8 @@ def write_object(value: object) -> bytes:
 
 
 def read_object(data: bytes, rank: int) -> Any:
-    """Return the object that :func:`write_object` made ``data`` from on rank ``rank``. Raises :class:`TransportError`
-    for other data."""
+    """Return the object in ``data``, which rank ``rank`` encoded with :func:`write_object`. Raises
+    :class:`TransportError` for other data."""
     try:
         return json.loads(data, object_hook=_decoded)
     except (

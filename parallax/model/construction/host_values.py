@@ -148,7 +148,8 @@ class HostValueInterceptor(TorchFunctionMode):
             return torch.as_tensor(index, dtype=None if index else torch.int64)
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Handle ``Tensor.to`` without the device, unless it is meta."""
+        """Return ``tensor`` converted to the type and memory format that ``Tensor.to`` was called with. The device is
+        ignored, because all recorded tensors pretend to be on the CPU, unless it is the meta device."""
         copy = bool(kwargs.pop("copy", False))
         if args and isinstance(args[0], Tensor):
             args = (args[0].dtype, *args[1:])

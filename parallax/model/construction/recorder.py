@@ -175,7 +175,7 @@ class OperatorRecorder(OperatorMode):
         kwargs: dict[str, Any],
         written: list[Tensor],
     ) -> Operation:
-        """Return the operation; called before it runs, because it may resize its arguments."""
+        """Return the log's description of an operator call, made before the call, which may resize its arguments."""
 
         def view(part: Any) -> Any:
             if isinstance(part, Tensor) and self.log.cell_of(part) is not None:

@@ -121,7 +121,8 @@ class FastPath:
         self.active = False
 
     def collect_ended(self, batches: dict[int, Batch]) -> None:
-        """Free unclaimed records; clear the open ``batches`` once no record is alive."""
+        """Free the records that no entry claims any more. When no record is left, clear ``batches``, the micro-batches
+        that are still open."""
         if not self._unclaimed:
             return
         freed = 0
