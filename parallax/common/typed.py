@@ -174,7 +174,8 @@ def _read_as(kind: Any, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` if YAML restores it exactly; used for fields that accept any type."""
+    """Return ``value`` if YAML restores it exactly; raise ValueError otherwise. Used for fields that accept any
+    type."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):

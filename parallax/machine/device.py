@@ -1,7 +1,7 @@
 """Streams, events and pinned memory of a device, with no-op equivalents for a CPU.
 
-Callers never ask which device they are on. On a CPU every copy is finished when it returns, so the null event is
-always done and waiting for it is a no-op. So all logic above this file is tested without a GPU.
+Callers never distinguish devices. On a CPU every copy is finished when it returns, so the null event is always done and
+waiting for it is a no-op. So all logic above this file is tested without a GPU.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class Evaluation:
             )
 
     def _masses(self, step: LossStep, results: Any, low: int, high: int) -> tuple[float, float]:
-        """Return the number of rows or counting targets in rows ``low`` to ``high``, and in the whole batch."""
+        """Return the mass of rows ``low`` to ``high``, and that of the batch."""
         if self._counts:
             return 1.0, step.denominator
         rows = len(step.batch)
@@ -187,8 +187,8 @@ class Evaluation:
         return float(high - low), float(rows)
 
     def _mass_of_all(self, step: LossStep, results: Any, few: int) -> float:
-        """Return the number of counting targets of the batch. They are counted at once, or by micro-batches if shapes
-        differ between these."""
+        """Return the mass of the batch. Targets are counted at once, or by micro-batches if shapes differ between
+        these."""
         rows, mass = len(step.batch), partial(self._counting.row_weight, results, few, step.batch)
         try:
             return mass(0, rows)

@@ -4,7 +4,8 @@
 
     begin      every rank copies its part into host memory; training resumes
     WRITING    a thread of every rank writes its part
-    WRITTEN    all ranks gather the file lists; the first rank of each site writes the index and renames the folder
+    WRITTEN    all ranks gather the file lists; one rank of each group that shares the directory writes the index
+               and renames the folder
     NAMED      older checkpoints may be removed
 
 No rank waits for another's disk: each rank's progress travels in the all-reduce that a step makes anyway, and a save
@@ -141,7 +142,8 @@ class PendingSaves:
 
     def trim(self, directory: Path, retention: Retention, step: int, *, leads: bool) -> None:
         """Remove the checkpoints up to ``step`` that ``retention`` does not keep; an earlier start of the run may have
-        been killed before it removed them. On each site the rank that ``leads`` removes them."""
+        been killed before it removed them. Among ranks that share the directory, the one that ``leads`` removes them.
+        """
         gone = self._superseded(directory, retention, step)
         if leads:
             checkpoint.remove(directory, gone)

@@ -77,7 +77,7 @@ class HostValueInterceptor(TorchFunctionMode):
         return self._on_meta(function, *args, **kwargs)
 
     def _on_meta(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a call for which the constructor asked for the meta device; its tensor has no values in a plain run
+        """Run a call in which the constructor requested the meta device; its tensor has no values in a plain run
         either."""
         before, self._recorder.to_meta = self._recorder.to_meta, True
         try:

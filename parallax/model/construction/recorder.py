@@ -128,8 +128,8 @@ class OperatorRecorder(OperatorMode):
         return self._log(function, kind, args, kwargs)
 
     def _bare(self, part: Any) -> Any:
-        """Return a recorded tensor's meta tensor. A single number from outside keeps its value, because it decides
-        result types."""
+        """Return a tensor argument on the meta device, other values unchanged. A tensor of a single number that existed
+        before the constructor keeps its value, because it decides result types."""
         if not isinstance(part, Tensor) or part.is_meta:
             return part
         if part.dim() == 0 and self.log.cell_of(part) is None:

@@ -84,8 +84,8 @@ class SizeOf(TensorSlot):
 
 
 def size_of(size: torch.SymInt, nested: Iterable[tuple[int, Tensor]]) -> SizeOf | None:
-    """Return a placeholder for ``size``, the symbolic first dimension of one of the ``nested`` tensors (number,
-    tensor); None if none has it."""
+    """Return a placeholder for the symbolic ``size`` of a dimension of one of the ``nested`` tensors, given as (number,
+    tensor); None if none has that size."""
     for number, tensor in nested:
         for dimension, own in enumerate(tensor.shape):
             if isinstance(own, torch.SymInt) and bool(own == size):

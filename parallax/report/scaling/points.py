@@ -132,7 +132,7 @@ class SweepResults:
         return _series(self.timed, lambda p: (p.workload, p.unit, p.global_batch))
 
     def weak(self) -> list[Series]:
-        """Return the series of points with equal work per device, for weak scaling."""
+        """Return the series of points with equal rows per device, for weak scaling."""
 
         def share(point: PointResult) -> Fraction:
             return Fraction(point.global_batch or 0, point.devices or 1)

@@ -122,8 +122,8 @@ class Restarts:
         return self.limit - self._left
 
     def refused(self, failure: Failure, *, stop_requested: bool) -> str | None:
-        """Record ``failure``. Return None if all ranks must restart, otherwise the message that explains why they do
-        not. ``stop_requested``: the ranks were asked to end. Call it once for each failure."""
+        """Record ``failure``. Return None if all ranks must restart, otherwise a message, possibly empty, on how to
+        continue. ``stop_requested``: the ranks were asked to end. Call it once for each failure."""
         step = last_step(self._metrics)
         same = self._before is not None and failure.same_as(self._before) and step == self._step
         self._times = self._times + 1 if same else 0

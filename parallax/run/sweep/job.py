@@ -163,8 +163,8 @@ class PointJob:
 
 
 class _PointSignals:
-    """A signal handler that forwards every request to end to the process of a point. That process saves and ends; after
-    a repeated request it ends at once."""
+    """A signal handler that forwards every request to end to the process of a point. That process saves and ends; it
+    ends at once after a second Ctrl-C."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None

@@ -203,7 +203,7 @@ class SharedSender:
 
 
 class SharedReceiver:
-    """The receiving end of one channel. It accepts the connection when the first message is asked for, so that ranks
+    """The receiving end of one channel. It accepts the connection when the first message is requested, so that ranks
     cannot deadlock by making their channels in different orders."""
 
     posts = False  # messages wait in the ring

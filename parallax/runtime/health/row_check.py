@@ -1,4 +1,4 @@
-"""Checks that a batch returns as many inputs and targets as the rows that were asked for.
+"""Checks that a batch returns as many inputs and targets as the rows that were requested.
 
 Only the first stage reads inputs and only the last reads targets, and a loss may accept any number of either, so each
 returned value is checked. A tensor of another length may have no rows; it is returned whole for any rows. To find out,

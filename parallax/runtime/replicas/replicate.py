@@ -85,7 +85,7 @@ class NoSync:
         self.disarm()
 
     def split(self, stage: int, pending: Collection[nn.Parameter]) -> Reduced:
-        """Call ``reduced`` for all gradients that are final."""
+        """Call ``reduced`` for each gradient that is final, and return a function to call for the others."""
         mine = set(self._parameters.get(stage, ()))
 
         def ready(parameter: torch.Tensor) -> None:

@@ -301,7 +301,7 @@ class StreamedSum:
             self._advance()
 
     def _open(self) -> bool:
-        """Assign a buffer to the next bucket if one is free; return whether it was."""
+        """Give the next bucket its buffer if that is free; return whether it was."""
         if not self._waiting or any(b.buffer == self._waiting[0].buffer for b in self._active):
             return False
         bucket = self._waiting.popleft()
