@@ -1,7 +1,7 @@
 """Parallax trains PyTorch models that are too large for their devices.
 
-A name is imported at its first use. Importing torch takes seconds: a command that is interrupted meanwhile can already
-report it, and commands that only plan do not import torch.
+Names are imported at their first use, because importing torch takes seconds. So a command that is interrupted during
+this import can already report it, and commands that only plan do not import torch.
 """
 
 import importlib
@@ -67,7 +67,7 @@ _HOMES = {
 if not TYPE_CHECKING:  # so that a type checker knows the names
 
     def __getattr__(name: str) -> Any:
-        """One of the names above, or a module of the package."""
+        """Return a public name, or a module of the package, and import it if needed."""
         if name not in _HOMES:
             if (
                 not name.startswith("_")

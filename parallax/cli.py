@@ -1,6 +1,7 @@
-"""The command line: words before ``key=value`` belong to the command, the rest is Hydra's override grammar.
+"""The command line: words before the first ``key=value`` belong to the command; all others are overrides in Hydra's
+grammar.
 
-Little is imported here, and the rest inside of :func:`main`, where Ctrl-C is answered.
+Few modules are imported here; the others inside of :func:`main`, where Ctrl-C is handled.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code: 0 for success, 1 for a failure, 2 for wrong input. ``arguments``:
-    those of the process where left out."""
+    None for those of the process."""
     code = _main(arguments)
     if arguments is None:
         exit_on_request(code)
@@ -121,7 +122,8 @@ def _report_error(error: BaseException) -> int:
 
 
 def _refused(code: int) -> int:
-    """Return the exit code of wrong input. Under torchrun end the rank for good, since a restart would fail again."""
+    """Return the exit code ``code`` of wrong input. Under torchrun, also end the rank so that it is not restarted,
+    since a restart would fail again."""
     if under_torchrun():
         from parallax.runtime.failure.refusal import end_process
 
@@ -131,8 +133,8 @@ def _refused(code: int) -> int:
 
 @contextlib.contextmanager
 def _no_collection(*, own_process: bool) -> Iterator[None]:
-    """Disable the garbage collector during imports, which make many objects and hardly any garbage: it takes a fifth of
-    their time. In a process of our own the objects are frozen afterwards."""
+    """A context that disables the garbage collector during imports, where it takes a fifth of the time and frees hardly
+    anything. ``own_process``: freeze the imported objects at the end."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -160,7 +162,7 @@ def _give_up_output() -> bool:
 
 
 def _printed(error: OSError) -> bool:
-    """Whether the error was raised while printing."""
+    """Whether ``error`` was raised while printing."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -195,7 +197,8 @@ def _parse(typed: list[str]) -> argparse.Namespace:
 
 
 def _as_setting(left: list[str]) -> str:
-    """Return our setting for the first unknown option, where that is a term of the field such as ``--batch-size``."""
+    """Return Parallax's setting for the first unknown option if that is another trainer's term, such as
+    ``--batch-size``."""
     option = next((word for word in left if word.startswith("--")), "").partition("=")[0]
     if not option:
         return ""
@@ -205,7 +208,7 @@ def _as_setting(left: list[str]) -> str:
 
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
-    """Return the parser with the options of the ``chosen`` command, whose module alone is imported."""
+    """Return the argument parser with the options of the ``chosen`` command; only that command's module is imported."""
     parser = _Parser(
         prog="parallax",
         description="Train PyTorch models that are too large for their devices.",

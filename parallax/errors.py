@@ -1,18 +1,18 @@
-"""The exception tree. Every message gives the values and the remedy.
+"""The exceptions of Parallax as a tree. Every message gives the values and the remedy.
 
 ::
 
-    ParallaxError                     anything that Parallax raises on purpose
+@V@V@V@V    ParallaxError                     anything that Parallax raises on purpose
     ├── UserError                     the input is wrong: one line, exit code 2
     │   ├── ConfigError               a key, a value, a group, a size
-    │   │   └── UnknownKeyError       a key that there is not
+    │   │   └── UnknownKeyError       a key that does not exist
     │   ├── DescribeError             a model that cannot be partitioned into blocks
     │   ├── PlanError                 a plan, profile or cluster that contradicts itself
-    │   │   └── InfeasiblePlan        nothing fits the budgets; carries the smallest fix
-    │   ├── PreflightError            this host has less than the run takes
-    │   │   └── UnfitHostError        some hosts of the run do, and others do not
+    │   │   └── InfeasiblePlan        no plan fits the budgets; the message has the smallest fix
+    │   ├── PreflightError            this host has less than the run needs
+    │   │   └── UnfitHostError        some hosts of the run have too little
     │   ├── DataError                 no rows, unreadable folder, too little text
-    │   │   └── EmptyBatchError       a batch of no rows: often those after the last
+    │   │   └── EmptyBatchError       a batch of no rows, often at the end of the data
     │   └── CheckpointError           missing, damaged, or of another model
     │       └── LaterStartError       another start of the run continues
     ├── BudgetExceeded                the swap manager has nothing left to move
@@ -31,7 +31,7 @@ from collections.abc import Iterable, Mapping
 
 
 class ParallaxError(Exception):
-    """Root of everything that Parallax raises on purpose."""
+    """The base class of all exceptions that Parallax raises on purpose."""
 
     exit_code = 1
     common = False  # every rank raises the same, so any one may report it
@@ -39,7 +39,8 @@ class ParallaxError(Exception):
 
 
 class HangError(ParallaxError):
-    """Work shows no sign of life. It is raised in the running code, which must not catch it."""
+    """Work before the first step shows no sign of life. It is raised inside the running code, which must not catch
+    it."""
 
 
 class UserError(ParallaxError):
@@ -50,19 +51,21 @@ class UserError(ParallaxError):
 
 
 class ConfigError(UserError):
-    """A configuration key or value that is not accepted; ``parts`` are the errors of which one is made, if any."""
+    """A configuration key or value is not accepted. ``parts``: the errors that this error combines, if any."""
 
     parts: tuple[ConfigError, ...] = ()
 
 
 class UnknownKeyError(ConfigError):
-    """A key that there is not: ``subject`` is what was typed, ``accepted`` the keys there are, ``hint`` one of them."""
+    """A configuration key does not exist. ``subject``: the key as typed; ``accepted``: the keys that exist; ``hint``:
+    the most similar one."""
 
     accepted = short = ""
 
     @classmethod
     def of(cls, subject: str, accepted: str, hint: str) -> UnknownKeyError:
-        """The error; made of its message alone it says the same, as on a rank that hears of it."""
+        """Return the error. An error that is rebuilt from its message alone, as on another rank, has the same
+        message."""
         error = cls(printable(f"{subject}: unknown key; {accepted}{hint}"))
         error.accepted = printable(accepted)
         error.short = printable(f"{subject}: unknown key{hint}")
@@ -70,23 +73,23 @@ class UnknownKeyError(ConfigError):
 
 
 class DescribeError(UserError):
-    """A model that cannot be turned into a chain of blocks."""
+    """The model cannot be partitioned into a chain of blocks."""
 
 
 class PlanError(UserError):
-    """A plan, profile or cluster that contradicts itself."""
+    """A plan, profile or cluster contradicts itself."""
 
 
 class InfeasiblePlan(PlanError):
-    """No plan fits the budgets; the message names the tight limit and the smallest fix."""
+    """No plan fits the budgets. The message names the exceeded limit and the smallest change that fits."""
 
 
 class PreflightError(UserError):
-    """A host has less of something than a run takes."""
+    """A host has less of a resource than the run needs."""
 
 
 class UnfitHostError(PreflightError):
-    """Some hosts cannot take part in a run, and others can; ``why``, by the host's identity. Raised on every rank."""
+    """Some hosts cannot take part in the run, and others can. ``why``: host identity → reason. Raised on every rank."""
 
     def __init__(self, message: str, why: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -94,7 +97,7 @@ class UnfitHostError(PreflightError):
 
 
 class DataError(UserError):
-    """Training rows cannot be had."""
+    """Training rows cannot be read, or are invalid."""
 
 
 class EmptyBatchError(DataError):
@@ -102,15 +105,16 @@ class EmptyBatchError(DataError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, damaged or of another model."""
+    """A checkpoint is missing, damaged or of another model."""
 
 
 class LaterStartError(CheckpointError):
-    """A later start of this run has replaced this one, which therefore saves nothing more."""
+    """A later start of this run has replaced this one, which saves no further checkpoint."""
 
 
 class BudgetExceeded(ParallaxError):
-    """The device budget cannot be kept because nothing is left to move; ``needed_bytes`` more were asked for."""
+    """The device budget cannot be kept, because nothing more can be offloaded. ``needed_bytes``: the bytes that do not
+    fit."""
 
     def __init__(self, message: str, needed_bytes: int = 0) -> None:
         super().__init__(message)
@@ -118,7 +122,7 @@ class BudgetExceeded(ParallaxError):
 
 
 class SwapError(ParallaxError):
-    """A tier failed to write or to read; never followed by stale data."""
+    """A tier failed to write or to read. Training never continues with stale data after it."""
 
     may_pass = True
 
@@ -130,13 +134,13 @@ class TransportError(ParallaxError):
 
 
 class AbsentError(TransportError):
-    """Ranks that never started."""
+    """Some ranks never started."""
 
     common = True
 
 
 class DeadlockError(ParallaxError):
-    """A set of action lists that can never finish."""
+    """A set of action lists can never finish."""
 
 
 class NonFiniteError(ParallaxError):
@@ -146,7 +150,7 @@ class NonFiniteError(ParallaxError):
 
 
 def printable(text: str) -> str:
-    """Escape control characters, so that a name can neither break a line nor colour a terminal.
+    """Return ``text`` with control characters escaped, so that a name can neither break a line nor colour a terminal.
 
     >>> printable("a\\x1b[31mb")
     'a\\\\x1b[31mb'
@@ -155,7 +159,7 @@ def printable(text: str) -> str:
 
 
 def nearest(word: str, accepted: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)`` for the closest accepted word, or nothing.
+    """Return `` (did you mean 'x'?)`` with the most similar accepted word, or an empty string.
 
     >>> nearest("layrs", ["layers", "hidden"])
     " (did you mean 'layers'?)"
@@ -165,13 +169,13 @@ def nearest(word: str, accepted: Iterable[str]) -> str:
 
 
 def check_positive(key: str, value: int | float, *, zero: bool = False) -> None:
-    """Raise :class:`ConfigError` naming ``key`` unless ``value`` is above zero (or zero where that is meaningful)."""
+    """Raise :class:`ConfigError` naming ``key`` unless ``value`` is above zero or, with ``zero``, zero."""
     if value < 0 or (value == 0 and not zero) or value != value:
         raise ConfigError(f"{key}={value}: accepted are numbers {'from' if zero else 'above'} 0")
 
 
 def check_choice(key: str, value: str, accepted: Iterable[str]) -> None:
-    """Raise :class:`ConfigError` unless ``value`` is one of ``accepted``; names the nearest."""
+    """Raise :class:`ConfigError`, with the most similar name, unless ``value`` is one of ``accepted``."""
     accepted = list(accepted)
     if value not in accepted:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""``parallax.swap`` inside the training loops of other libraries, as one of their callbacks.
+"""Callbacks that apply ``parallax.swap`` inside the training loops of other libraries.
 
-Neither library is imported before its callback is asked for, so neither has to be installed.
+A library is imported only when its callback is requested, so it need not be installed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from parallax.swap.lms.scope import Swapping, swap
 
 
 class Training:
-    """The scope of one training after another; ``swapping`` is the last of them, for its report."""
+    """Opens a swap scope for each training; ``swapping`` is the last scope, for its report."""
 
     def __init__(self, limit: int | str, options: dict[str, Any]) -> None:
         self._limit, self._options = limit, options
@@ -35,55 +35,55 @@ class Training:
 
 
 def transformers_callback(limit: int | str = AUTO, **options: Any) -> Any:
-    """A ``transformers.TrainerCallback``: ``Trainer(…, callbacks=[transformers_callback("8GiB")])``.
+    """Return a ``transformers.TrainerCallback``: ``Trainer(…, callbacks=[transformers_callback("8GiB")])``.
 
-    ``limit`` and ``options`` are those of :func:`parallax.swap`; the trainer's own optimizer is given. The report is
+    ``limit`` and ``options`` are those of :func:`parallax.swap`; the optimizer is the trainer's own. The report is
     ``callback.training.swapping.report()``. The trainer calls no callback after an exception: if you catch one, call
     ``callback.training.end()``, or train again.
     """
     base: Any = import_module("transformers").TrainerCallback
 
     class TransformersSwapCallback(base):
-        """Enters with the first step and leaves after the last."""
+        """Enters the scope before the first step and leaves it after the last."""
 
         def __init__(self) -> None:
             self.training = Training(limit, options)
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-            """Parameters and optimizer are on their device now."""
+            """Enter the scope: parameters and optimizer are on their device now."""
             self.training.begin(kwargs["model"], [kwargs.get("optimizer")])
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-            """The optimizer has its states again."""
+            """Leave the scope: the optimizer has its states on the device again."""
             self.training.end()
 
     return TransformersSwapCallback()
 
 
 def lightning_callback(limit: int | str = AUTO, **options: Any) -> Any:
-    """A ``lightning.pytorch.Callback``: ``Trainer(…, callbacks=[lightning_callback("8GiB")])``.
+    """Return a ``lightning.pytorch.Callback``: ``Trainer(…, callbacks=[lightning_callback("8GiB")])``.
 
-    ``limit`` and ``options`` are those of :func:`parallax.swap`; the trainer's optimizers are given. The report is
+    ``limit`` and ``options`` are those of :func:`parallax.swap`; the optimizers are the trainer's. The report is
     ``callback.training.swapping.report()``.
     """
     base: Any = import_module("lightning.pytorch").Callback
 
     class LightningSwapCallback(base):
-        """Enters with the first step and leaves after the last, or where one fails."""
+        """Enters the scope before the first step and leaves it after the last one, or after a step that fails."""
 
         def __init__(self) -> None:
             self.training = Training(limit, options)
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            """Parameters and optimizers are on their device now."""
+            """Enter the scope: parameters and optimizers are on their device now."""
             self.training.begin(pl_module, trainer.optimizers)
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-            """The optimizers have their states again."""
+            """Leave the scope: the optimizers have their states on the device again."""
             self.training.end()
 
         def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
-            """Leave before the trainer gives up."""
+            """Leave the scope, because the trainer ends after an exception."""
             self.training.end()
 
     return LightningSwapCallback()

@@ -1,4 +1,4 @@
-"""The mesh: the place of this rank in the plan, and its process groups."""
+"""The mesh: this rank's coordinate in the plan, and its process groups."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from parallax.plan.plan import Coordinate, Plan
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One direction between two ranks of an edge's stages: messages from rank ``sender`` to rank ``receiver``;
-    gradients if ``backward``."""
+    """A direction between two ranks at the ends of an edge: messages from rank ``sender`` to rank ``receiver``, which
+    are gradients if ``backward``."""
 
     sender: int
     receiver: int
@@ -33,13 +33,13 @@ class Route:
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's place in the plan and its groups.
+    """This rank's coordinate in the plan, and its process groups.
 
-    ``replicas``: the replicas of the rank's stage; None for one replica. ``updates``: the same ranks over gloo, in
-    which new weights of offloaded states are broadcast during other work; None where there are none. ``statistics``:
-    the same ranks, for exchanges in the order of the blocks, while gradients are reduced when they are complete.
-    ``shared``: by name of a parameter that several stages hold, the group of all their ranks. ``world``: None in a plan
-    of one rank. ``nodes``: the places of all ranks.
+    ``replicas``: the replicas of the rank's stage; None for one replica. ``updates``: the same ranks over gloo, over
+    which weights with offloaded states are broadcast, concurrently with other collectives; None if there are none.
+    ``statistics``: the same ranks, for collectives in block order while gradients are reduced in order of completion.
+    ``shared``: for each parameter that several stages hold, its name → the group of all ranks that hold it. ``world``:
+    None in a plan of one rank. ``nodes``: the nodes of all ranks.
 
     Stages exchange messages in ``forth`` and ``back``, two gloo groups of all ranks, where tags tell messages apart.
     Between ranks with a GPU each, ``routes`` holds an NCCL group for each route instead: NCCL matches messages by order
@@ -65,8 +65,8 @@ class Mesh:
 
     @classmethod
     def create(cls, plan: Plan, device: torch.device, shared: Mapping[str, Sequence[int]]) -> Mesh:
-        """Make the groups and select ``device``; called by every rank with the same plan. ``shared``: pipeline ranks by
-        name of a shared parameter."""
+        """Create the groups and select ``device``; called by every rank with the same plan. ``shared``: parameter name
+        → pipeline ranks that hold the shared parameter."""
         size = dist.get_world_size() if dist.is_initialized() else 1
         if size != plan.world_size:
             raise PlanError(
@@ -111,18 +111,18 @@ class Mesh:
         )
 
     def direct(self, route: Route) -> bool:
-        """Whether device tensors travel along ``route`` without the host."""
+        """Whether device tensors are sent along ``route`` without staging through the host."""
         return route in self.routes
 
     def channel(self, route: Route) -> tuple[dist.ProcessGroup | None, int, int]:
-        """Return the group of messages along ``route``, the other rank's place in it, and their tag."""
+        """Return the group for messages along ``route``, the peer's rank in the group, and the messages' tag."""
         if self.direct(route):
             group = self.routes[route]
             return group, dist.get_group_rank(group, self._other(route)), _tag(self.plan, route)
         return self.host_channel(route)
 
     def host_channel(self, route: Route) -> tuple[dist.ProcessGroup | None, int, int]:
-        """Return the same for buffers of the host."""
+        """Return group, peer and tag, as :meth:`channel` does, for messages in host buffers."""
         group = self.back if route.backward else self.forth
         return group, self._other(route), _tag(self.plan, route)
 
@@ -130,7 +130,7 @@ class Mesh:
         return route.receiver if self.rank == route.sender else route.sender
 
     def close(self) -> None:
-        """Destroy the groups of the plan; the world stays."""
+        """Destroy the groups of the plan, but not torch's world."""
         made = [
             self.replicas,
             self.updates,
@@ -168,7 +168,7 @@ class Mesh:
         return self.plan.stages[self.pipeline_rank].replicas
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all ranks of a small host tensor."""
+        """Return the sum of a small host tensor over all ranks."""
         if self.world is not None:
             dist.all_reduce(values, group=self.world)
         return values
@@ -178,13 +178,13 @@ class Mesh:
             dist.barrier(group=self.world)
 
     def gather_columns(self, mine: Mapping[str, float]) -> dict[str, list[float]]:
-        """Return, for each named number, its values on all ranks. All ranks pass the same names."""
+        """Return name → values on all ranks, for the named numbers of this rank. All ranks pass the same names."""
         table = torch.zeros(self.plan.world_size, len(mine), dtype=torch.float64)
         table[self.rank] = torch.tensor(list(mine.values()), dtype=torch.float64)
         return dict(zip(mine, self.sum(table).T.tolist()))
 
     def all_gather_object(self, value: object) -> list[Any]:
-        """Return one value of every rank, on every rank."""
+        """Return the value of every rank, in rank order, on every rank."""
         if self.world is None:
             return [value]
         return all_gather_object(value, self.world)
@@ -193,9 +193,9 @@ class Mesh:
 def _replica_groups(
     plan: Plan, pipeline_rank: int, devices: RankDevices
 ) -> tuple[dist.ProcessGroup | None, ...]:
-    """Return the groups of the replicas of ``pipeline_rank``, None where they are not needed: for gradients, for
-    offloaded optimizer states, for statistics, and for gradients of offloaded parameters. Every rank makes the
-    groups of all pipeline ranks."""
+    """Return the process groups of the replicas of ``pipeline_rank``: for gradients, for offloaded optimizer states,
+    for statistics, and for gradients of offloaded parameters; None if not needed. Every rank creates the groups of all
+    pipeline ranks."""
     made: list[tuple[dist.ProcessGroup | None, ...]] = []
     for index, planned in enumerate(plan.stages[: plan.pipeline_ranks]):
         ranks = list(plan.ranks(index))
@@ -212,7 +212,7 @@ def _replica_groups(
 
 @dataclass(frozen=True, slots=True)
 class RankDevices:
-    """The device of each rank, all of one kind, by an identity that is unique among all hosts: ranks may see and number
+    """The device of each rank, all of one kind, identified uniquely among all hosts, because ranks may see and number
     devices differently."""
 
     kind: str
@@ -220,7 +220,7 @@ class RankDevices:
 
     @classmethod
     def gather(cls, device: torch.device, size: int) -> RankDevices:
-        """Ask all ``size`` ranks."""
+        """Return the devices gathered from all ``size`` ranks."""
         if size == 1:
             return cls(device.type, (None,))
         mine = None
@@ -244,8 +244,8 @@ class RankDevices:
         return accelerator_named(self.kind).backend
 
     def reducing(self, ranks: Sequence[int]) -> str:
-        """Return the backend in which ``ranks``, replicas or stages with shared parameters, sum tensors on their
-        devices."""
+        """Return the backend with which ``ranks``, replicas or stages with a shared parameter, all-reduce tensors on
+        their devices."""
         if self.kind == "cpu":
             return "gloo"
         backend = self.direct(ranks) or accelerator_named(self.kind).shared_backend
@@ -260,8 +260,8 @@ class RankDevices:
 def _connect(
     plan: Plan, routes: Mapping[Route, dist.ProcessGroup], rank: int, device: torch.device
 ) -> None:
-    """Connect both ends of each route, every rank in the same order of routes. NCCL connects two ranks at their first
-    send and receive in a group and blocks both hosts until then; in the first step, which every rank begins with a
+    """Connect both ends of each route; every rank connects its routes in the same order. NCCL connects two ranks at
+    their first send and receive, and blocks both hosts until then. In the first step, which every rank begins with a
     message of another route, all ranks would wait for each other."""
     for route, group in routes.items():
         if rank in (route.sender, route.receiver):
@@ -279,12 +279,12 @@ def _tag(plan: Plan, route: Route) -> int:
 
 
 def _group(ranks: list[int], backend: str) -> dist.ProcessGroup:
-    """Return a new group with the world's timeout instead of torch's default."""
+    """Return a new process group with the timeout of torch's world instead of torch's default."""
     return dist.new_group(ranks, backend=backend, timeout=TIMEOUT)
 
 
 def routes_of(plan: Plan) -> Iterator[Route]:
-    """Yield every route between ranks that may share rows; local edges have none."""
+    """Yield every route between ranks that may share rows. Local edges have none."""
     for edge in plan.edges():
         if plan.is_local(edge):
             continue

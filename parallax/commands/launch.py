@@ -32,7 +32,7 @@ EXAMPLES = """examples:
 
 @dataclass(frozen=True)
 class JobSize:
-    """``nodes`` with the same number of ranks and devices each."""
+    """The size of a job: ``nodes``, each with the same numbers of ranks and devices."""
 
     nodes: int
     processes: int
@@ -117,7 +117,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def job_size(parsed: argparse.Namespace, config: RunConfig) -> JobSize:
-    """Return the size on the command line, otherwise the size of the plan for a cluster of the catalog."""
+    """Return the size given on the command line; otherwise that of the plan, for a cluster of the catalog."""
     nodes, gpus, processes = (
         count_of(f"--{key.replace('_', '-')}", getattr(parsed, key))
         for key in ("nodes", "gpus_per_node", "processes_per_node")
@@ -149,14 +149,15 @@ def _planned(config: RunConfig) -> JobSize:
 
 
 def count_of(option: str, value: int | None) -> int | None:
-    """Return the number given to ``option``; raise :class:`ConfigError` below 1."""
+    """Return the number given to ``option``; raise :class:`ConfigError` if it is below 1."""
     if value is not None and value < 1:
         raise ConfigError(f"{option}={value}: accepted are whole numbers from 1")
     return value
 
 
 def _points(axes: Sequence[Sequence[tuple[str, str]]]) -> list[list[str]]:
-    """Return the settings of each task of a job array, whose tasks have the same nodes; empty without an array."""
+    """Return the settings of each task of a job array; empty if the job is not an array. All tasks use the same
+    nodes."""
     for key, _ in (pair for axis in axes for pair in axis[:1]):
         if key in ("cluster", "cluster.nodes", "cluster.devices", "name"):
             raise ConfigError(
@@ -184,8 +185,8 @@ def _unnamed(overrides: Sequence[str]) -> list[str]:
 
 
 def _trained(overrides: Sequence[str], config: RunConfig) -> list[str]:
-    """Return the settings of the ranks: without the cluster of the catalog, since they find their devices, but with
-    its memory budget."""
+    """Return the settings for the ranks. They omit the catalog cluster, because ranks find their devices, but keep its
+    memory budget."""
     others = _unnamed(overrides)
     if not isinstance(config.cluster, CatalogClusterConfig):
         return others

@@ -1,4 +1,4 @@
-"""Shared by several commands: options, paths of plans, printed and written results."""
+"""Code that several commands share: options, paths of plans, printed and written results."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def class_paths_of(parsed: argparse.Namespace) -> dict[str, str]:
 
 
 def trusting(class_paths: Mapping[str, str]) -> Callable[[Path, Mapping[str, str]], None]:
-    """Return the check of class paths in a stored configuration (:mod:`parallax.common.trust`). ``class_paths`` are the
-    paths on this command line; the file must name each of them."""
+    """Return a check of the class paths in a stored configuration (:mod:`parallax.common.trust`). ``class_paths``:
+    those on this command line; the file must contain each of them."""
 
     def check(file: Path, found: Mapping[str, str]) -> None:
         for key, typed in class_paths.items():
@@ -93,7 +93,7 @@ def trusting(class_paths: Mapping[str, str]) -> Callable[[Path, Mapping[str, str
 
 
 def with_schedule(plan: Plan, file: Path, class_paths: dict[str, str]) -> Plan:
-    """Return the plan with its schedule, which is imported if it is a function of the user and its path is on the
+    """Return the plan with its schedule. A schedule that is a user's function is imported if its class path is on the
     command line (:mod:`parallax.common.trust`)."""
     key, typed, name = "plan.schedule", class_paths.get("plan.schedule", ""), plan.schedule.name
     if name in SCHEDULES or ":" in name:
@@ -130,7 +130,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def console_of(parsed: argparse.Namespace) -> Console:
-    """Return the console for people: stderr where stdout is JSON. In files tables may be wide."""
+    """Return the console for text that people read: stderr if stdout is used for JSON. Tables in files may be wide."""
     console = safe_console(stderr=parsed.json)
     return console if console.is_terminal else safe_console(stderr=parsed.json, width=FILE_WIDTH)
 
@@ -141,12 +141,12 @@ def print_json(data: Any) -> None:
 
 
 def price_per_hour(cluster: Cluster) -> float:
-    """Return the price of all devices; 0 without prices."""
+    """Return the price per hour of all devices; 0 without prices."""
     return sum(device.price_per_hour for device in cluster.devices)
 
 
 def plan_file(path: Path) -> Path:
-    """Return the plan file of ``path``, which is a file, a run's directory or a run's name."""
+    """Return the plan file that ``path`` refers to: a plan file, a run's directory or a run's name."""
     try:
         if path.is_dir():
             return path / "plan.yaml"
@@ -166,7 +166,8 @@ def read_plan(path: Path, class_paths: dict[str, str]) -> tuple[Plan, Inputs]:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Raise :class:`ConfigError` before the work where ``path`` cannot be written."""
+    """Raise :class:`ConfigError` if ``path`` cannot be written; call it before the work whose result is written
+    there."""
     if path.is_dir() or not path.parent.is_dir():
         reason = (
             "it is a folder" if path.is_dir() else f"{printable(str(path.parent))} is no folder"
@@ -176,7 +177,7 @@ def check_writable(option: str, path: Path) -> None:
 
 @contextmanager
 def writing(option: str, path: Path) -> Iterator[Path]:
-    """Turn an OSError of writing a file into a :class:`ConfigError` that names the option."""
+    """Yield ``path``; an OSError while writing it becomes a :class:`ConfigError` that names the option."""
     check_writable(option, path)
     try:
         yield path

@@ -81,7 +81,8 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _spans(forecast: Forecast, plan: Plan) -> list[Span]:
-    """Return the span of every action. Raises :class:`PlanError` for plans too large to be simulated by action."""
+    """Return the span of every action. Raises :class:`PlanError` for a plan that is too large to simulate action by
+    action."""
     if not forecast.spans:
         raise PlanError(
             f"{plan.world_size} ranks with {plan.micro_batches(plan.global_batch)} micro-batches are timed without "
@@ -93,7 +94,8 @@ def _spans(forecast: Forecast, plan: Plan) -> list[Span]:
 def simulation_table(
     plan: Plan, ranks: Sequence[RankPrediction], stages: Sequence[StagePrediction]
 ) -> Table:
-    """Return a row per rank: its memory, and the seconds by term of the fullest rank of its pipeline rank."""
+    """Return a table with a row for each rank: its memory, and the seconds by term of the fullest rank of its pipeline
+    rank."""
     terms = list(dict.fromkeys(term for stage in stages for term in stage.seconds))
     shown = [term for term in terms if any(stage.seconds.get(term) for stage in stages)]
     table = Table(

@@ -115,7 +115,7 @@ def _sweep(parsed: argparse.Namespace) -> int:
 
 
 def _trusts(parsed: argparse.Namespace) -> Trusts:
-    """Return the check of class paths in a prepared directory, whose settings cannot be changed on the command line."""
+    """Return a check of the class paths in a prepared directory, whose settings the command line cannot change."""
     if parsed.run_dir is None:
         return trusting({})
     for word in parsed.overrides:

@@ -1,10 +1,11 @@
-"""Strict reading of plain data from files that others may have written.
+"""Read plain data strictly from files that others may have written.
 
 A plan, a profile, a manifest or a stored configuration may be damaged or malicious: an endless file, a pipe that
 no process writes to, aliases that expand a hundredfold, a number of a million digits. So files are read up to the
 size limit of their kind, values are counted before they are parsed, only plain data is parsed, and no data is
 dropped silently. Invalid JSON raises OSError or ValueError, which each reader turns into a message of one line.
-The last functions change such data by path."""
+The last functions change such data by path.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ def read_text(path: Path, most_bytes: int) -> str:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a regular file of any length, without a last line that was cut short. Raises ValueError for
-    lines that are not text or too long."""
+    """Yield the lines of a regular file of any length, without an incomplete last line. Raises ValueError for lines
+    that are not text or too long."""
     handle = _open(path)
     with os.fdopen(handle, "rb") as file:
         while (line := file.readline(SMALL_BYTES)).endswith(b"\n"):
@@ -179,9 +180,9 @@ def _size(tree: Any, known: dict[int, int]) -> int:
 def take_options(
     tree: dict[str, Any], groups: list[str], plain: dict[str, Any], fresh: dict[str, Any]
 ) -> None:
-    """Change ``tree`` by options. ``plain`` is the configuration without them, ``fresh`` with them. The ``groups``,
-    and groups of another kind than before, are replaced as a whole; in others, only the values that the options
-    set."""
+    """Apply options to ``tree``. ``plain``: the configuration without the options; ``fresh``: with them. The
+    ``groups``, and groups whose kind changes, are replaced as a whole. In other groups only the values that the options
+    set are changed."""
     for group, value in fresh.items():
         if group in groups or _kind(value) != _kind(plain[group]):
             tree[group] = value
@@ -203,7 +204,7 @@ def take_keys(tree: dict[str, Any], keys: list[str], merged: dict[str, Any]) -> 
 
 
 def leaf_values(tree: dict[str, Any], prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    """Return paths and values of everything that is not a dictionary."""
+    """Return path → value for every value in ``tree`` that is not a dictionary."""
     found: dict[tuple[str, ...], Any] = {}
     for key, value in tree.items():
         path = (*prefix, str(key))
@@ -212,12 +213,12 @@ def leaf_values(tree: dict[str, Any], prefix: tuple[str, ...] = ()) -> dict[tupl
 
 
 def leaves(tree: dict[str, Any]) -> dict[str, str]:
-    """Return dotted keys and their values as one line each."""
+    """Return dotted key → value as one line, for every value in ``tree``."""
     return {".".join(path): printable(shown(value)) for path, value in leaf_values(tree).items()}
 
 
 def shown(value: Any) -> str:
-    """Return ``value`` as YAML on one line, so that the text '3' and the number 3 differ."""
+    """Return ``value`` as YAML on one line, in which the text '3' and the number 3 differ."""
     return (
         yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("...\n").strip()
     )
@@ -229,7 +230,7 @@ def _kind(group: Any) -> Any:
 
 
 def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    """Set the value at ``path``."""
+    """Set the value in ``tree`` at ``path``."""
     for part in path[:-1]:
         if not isinstance(tree.get(part), dict):
             tree[part] = {}

@@ -1,8 +1,9 @@
-"""Spans of actions, one JSON line each: every layer writes them, the monitor reads them.
+"""Spans of actions as lines of JSON: every layer writes them, and the monitor reads them.
 
 A span is one action of one rank: its kind, step, stage and micro-batch, its start and end on this host's
 monotonic clock, and the seconds of it that the rank waited. The planner's simulator produces the same record from
-predicted costs, so prediction and measurement are compared field by field."""
+predicted costs, so prediction and measurement are compared field by field.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ def span_of(data: Any) -> Span:
 
 
 def busy_seconds(spans: Iterable[Span]) -> float:
-    """Return the seconds that these actions computed, without waits."""
+    """Return the seconds that these actions spent computing, without waits."""
     return sum(s.end - s.start - s.wait for s in spans if s.kind in COMPUTES)
 
 

@@ -22,10 +22,11 @@ _UNFINISHED = "unfinished-"
 
 
 def cache_directory() -> Path:
-    """Return the folder for data that can be made again: ``$XDG_CACHE_HOME/parallax`` or ``~/.cache/parallax``.
+    """Return the folder for cached data: ``$XDG_CACHE_HOME/parallax`` or ``~/.cache/parallax``.
 
     If the home directory cannot be written, it is a private folder in the temporary directory. A warning is
-    logged once, and this process and its children keep other libraries' caches there, too."""
+    logged once, and this process and its children keep other libraries' caches there, too.
+    """
     if named := os.environ.get("XDG_CACHE_HOME"):
         return Path(named) / "parallax"
     try:
@@ -48,7 +49,7 @@ def cache_directory() -> Path:
 
 
 def _own_temporary() -> Path:
-    """Return a folder that only this user can write, the same for all processes of the user."""
+    """Return a temporary folder that only this user can write, the same for all processes of the user."""
     folder = Path(tempfile.gettempdir()) / f"parallax-cache-{os.getuid()}"
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -96,8 +97,8 @@ def replace_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def making_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder that becomes ``path`` (missing or empty) at the end of the block: temporary folder beside it,
-    fsync of its content, rename. Temporary folders of killed processes are removed by the next call."""
+    """Yield a folder that becomes ``path`` (missing or empty) at the end of the block: temporary folder in the same
+    parent, fsync of its content, rename. Temporary folders of killed processes are removed by the next call."""
     alone = not path.parent.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.{_UNFINISHED}"
@@ -120,7 +121,7 @@ def making_folder(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk."""
+    """Wait until the content of a file, or the entries of a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -150,8 +151,8 @@ def _new_folder(base: Path, prefix: str) -> tuple[int, str]:
 
 
 def _own(make: Callable[[], tuple[int, str]]) -> tuple[int, str]:
-    """Return the handle and the name from ``make``, locked while it is open, so that other processes see that its
-    maker lives."""
+    """Return the handle and name from ``make``, with the handle locked as long as it is open, so that other processes
+    know that its maker lives."""
     while True:
         handle, name = make()
         # on a file system without locks, nothing is removed either
@@ -163,7 +164,7 @@ def _own(make: Callable[[], tuple[int, str]]) -> tuple[int, str]:
 
 
 def _sweep(folder: Path, prefix: str) -> None:
-    """Remove this user's entries of ``folder`` that begin with ``prefix`` and whose makers have ended."""
+    """Remove this user's entries of ``folder`` whose names begin with ``prefix`` and whose makers have ended."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith(prefix) and not entry.is_symlink():

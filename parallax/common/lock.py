@@ -26,11 +26,12 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def locked(directory: Path, patience_seconds: float = 0.0) -> Iterator[None]:
-    """Hold the lock of the run directory, which is made if missing; folders made here that stay empty are removed at
-    the end.
+    """Hold the lock of the run directory during the block. The directory is created if it is missing; folders created
+    here that stay empty are removed at the end.
 
     Raises :class:`ConfigError` if another process still holds it after ``patience_seconds``, if it cannot be
-    made, or if it contains symbolic links."""
+    made, or if it contains symbolic links.
+    """
     made = _make(directory)
     try:
         handle = _acquire(directory / LOCK, time.monotonic() + patience_seconds)
@@ -76,7 +77,8 @@ def _make(directory: Path) -> list[Path]:
 
 
 def _check_own(directory: Path) -> None:
-    """Refuse a symbolic link, and a directory of another user, who could replace the files that the run reads."""
+    """Raise :class:`ConfigError` for a symbolic link, or for a directory of another user, who could replace the files
+    that the run reads."""
     found = os.lstat(directory)
     if stat.S_ISLNK(found.st_mode):
         raise ConfigError(
@@ -89,8 +91,8 @@ def _check_own(directory: Path) -> None:
 
 
 def _check_no_links(directory: Path) -> None:
-    """Refuse a directory that contains symbolic links: writing or removing through them would change files
-    elsewhere. In a folder from an archive, links may have been placed for that purpose."""
+    """Raise :class:`ConfigError` for a directory that contains symbolic links, because writing or removing through them
+    would change files elsewhere. An archive may contain such links on purpose."""
     for folder, folders, files in os.walk(directory):
         for name in (*folders, *files):
             path = os.path.join(folder, name)
@@ -102,7 +104,8 @@ def _check_no_links(directory: Path) -> None:
 
 
 def _acquire(path: Path, until: float) -> int:
-    """Return the handle of the locked file, which still has that name."""
+    """Return the handle of the lock file, locked; wait until time ``until``. The locked file is verified to be still
+    the one at ``path``."""
     while True:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

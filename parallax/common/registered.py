@@ -1,7 +1,8 @@
-"""The kinds of a configuration group, found by their modules: one dataclass for each option.
+"""Find the dataclasses of a configuration group by their modules: one dataclass for each option.
 
 A new kind is one module in the group's package, with a dataclass derived from the group's base, and one option file
-``configs/<group>/<name>.yaml``."""
+``configs/<group>/<name>.yaml``.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from parallax.common.typed import defaults, members
 
 
 class Registered(abc.ABC):
-    """The base of the kinds of one configuration group. ``package``: the package of their modules."""
+    """The base class of the options of one configuration group. ``package``: the package of their modules."""
 
     package: ClassVar[str]
 
@@ -27,8 +28,8 @@ class Registered(abc.ABC):
 
     @classmethod
     def kinds(cls) -> tuple[type[Any], ...]:
-        """Return the dataclasses of all modules of the package, by their ``name``; the user's own kind, ``custom``,
-        comes last."""
+        """Return the dataclasses in all modules of the package, ordered by ``name``; the user's own kind, ``custom``,
+        is last."""
         base: Any = cls
         return _kinds(base, cls.package)
 

@@ -25,8 +25,8 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 class Stopped(KeyboardInterrupt):
-    """A process was requested to end by signal ``number``. Like KeyboardInterrupt it is no error, and passes
-    ``except Exception``."""
+    """Raised when signal ``number`` requests the end of the process. Like KeyboardInterrupt it is not an error, and
+    passes ``except Exception``."""
 
     def __init__(self, number: int) -> None:
         super().__init__(stopped_by(number))
@@ -34,13 +34,13 @@ class Stopped(KeyboardInterrupt):
 
 
 def stopped_by(number: int) -> str:
-    """Return the begin of the message about it."""
+    """Return the first words of the message about an end by signal ``number``."""
     return f"stopped by {signal.Signals(number).name}"
 
 
 def exit_code(number: int, *, saved: bool = False) -> int:
     """Return the exit code of a process that ends because of signal ``number``: the shell's, or 0 if the request is
-    fulfilled: SIGUSR1 requests an end, SIGTERM an end without loss (``saved``)."""
+    fulfilled. SIGUSR1 requests only an end, SIGTERM an end without loss of progress (``saved``)."""
     done = number == signal.SIGUSR1 or (saved and number == signal.SIGTERM)
     return 0 if done else 128 + number
 
@@ -89,9 +89,9 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def exit_on_request(code: int) -> None:
-    """End the process, whose work is done, at once with ``code`` when a signal asks it to end. Python's shutdown takes
-    a moment and would print a traceback where it is interrupted; the last part of the shutdown runs no handlers and
-    is not interrupted."""
+    """End the process, whose work is done, at once with ``code`` if a signal requests its end. Python's shutdown takes
+    a moment, and would print a traceback if it were interrupted. The last part of the shutdown runs no handlers and is
+    not interrupted."""
     if threading.current_thread() is not threading.main_thread():
         return
     for stream in (sys.stdout, sys.stderr):
@@ -102,8 +102,8 @@ def exit_on_request(code: int) -> None:
 
 
 def _ignore_requests() -> None:
-    """Ignore requests: Python removes its handlers before it tears down modules, so a request would kill the
-    process."""
+    """Ignore requests to end from now on: Python removes its handlers before it tears down modules, so a request would
+    kill the process."""
     for number in handled_signals():
         signal.signal(number, signal.SIG_IGN)
 
@@ -118,8 +118,9 @@ def install_early_handlers() -> None:
           a rank of torchrun   keeps SIGUSR1 and SIGHUP until ────────> all ranks end together, with the exit code
           any other process    ends at once, in one line, with the same code; so does a rank at SIGTERM
 
-    Torchrun sends SIGTERM when the run is over anyway. Ctrl-C ends any process at once until
-    :func:`ending_at_interrupt` exits."""
+    Torchrun sends SIGTERM only when the run is over. Ctrl-C ends any process at once until :func:`ending_at_interrupt`
+    exits.
+    """
     if threading.current_thread() is not threading.main_thread():
         return  # the main thread handles signals
     if any(signal.getsignal(number) is _early for number in REQUESTS):
@@ -137,14 +138,14 @@ def install_early_handlers() -> None:
 
 
 def _forget() -> None:
-    """Restore default handlers in a forked child, which these signals kill, as its parent expects."""
+    """Restore default handlers in a forked child, so that signals kill it, as its parent expects."""
     for number in REQUESTS:
         if signal.getsignal(number) is _early:
             signal.signal(number, signal.SIG_DFL)
 
 
 class _EarlyHandler:
-    """Keeps the first request of a rank until :meth:`take_first`."""
+    """Stores the first request that a rank receives until :meth:`take_first` returns it."""
 
     def __init__(self) -> None:
         self.first, self._keeps = 0, True
@@ -170,10 +171,11 @@ def early_request() -> int:
 
 @contextlib.contextmanager
 def ending_after_request(seconds: float, end: Callable[[int], object]) -> Iterator[None]:
-    """Call ``end`` with the number of a request if the block still runs ``seconds`` after it, from another thread;
-    at SIGTERM at once.
+    """Call ``end(number)`` from another thread if the block still runs ``seconds`` after a request by signal
+    ``number``; for SIGTERM, at once.
 
-    For blocks that wait in calls in which no handler runs. Requests received before the block count, too."""
+    It is for blocks that wait in calls during which no handler runs. Requests received before the block count, too.
+    """
     woken, wake = socket.socketpair()
     wake.setblocking(False)
     before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
@@ -214,13 +216,13 @@ def under_torchrun() -> bool:
 
 
 def interrupt(number: int, frame: FrameType | None = None) -> None:
-    """Raise :class:`Stopped`; a signal handler."""
+    """Raise :class:`Stopped`. This is a signal handler."""
     del frame
     raise Stopped(number)
 
 
 class _KeptHandler:
-    """A handler that defers an interrupt; a repeated one is handled at once."""
+    """A signal handler that defers the first Ctrl-C and handles a second one at once."""
 
     def __init__(self, before: Handler) -> None:
         self.before, self.requests = before, Requests()
@@ -233,8 +235,9 @@ class _KeptHandler:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Defer Ctrl-C to the end of the block, so that no data structure is left half updated. A second Ctrl-C
-    interrupts at once, unless it follows immediately. A no-op on other threads, which receive none."""
+    """A context that defers Ctrl-C to its end, so that no data structure is left half updated. A second Ctrl-C
+    interrupts at once, unless it follows within a moment. No-op on other threads, because Python handles signals on the
+    main thread only."""
     before = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
     if not main or not callable(before) or isinstance(before, _KeptHandler):
@@ -251,8 +254,8 @@ def uninterrupted() -> Iterator[None]:
 
 
 class Requests:
-    """Requests received so far. The ``first`` signal counts; a signal right after it is the same request. A second
-    Ctrl-C is ``impatient``: the process must end at once."""
+    """The requests to end received so far. ``first``: the first signal; a signal right after it counts as the same
+    request. ``impatient``: a second Ctrl-C was received, so the process must end at once."""
 
     def __init__(self) -> None:
         self.first, self.impatient = 0, False
@@ -264,7 +267,7 @@ class Requests:
         return time.monotonic() - self._when if self.first else 0.0
 
     def add(self, number: int) -> None:
-        """Note a signal."""
+        """Record a received signal."""
         now = time.monotonic()
         if not self.first:
             self.first, self._when = number, now

@@ -1,8 +1,9 @@
-"""Functions that the user names in a configuration. Names come from the user's own configuration only, never from a
-checkpoint, a plan or a profile.
+"""Call functions that the user names in a configuration.
 
-Exceptions of such a function are shown with their traceback. But unknown arguments are invalid input: they are
-compared with the function's signature before the call."""
+Names come from the user's own configuration only, never from a checkpoint, a plan or a profile. Exceptions of such a
+function are shown with their traceback. But unknown arguments are invalid input: they are compared with the function's
+signature before the call.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +49,9 @@ def load_target(key: str, target: str) -> Callable[..., Any]:
 def call_target(group: str, target: str, kwargs: Mapping[str, Any]) -> Any:
     """Call the function of the setting ``group.target`` with ``group.kwargs`` and return its result.
 
-    Raises :class:`ConfigError` with the nearest name for a keyword that neither the function nor a function it
-    passes it to accepts, and for a missing one."""
+    Raises :class:`ConfigError` for a missing argument, and, with the most similar name, for a keyword that is accepted
+    neither by the function nor by a function to which it passes ``**kwargs``.
+    """
     function = load_target(f"{group}.target", target)
     _check_keywords(group, target, function, kwargs)
     try:
@@ -69,7 +71,7 @@ def call_target(group: str, target: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 def check_call(what: str, function: Callable[..., Any], *names: str) -> None:
-    """Raise :class:`ConfigError` if ``function``, described to the user as ``what``, cannot be called with as many
+    """Raise :class:`ConfigError` if ``function``, called ``what`` in the message, does not accept as many positional
     arguments as ``names``."""
     signature = _signature(function)
     try:
@@ -105,7 +107,7 @@ def _choice(name: str, accepted: list[str]) -> str:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Return the signature; None for functions not written in Python without one."""
+    """Return the signature; None for a function that is not written in Python and has none."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -118,9 +120,9 @@ def _keywords(signature: inspect.Signature) -> list[str]:
 
 
 def _handed_on(name: str, frames: Sequence[FrameType]) -> bool:
-    """Whether the keyword ``name`` in the call of the last frame can be the user's argument: in the target's own
-    frame, or in one that received it through ``**kwargs`` of all frames above. In other frames the argument is
-    the library's own."""
+    """Whether the keyword ``name`` in the call of the last frame may come from the user: that frame is the target's
+    own, or received the keyword through the ``**kwargs`` of all frames above. Otherwise the library passes the
+    argument."""
     if len(frames) < 2:
         return True
     *above, last = frames
@@ -143,8 +145,8 @@ def _variable_keywords(frame: FrameType) -> Mapping[str, Any]:
 
 
 def _callee(trace: TracebackType | None, name: str) -> tuple[list[str], str]:
-    """Return the keywords of the function that the last frame of ``trace`` called as ``name`` (empty if it is not
-    found), and the line of the call."""
+    """Return the keywords of the function that the last frame of ``trace`` called as ``name`` (empty if the function is
+    not found), and the line of the call."""
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     if trace is None:

@@ -1,6 +1,8 @@
-"""Output to the terminal: foreign text (names, paths, messages of exceptions) is printed as written, except that
-characters that would control the terminal or start a new line are escaped. Only tracebacks, and tables with
-:class:`~rich.text.Text`, have several lines."""
+"""Print to the terminal with untrusted text (names, paths, messages of exceptions) escaped.
+
+Text is printed as written, except that characters that would control the terminal or start a new line are escaped. Only
+tracebacks, and tables with :class:`~rich.text.Text`, have several lines.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ OURS = "parallax: "  # prefix of the line with the reason why a run ended
 
 
 def lines(text: str) -> str:
-    """Escape unprintable characters except line ends, and indent later lines that begin like Parallax's own."""
+    """Return ``text`` with unprintable characters except line ends escaped. Later lines that begin like a message of
+    Parallax are indented, so that foreign text cannot imitate one."""
     first, *more = text.split("\n")
     return "\n".join([printable(first), *(_indented(printable(line)) for line in more)])
 
@@ -37,16 +40,16 @@ def print_exception(error: BaseException) -> str:
 
 
 class SafeConsole(Console):
-    """A console that escapes control characters and ignores markup in printed text; its own styles stay."""
+    """A console that escapes control characters in printed text and ignores markup in it; its own styles still work."""
 
     def render_str(self, text: str, **given: Any) -> Text:
-        """Render a line or a cell on one line; pass a :class:`~rich.text.Text` for several."""
+        """Return text on one line, escaped; pass a :class:`~rich.text.Text` for several lines."""
         return super().render_str(printable(text), **given)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Yield segments of escaped text, and rich's own control segments."""
+        """Yield the segments of escaped text, and rich's own control segments unchanged."""
         for segment in super().render(renderable, options):
             text = segment.text
             if segment.control or text.replace("\n", "").isprintable():
@@ -64,7 +67,7 @@ def accept_any_text() -> None:
 
 
 def safe_console(*, stderr: bool = False, width: int | None = None) -> Console:
-    """Return the console for tables and lines of text."""
+    """Return a console that escapes the text in tables and lines."""
     return SafeConsole(stderr=stderr, width=width, markup=False, emoji=False)
 
 

@@ -24,7 +24,7 @@ _WRITABLE_BY_OTHERS = 0o022
 
 
 def class_paths(text: str) -> dict[str, str]:
-    """Return the class paths of a stored configuration by key; nothing is imported."""
+    """Return key → class path in the text of a stored configuration; nothing is imported."""
     tree, found = plain_yaml(text), {}
     for key in KEYS:
         group, name = key.split(".")
@@ -36,8 +36,8 @@ def class_paths(text: str) -> dict[str, str]:
 
 
 def remember(folder: Path, named: Mapping[str, str]) -> None:
-    """Remember that the user has typed these class paths for the files in ``folder``. If the cache cannot be
-    written, they must be typed again."""
+    """Remember, in the user's cache, that the user has typed these class paths for the files in ``folder``. If the
+    cache cannot be written, they must be typed again."""
     known = _known()
     lines = [
         line

@@ -1,4 +1,4 @@
-"""Conversion of plain data from YAML to dataclasses: exact keys, and each value of the annotated type."""
+"""Convert plain data from YAML to dataclasses: exact keys, and values of the annotated types."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _field_types: dict[type, Mapping[str, Any]] = {}
 
 
 def field_types(kind: type) -> Mapping[str, Any]:
-    """Return the type of each field of the dataclass ``kind``, evaluated once: annotations are texts, which Python
-    would compile at each call."""
+    """Return the type of each field of the dataclass ``kind``. Annotations are texts that Python would compile at each
+    call, so the result is cached."""
     if kind not in _field_types:
         hints = typing.get_type_hints(kind)
         types = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
@@ -41,14 +41,14 @@ MOST_NAMED = 6  # most mistakes in one message
 
 
 class Mistakes:
-    """Errors of one command line or file, collected to be reported together."""
+    """Collects the errors of one command line or file, to report them together."""
 
     def __init__(self) -> None:
         self.collected: list[ConfigError] = []
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """Collect a :class:`ConfigError` raised in the block, which ends there."""
+        """A context that collects a :class:`ConfigError` raised inside; the error ends the block only."""
         try:
             yield
         except ConfigError as error:
@@ -77,8 +77,8 @@ def checked(
     label: str = "",
     elsewhere: Callable[[str], str] = lambda key: "",
 ) -> dict[str, Any]:
-    """Return a copy of ``tree``, which has exactly the keys of ``kind``; ``elsewhere`` returns the hint for a key of
-    another name or group."""
+    """Return a copy of ``tree``, after checking that its keys are those of the dataclass ``kind``. ``elsewhere(key)``
+    returns a hint for a key that belongs to another group or has another name."""
     prefix, hints = f"{group}." if group else "", field_types(kind)
     accepted = (
         f"{label} accepts {', '.join(sorted(hints))}"
@@ -106,7 +106,8 @@ def checked(
 
 
 def build(kind: type, values: dict[str, Any], prefix: str) -> Any:
-    """Build ``kind`` from ``values`` converted to the annotated types; the dataclass checks their meaning."""
+    """Return an instance of the dataclass ``kind``, from ``values`` converted to the annotated types; its constructor
+    checks their meaning."""
     read, mistakes, usual = {}, Mistakes(), defaults(kind)
     for key, hint in field_types(kind).items():
         if isinstance(values[key], str) and values[key] == usual.get(key):
@@ -125,7 +126,7 @@ def build(kind: type, values: dict[str, Any], prefix: str) -> Any:
 
 @contextlib.contextmanager
 def in_one_line() -> Iterator[None]:
-    """Escape the message of a :class:`ConfigError` raised in the block for a terminal."""
+    """A context that escapes the message of a :class:`ConfigError` raised inside, for a terminal."""
     try:
         yield
     except ConfigError as error:
@@ -133,7 +134,7 @@ def in_one_line() -> Iterator[None]:
 
 
 def members(hint: Any) -> list[Any]:
-    """Return the alternatives of a union, text last, because almost any value can be read as text."""
+    """Return the alternatives of a union type, ``str`` last, because almost any value can be read as text."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return sorted(typing.get_args(hint), key=lambda kind: kind is str) if union else [hint]
 
@@ -147,8 +148,8 @@ def _read(hint: Any, value: Any) -> Any:
 
 
 def _read_as(kind: Any, value: Any) -> Any:
-    """Convert to one alternative. Text that spells a number becomes a number, because ``${oc.env:STEPS}`` is always
-    text."""
+    """Return ``value`` converted to one alternative of a union. Text that spells a number becomes a number, because
+    ``${oc.env:STEPS}`` always yields text."""
     origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
     scalar = isinstance(value, int | float | str) and not isinstance(value, bool) and value != "???"
     if isinstance(origin, type) and dataclasses.is_dataclass(origin) and isinstance(value, origin):
@@ -173,7 +174,8 @@ def _read_as(kind: Any, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Values of any type that YAML restores exactly."""
+    """Return ``value`` if YAML restores it exactly; raise ValueError otherwise. Used for fields that accept any
+    type."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -184,7 +186,7 @@ def _plain(value: Any) -> Any:
 
 
 def _accepted(hint: Any, default: Any) -> str:
-    """Return a text for the values that ``hint`` accepts."""
+    """Return a text that lists the values accepted by ``hint``."""
     accepted = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
     if len(kinds := members(hint)) > 1:
         example = f" such as {default}" if isinstance(default, str) else ""
@@ -204,7 +206,7 @@ def refuse(subject: str, why: str) -> NoReturn:
 
 
 def unknown(subject: str, accepted: str, hint: str) -> NoReturn:
-    """Raise :class:`UnknownKeyError`."""
+    """Raise :class:`UnknownKeyError` in one escaped line."""
     raise UnknownKeyError.of(_cut(subject), accepted, hint)
 
 
@@ -213,8 +215,8 @@ def _cut(subject: str) -> str:
 
 
 def convert_exactly(hint: Any, value: Any, where: str = "") -> Any:
-    """Return ``value``, plain data from a file, as the annotation ``hint`` if it fits exactly: only lists are
-    converted to tuples, and mappings to dataclasses. Raises ValueError naming the place otherwise."""
+    """Return ``value``, plain data from a file, converted to the annotation ``hint``. Only lists are converted, to
+    tuples, and mappings, to dataclasses; any other mismatch raises ValueError that names the location."""
     origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if dataclasses.is_dataclass(origin) and isinstance(origin, type):
         return origin(**_convert_fields(origin, value, where))

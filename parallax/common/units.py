@@ -8,10 +8,11 @@ from parallax.errors import ConfigError, printable
 
 
 def format_bytes(count: float) -> str:
-    """Return bytes as text.
+    """Return a number of bytes as text with a unit.
 
     >>> format_bytes(1536 * 1024)
-    '1.5 MiB'"""
+    '1.5 MiB'
+    """
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     for unit in units:
         if abs(size) < 1024 or unit == units[-1]:
@@ -49,10 +50,12 @@ _UNITS |= {
 
 
 def parse_bytes(value: int | str, key: str) -> int:
-    """Return bytes from ``8GiB``, ``500 MB`` or a number; errors name the setting ``key``.
+    """Return the number of bytes that ``value`` gives as a number or as text such as ``8GiB``; errors name the setting
+    ``key``.
 
     >>> parse_bytes("1.5KiB", "cluster.device_memory")
-    1536"""
+    1536
+    """
     text = str(value).strip().lower().replace(" ", "")
     number = text.rstrip("abcdefghijklmnopqrstuvwxyz")
     try:

@@ -1,7 +1,7 @@
-"""A run's configuration: from overrides to one validated, typed object, and back to text.
+"""The configuration of a run: from overrides to one validated, typed object, and back to text.
 
-Hydra composes files and overrides well and reports mistakes badly: it accepts ``+modle.layers=3`` in silence, and
-answers other mistakes with a page. So Hydra only merges here. Every key and value of the result is then read into the
+Hydra composes files and overrides well, but reports mistakes badly: it silently accepts ``+modle.layers=3``, and prints
+a page of text for other mistakes. So Hydra only merges here. Every key and value of the result is then read into the
 component dataclasses, which know what they accept; the same reader takes a run's ``config.yaml``. Ranks read that file
 alone, so Hydra is imported where it is used. :mod:`.options` finds the option files, :mod:`.multirun` handles several
 runs from one command line.
@@ -98,7 +98,7 @@ class RunConfig:
 
 
 def is_name(text: str) -> bool:
-    """Whether ``text`` can be the name of a run, and so of a folder; the folder of a sweep holds its points'."""
+    """Whether ``text`` can be the name of a run, and so of a folder."""
     folder = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
     return re.fullmatch(f"{folder}(/{folder})?", text) is not None
 
@@ -107,8 +107,8 @@ def compose(overrides: Sequence[str], base: RunConfig | None = None) -> RunConfi
     """Return the defaults, or ``base``, changed by ``overrides`` in Hydra's grammar (``model=mlp trainer.steps=80
     swap=off``).
 
-    Leaves no Hydra state, folder or logging in the process. A mistake raises :class:`ConfigError` in one line: key,
-    value, what is accepted, nearest name.
+    Leaves no Hydra state, folder or logging in the process. A mistake raises :class:`ConfigError` in one line with the
+    key, the value, the accepted values and the most similar name.
     """
     mistakes = Mistakes()
     requested = _Requested.read(overrides, mistakes)
@@ -137,7 +137,7 @@ def composed_tree(overrides: Sequence[str], *, resolve: bool) -> dict[str, Any]:
 
 
 def said(overrides: Sequence[str], key: str) -> str:
-    """Return the text that ``overrides`` give ``key``, the last of several; empty where there is none."""
+    """Return the value that ``overrides`` set for ``key``, as text; of several, the last. Empty if there is none."""
     options, others = OptionFolders.of(overrides)
     parsed = [parse(word, options) for word in others]
     found = [override for override in parsed if override.key_or_group == key]
@@ -145,14 +145,14 @@ def said(overrides: Sequence[str], key: str) -> str:
 
 
 def dump(config: RunConfig) -> str:
-    """Return ``config`` as YAML: data only, ASCII, every key; :func:`load` returns an equal object."""
+    """Return ``config`` as YAML with every key, plain data and ASCII only; :func:`load` returns an equal object."""
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
 
 
 def load(text: str) -> RunConfig:
     """Read the configuration that :func:`dump` wrote, validated as :func:`compose` does.
 
-    A schedule of the user is imported, so ask whether the user trusts the file before (:mod:`parallax.common.trust`).
+    A user's schedule is imported, so first check that the user trusts the file (:mod:`parallax.common.trust`).
     """
     tree = plain_yaml(text)
     try:
@@ -175,7 +175,7 @@ def differences(a: RunConfig, b: RunConfig) -> list[str]:
 
 
 def changes(a: RunConfig, b: RunConfig) -> dict[str, tuple[str, str]]:
-    """Return the keys whose values differ, with one line of both values each."""
+    """Return key → both values as one line each, for the keys whose values differ."""
     left, right = leaves(dataclasses.asdict(a)), leaves(dataclasses.asdict(b))
     return {
         printable(key): (left.get(key, "absent"), right.get(key, "absent"))
@@ -188,7 +188,8 @@ def changes(a: RunConfig, b: RunConfig) -> dict[str, tuple[str, str]]:
 
 
 def parse(text: str, options: OptionFolders, *, sweeps: bool = False) -> Override:
-    """Parse one override, or return why it is invalid; with ``sweeps`` also one of several values."""
+    """Return the parsed override, or raise with the reason why it is invalid. ``sweeps``: accept several values for one
+    key."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -242,8 +243,8 @@ def _option(text: str, override: Override, options: OptionFolders) -> str:
 
 
 def elsewhere(key: str, accepted: Collection[str] = ()) -> str:
-    """Return a hint for a key without its group, such as ``steps=80``, in another group, such as ``trainer.lr``, or
-    with the name of another trainer, such as ``batch_size=8``. ``accepted``: the keys of its own group."""
+    """Return a hint for an unknown key: a key without its group, such as ``steps=80``; a key of another group, such as
+    ``trainer.lr``; or a key of another trainer, such as ``batch_size=8``. ``accepted``: the keys of its own group."""
     group, _, leaf = key.rpartition(".")
     groups = field_types(RunConfig)
     if group and group not in groups:
@@ -266,7 +267,7 @@ def elsewhere(key: str, accepted: Collection[str] = ()) -> str:
 
 
 def _kinds(group: str) -> list[type[Any]]:
-    """Return the dataclasses of ``group``; none for a plain key."""
+    """Return the dataclasses of ``group``; none for a key that is no group."""
     return dataclasses_of(field_types(RunConfig).get(group))
 
 
@@ -275,7 +276,7 @@ def _kinds(group: str) -> list[type[Any]]:
 
 @dataclass(frozen=True)
 class _Requested:
-    """Parsed overrides: the option of each group, "" for none, values, and keys to remove."""
+    """Parsed overrides: the option of each group ("" for none), the values, and the keys to remove."""
 
     options: OptionFolders
     groups: dict[str, str]
@@ -284,7 +285,7 @@ class _Requested:
 
     @classmethod
     def read(cls, overrides: Sequence[str], mistakes: Mistakes) -> _Requested:
-        """Parse each override; of several for one key the last counts. Invalid ones are added to ``mistakes``."""
+        """Parse each override; of several for one key, the last counts. Invalid overrides are added to ``mistakes``."""
         options, others = OptionFolders.of(overrides)
         requested = cls(options, {}, {}, [])
         for text in others:
@@ -309,8 +310,8 @@ class _Requested:
     def merge(
         self, numbers: Mapping[str, float] = MappingProxyType({}), *, resolve: bool = True
     ) -> dict[str, Any]:
-        """Return the merged files of the chosen options with ``numbers`` and the overrides, as plain data, whatever the
-        prefix of an override: the reader below checks keys."""
+        """Return, as plain data, the merged files of the chosen options with ``numbers`` and the overrides. Prefixes of
+        overrides are ignored, because keys are checked afterwards."""
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
@@ -332,7 +333,8 @@ class _Requested:
 
 
 def _broken() -> tuple[type[Exception], ...]:
-    """Return the error of a merge: keys and options exist, so a value has the wrong shape or a file is broken."""
+    """Return the exception types of a failed merge. Keys and options are known to exist, so a value has the wrong shape
+    or a file is broken."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -340,7 +342,7 @@ def _broken() -> tuple[type[Exception], ...]:
 
 
 def _merged(options: OptionFolders, chosen: tuple[str, ...]) -> DictConfig:
-    """Return a copy of the merged files of the ``chosen`` options."""
+    """Return a copy of the files of the ``chosen`` options, merged."""
     try:
         return copy.deepcopy(_composed(options, chosen))
     except _broken() as error:
@@ -349,7 +351,8 @@ def _merged(options: OptionFolders, chosen: tuple[str, ...]) -> DictConfig:
 
 @functools.cache
 def _composed(options: OptionFolders, chosen: tuple[str, ...]) -> DictConfig:
-    """Return the merged files of the ``chosen`` options, cached since Hydra takes a tenth of a second."""
+    """Return the files of the ``chosen`` options, merged. The result is cached, because Hydra takes a tenth of a
+    second."""
     import hydra
 
     with opened(options, nodes()):
@@ -357,8 +360,8 @@ def _composed(options: OptionFolders, chosen: tuple[str, ...]) -> DictConfig:
 
 
 def nodes() -> Nodes:
-    """Return the dataclasses' defaults under the names that Hydra looks up: ``/parallax/<group>``, or
-    ``/parallax/<group>/<name>`` where a group has several."""
+    """Return Hydra's name → default values for each dataclass: ``/parallax/<group>``, or ``/parallax/<group>/<name>``
+    if a group has several."""
     found: Nodes = {("parallax", "run"): defaults(RunConfig)}
     for group in field_types(RunConfig):
         several = len(_kinds(group)) > 1
@@ -369,8 +372,7 @@ def nodes() -> Nodes:
 
 
 def _onto(base: RunConfig, requested: _Requested) -> dict[str, Any]:
-    """Return ``base`` as plain data, with the groups whose option was chosen, the settings of other options, and the
-    overrides.
+    """Return ``base`` as plain data, changed by the overrides: groups whose option was chosen, and values.
 
     Hydra gets only the numbers of ``base``, for interpolations, and never its texts, which may come from a file.
     """
@@ -391,7 +393,7 @@ def _onto(base: RunConfig, requested: _Requested) -> dict[str, Any]:
 
 
 def _unresolved(merged: DictConfig, error: Exception) -> NoReturn:
-    """Name the key whose ``${…}`` has no value."""
+    """Raise :class:`ConfigError` that names the key whose ``${…}`` has no value."""
     from omegaconf import OmegaConf
 
     raw = leaves(typing.cast(dict[str, Any], OmegaConf.to_container(merged)))
@@ -404,7 +406,7 @@ def _unresolved(merged: DictConfig, error: Exception) -> NoReturn:
 
 
 def _remove(tree: dict[str, Any], key: str) -> None:
-    """Remove ``key`` from a free dictionary; no other key can be removed."""
+    """Remove ``key`` from ``tree``. Only keys of dictionaries with arbitrary keys can be removed; others raise."""
     *parents, leaf = key.split(".")
     node: Any = tree
     for part in parents:
@@ -425,8 +427,8 @@ def _remove(tree: dict[str, Any], key: str) -> None:
 
 
 def _read_run(tree: Any, mistakes: Mistakes) -> RunConfig:
-    """Read the whole configuration, each group into the dataclass of its ``name``. All wrong keys are reported together
-    with the ``mistakes`` so far; without any, all wrong values are."""
+    """Return the configuration, with each group read into the dataclass of its ``name``. Raises one error for all wrong
+    keys and the ``mistakes`` so far; if there are none, one for all wrong values."""
     groups = [key for key in field_types(RunConfig) if _kinds(key)]
     parts = checked(RunConfig, tree, "", elsewhere=elsewhere)
     kinds: dict[str, type[Any]] = {}
@@ -453,5 +455,5 @@ def _read_run(tree: Any, mistakes: Mistakes) -> RunConfig:
 
 
 def _one_line(error: Exception) -> str:
-    """Return the first line; Hydra and OmegaConf add pages of context."""
+    """Return the first line of the error's text; Hydra and OmegaConf add pages of context."""
     return printable((str(error).splitlines() or [type(error).__name__])[0])

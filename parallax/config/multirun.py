@@ -1,14 +1,14 @@
-"""Several runs from one command line, by Hydra's lists, ranges, sweepers and launchers.
+"""Run several runs from one command line, by Hydra's lists, ranges, sweepers and launchers.
 
-Hydra decides which points there are and who runs them; the caller runs a point:
+Hydra determines the points and the processes that run them; the caller runs one point:
 
 ::
 
     train -m model=gpt,mlp cluster.devices=1,2  ──sweeper──>  4 lists of overrides  ──launcher──>  job(overrides), each
 
 Hydra's basic sweeper makes the product of all values, so all points are known and can be checked before the first one
-starts. Searching sweepers send a point when they want it. A launcher calls the job in this process, or pickles it and
-calls it in another, on this machine or elsewhere.
+starts. Searching sweepers choose each point during the sweep. A launcher calls the job in this process, or pickles it
+and calls it in another, on this machine or elsewhere.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Multirun:
     """A requested sweep.
 
     ``name``: the value of ``name=``, or auto. ``overrides``: all other overrides, in Hydra's form. ``points``: the
-    overrides of each point, where the sweeper knows them beforehand. ``alike``: keys that are equal in all points.
-    ``in_turn``: points run one after the other in this process.
+    overrides of each point, if they are known before the sweep. ``alike``: keys that are equal in all points.
+    ``in_turn``: points run one after another in this process.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Multirun:
 
     @classmethod
     def read(cls, overrides: Sequence[str]) -> Multirun:
-        """Parse ``overrides``. Raises :class:`ConfigError` in one line where they are invalid."""
+        """Parse ``overrides``. Raises :class:`ConfigError` in one line if they are invalid."""
         options, others = OptionFolders.of(overrides)
         hydra = tuple(_own(word) for word in others if of_hydra(word))
         name, typed = _typed([word for word in others if not of_hydra(word)], options)
@@ -74,14 +74,14 @@ class Multirun:
         return cls(name, options, hydra, unswept.overrides, points, alike, in_turn)
 
     def check(self, points: Sequence[Sequence[str]]) -> None:
-        """Raise :class:`ConfigError` where Hydra cannot compose one of the ``points`` for its launcher."""
+        """Raise :class:`ConfigError` if Hydra cannot compose one of the ``points`` for its launcher."""
         with self._opened() as (hydra, config), _errors_in_one_line(()):
             for point in points:
                 hydra.config_loader.load_sweep_config(config, list(point))
 
     def launch(self, folder: Path, job: Job, points: Sequence[Sequence[str]]) -> None:
-        """Let the launcher run ``job`` for each of the ``points``, or for the points that a searching sweeper wants.
-        Files of launchers are in ``folder``. Their errors are raised in one line."""
+        """Run ``job`` by the launcher for each of ``points``, or for the points that a searching sweeper chooses. The
+        launcher's own files are written to ``folder``. Its errors are raised as one line."""
         from hydra._internal.callbacks import Callbacks
         from hydra.core.plugins import Plugins
         from hydra.types import HydraContext
@@ -125,8 +125,8 @@ class Multirun:
 
 
 def _settings(folder: Path, typed: Sequence[str]) -> list[str]:
-    """Return Hydra's own settings: those that were ``typed``, and ours. Runs make their own folders and logs, so Hydra
-    makes none."""
+    """Return the overrides of Hydra's own settings: those that the user ``typed`` and Parallax's. Hydra is told to
+    create no folders and logs, because runs create their own."""
     ours = {
         "hydra.sweep.dir": quoted(str(folder)),
         "hydra.sweep.subdir": "'.'",
@@ -147,7 +147,7 @@ def of_hydra(word: str) -> bool:
 
 
 def plain(word: str) -> str:
-    """Return an override of a point as it would be typed."""
+    """Return an override of a point in the form in which a user would type it."""
     word = word.lstrip("+")
     return word.removesuffix("=null") if word.startswith("~") else word
 
@@ -179,7 +179,7 @@ def hydra_tree(overrides: Sequence[str], *, resolve: bool = False) -> dict[str, 
 
 @contextlib.contextmanager
 def _hydra_config(config: DictConfig) -> Iterator[None]:
-    """Return the values of ``${hydra:...}``."""
+    """A context in which ``${hydra:...}`` resolves to the values of ``config``."""
     from hydra.core.hydra_config import HydraConfig
 
     known = HydraConfig.instance()
@@ -193,7 +193,7 @@ def _hydra_config(config: DictConfig) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Task:
-    """The function that Hydra calls with the configuration of a point, which the run composes itself."""
+    """The function that Hydra calls with a point's configuration; it ignores this, because the run composes its own."""
 
     job: Job
 
@@ -205,15 +205,15 @@ class _Task:
 
 
 def _own(word: str) -> str:
-    """Return an override of Hydra's settings that users may give."""
+    """Return an override of Hydra's own settings if users may give it; raise otherwise."""
     if word.lstrip("+~").startswith(_FOLDERS):
         refuse(word, "a point is a run of its own, in runs/SWEEP/POINT; accepted is name=SWEEP")
     return word
 
 
 def _typed(others: Sequence[str], options: OptionFolders) -> tuple[str, dict[str, str]]:
-    """Return the name of the sweep, and by key all other overrides, the last of each, in Hydra's form: keys that may be
-    new, as in ``model.kwargs``, need a prefix."""
+    """Return the name of the sweep, and key → override in Hydra's form for all other overrides, the last of each key.
+    Keys that may be new, as in ``model.kwargs``, get a prefix."""
     name, typed, mistakes = "auto", {}, Mistakes()
     for word in others:
         with mistakes.collecting():
@@ -246,7 +246,7 @@ def _name(word: str, override: Any) -> str:
 def _product(
     hydra: Hydra, config: DictConfig, typed: dict[str, str], options: OptionFolders
 ) -> tuple[tuple[tuple[str, ...], ...] | None, frozenset[str]]:
-    """Return all points of the basic sweeper, and the keys with one value."""
+    """Return all points of the basic sweeper (None for another sweeper), and the keys that have a single value."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -273,7 +273,8 @@ def _batches(points: Sequence[Sequence[str]], most: int | None) -> Iterator[list
 
 @contextlib.contextmanager
 def _errors_in_one_line(typed: tuple[str, ...]) -> Iterator[None]:
-    """Turn errors of Hydra and its plug-ins into a :class:`ConfigError` in one line with a remedy."""
+    """A context that converts errors of Hydra and its plug-ins into a :class:`ConfigError` of one line with a
+    remedy."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -291,7 +292,7 @@ def _errors_in_one_line(typed: tuple[str, ...]) -> Iterator[None]:
 
 
 def _shown(error: Exception) -> str:
-    """Return the error's text without the parts for programmers of Hydra."""
+    """Return the error's text without the parts for developers of Hydra."""
     message = " ".join(str(error).split()) or type(error).__name__
     if message.startswith("Error merging override") and error.__cause__ is not None:
         message = f"{message}: {' '.join(str(error.__cause__).split())}"

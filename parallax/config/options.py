@@ -1,8 +1,8 @@
-"""The option files: those of our groups, and those in folders of the user.
+"""Find option files: those of Parallax, and those in the user's folders.
 
 ``--config-dir DIR`` adds a folder with the layout of ``configs/``. It is the same as Hydra's own
-``hydra.searchpath=[DIR]``, which is passed on with the other overrides. Ours come first, so no file of the same name
-hides them.
+``hydra.searchpath=[DIR]``, which is passed on with the other overrides. Parallax's own come first, so no user's file of
+the same name hides them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ SEARCHPATH = "hydra.searchpath"
 
 @dataclass(frozen=True)
 class OptionFolders:
-    """The folders of options, ours first, and the latest modification of each, by which cached results are
-    validated."""
+    """The folders of options, Parallax's first, and the latest modification time of each, which validates cached
+    results."""
 
     folders: tuple[Path, ...]
     versions: tuple[int, ...]
 
     @classmethod
     def of(cls, overrides: Sequence[str] = ()) -> tuple[OptionFolders, list[str]]:
-        """Return the folders that overrides may choose from, and the other overrides."""
+        """Return the folders from which overrides may choose, and the overrides that do not add folders."""
         added = [word for word in overrides if adds_folders(word)]
         folders = (_folder(), *(folder for word in added for folder in _folders(word)))
         return cls(folders, _versions(folders)), [
@@ -37,7 +37,7 @@ class OptionFolders:
 
     @functools.cached_property
     def groups(self) -> dict[str, list[str]]:
-        """Return every group with the names of its files."""
+        """Return group → names of its option files."""
         found: dict[str, set[str]] = {}
         for folder in self.folders:
             for group in sorted(path for path in folder.iterdir() if path.is_dir()):
@@ -47,18 +47,18 @@ class OptionFolders:
         return {group: sorted(names) for group, names in found.items()}
 
     def chosen(self, group: str, option: str) -> str:
-        """Return the override that selects an option in Hydra's form: a group without a default needs a prefix."""
+        """Return the override that selects an option, in Hydra's form: a group without a default needs a prefix."""
         ours = (self.folders[0] / group).is_dir()
         return f"{group}={option}" if ours else f"+{group}={option}"
 
     @property
     def overrides(self) -> list[str]:
-        """Return the override by which Hydra finds the folders; none for ours alone."""
+        """Return the override by which Hydra finds the user's folders; none if there are only Parallax's."""
         return [searchpath(*self.folders[1:])] if self.folders[1:] else []
 
 
 def searchpath(*folders: Path) -> str:
-    """Return the override that adds ``folders``."""
+    """Return the override that adds ``folders`` to Hydra's search path."""
     return f"{SEARCHPATH}=[{','.join(quoted(f'file://{folder.absolute()}') for folder in folders)}]"
 
 
@@ -68,7 +68,7 @@ def quoted(text: str) -> str:
 
 
 def adds_folders(word: str) -> bool:
-    """Whether an override only adds folders."""
+    """Whether an override does nothing but add folders."""
     return word.lstrip("+").partition("=")[0] == SEARCHPATH
 
 
@@ -89,7 +89,7 @@ def _folders(word: str) -> Iterator[Path]:
 
 
 def folder_of_options(what: str, text: str) -> Path:
-    """Return a folder that was named by ``what``."""
+    """Return the folder named by ``text``; errors name the option ``what``."""
     try:
         folder = Path(text).expanduser()
         if folder.is_dir():
@@ -105,7 +105,7 @@ def _versions(folders: Sequence[Path]) -> tuple[int, ...]:
 
 
 def _folder() -> Path:
-    """Return ``configs`` inside an installed package, or beside it in a checkout."""
+    """Return the folder of Parallax's options: ``configs`` in the installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "configs", package.parent / "configs"):
         if (folder / "config.yaml").is_file():

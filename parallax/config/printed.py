@@ -1,4 +1,4 @@
-"""Settings as YAML, as programs of Hydra print them with ``--cfg``."""
+"""Print settings as YAML, as Hydra programs do with ``--cfg``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CFG = ("job", "hydra", "all")
 
 
 def settings_text(overrides: Sequence[str], cfg: str, *, resolve: bool, package: str | None) -> str:
-    """Return the settings of ``overrides`` as YAML: of the job, of Hydra, or all, below ``package``. Mistakes raise as
-    they do for a run."""
+    """Return the settings of ``overrides`` as YAML: those of the job, of Hydra, or all; ``package`` selects a part.
+    Invalid overrides raise as they do for a run."""
     tree: Any = {}
     job = [word for word in overrides if not of_hydra(word) or adds_folders(word)]
     compose(job)

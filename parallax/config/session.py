@@ -1,4 +1,4 @@
-"""Open Hydra for a moment, with the folders of options and our dataclasses' defaults."""
+"""Open Hydra temporarily, with the folders of options and the defaults of Parallax's dataclasses."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Nodes = dict[tuple[str, str], dict[str, Any]]
 def opened(options: OptionFolders, nodes: Nodes) -> Iterator[Hydra]:
     """Yield Hydra for ``options``; its globals are restored afterwards, since the caller may be a Hydra program.
 
-    The ``nodes``, the dataclasses' defaults, are plain data: OmegaConf's typed nodes support neither frozen classes nor
-    ``int | str | list[int]``, and have error messages of their own.
+    The ``nodes``, the dataclasses' defaults, are plain data, because OmegaConf's typed nodes support neither frozen
+    classes nor ``int | str | list[int]``, and would raise their own errors in place of Parallax's.
     """
     import hydra
     from hydra.core.config_store import ConfigStore

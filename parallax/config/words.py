@@ -95,8 +95,8 @@ _REMARKS = {word: remark for remark, words in _NONE.items() for word in words.sp
 
 
 def field_word(word: str) -> str:
-    """Return the counterpart of a term of the field: a key such as ``trainer.global_batch``, or an option such as
-    ``precision=mixed_bf16``; empty where there is none.
+    """Return Parallax's counterpart of another trainer's term: a key such as ``trainer.global_batch``, or an option
+    such as ``precision=mixed_bf16``; empty if there is none.
 
         >>> field_word("batch_size"), field_word("batch-sizes"), field_word("lyers")
         ('trainer.global_batch', 'trainer.global_batch', '')
@@ -105,7 +105,7 @@ def field_word(word: str) -> str:
 
 
 def remark(word: str) -> str:
-    """Return what to do instead of a term of the field without a counterpart; empty for other words."""
+    """Return advice for another trainer's term without a counterpart; empty for unknown words."""
     return _REMARKS.get(_known(word), "")
 
 

@@ -1,9 +1,11 @@
 """Kinds of devices other than the CPU.
 
-torch.accelerator offers streams, events, memory counts and devices of any accelerator under the same names. This
-class has what it lacks. Each method has a default that works wherever torch does; a kind of device may override
-it (:mod:`parallax.machine.cuda`). No other code of the package asks for the kind of accelerator. A custom kind is
-one class and one registration (:func:`parallax.machine.accelerators.register_accelerator`)."""
+torch.accelerator offers streams, events, memory counts and devices of any accelerator under the same names.
+:class:`Accelerator` adds the functions that torch.accelerator lacks. Each method has a default that works with any
+accelerator of torch, and a kind of device may override it (:mod:`parallax.machine.cuda`). No other code of the package
+depends on the kind of accelerator. A custom kind is one class and one registration
+(:func:`parallax.machine.accelerators.register_accelerator`).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ SMALL_TENSORS_BYTES = 8 * 2**20  # 16,000 numbers of 512 bytes each
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """A device as torch sees it."""
+    """Properties of a device, as torch reports them."""
 
     index: int
     name: str
@@ -52,20 +54,21 @@ class Accelerator:
 
     @property
     def collective_bytes(self) -> int:
-        """Device bytes beside torch's allocator of a group of ranks of ``backend`` that all-reduces."""
+        """Return the device bytes, outside torch's allocator, of a process group of ``backend`` for all-reduces."""
         return 0
 
     @property
     def edge_bytes(self) -> int:
-        """The same for a point-to-point connection between two ranks."""
+        """Return the device bytes, outside torch's allocator, of a point-to-point connection between two ranks."""
         return 0
 
     def usual_context_bytes(self, name: str) -> int:  # noqa: ARG002
-        """Bytes of a context and its libraries on a device of that name, if nothing was measured."""
+        """Return the bytes of a device context with its libraries on a device called ``name``, for use if it was not
+        measured."""
         return 0
 
     def unaccounted_bytes(self, device: torch.device) -> int:
-        """Bytes in use on ``device`` beside this process's allocator; 0 if torch does not report them."""
+        """Return the bytes in use on ``device`` outside this process's allocator; 0 if torch does not report them."""
         if not hasattr(self.module, "mem_get_info"):
             return 0
         free, total = self.module.mem_get_info(device)
@@ -73,7 +76,8 @@ class Accelerator:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables for processes that train on it, unless the user has set them."""
+        """Environment variables for processes that train on this kind of device; those that the user has set take
+        precedence."""
         return {}
 
     @property
@@ -90,13 +94,13 @@ class Accelerator:
         return tuple(DeviceFacts(i, each.name, each.total_memory) for i, each in enumerate(found))
 
     def identity(self, index: int) -> str:
-        """Return an identity of the device, unique over all hosts, whatever index a rank uses for it."""
+        """Return a text that identifies the device among all hosts, whatever index a rank uses for it."""
         own = self.lasting_identity(index)
         return own or f"{socket.gethostname()}/{self.kind}:{index} of process {os.getpid()}"
 
     def lasting_identity(self, index: int) -> str:
-        """Return the identity that is equal in all processes that see the device; '' if torch reports too little. It
-        includes the place on the bus, because some drivers report one UUID for all devices of a model."""
+        """Return a text that is equal in all processes that see the device; '' if torch reports too little. It includes
+        the address on the bus, because some drivers report one UUID for all devices of a model."""
         found = self.module.get_device_properties(index)
         if not (uuid := getattr(found, "uuid", None)):
             return ""
@@ -126,7 +130,8 @@ class Accelerator:
         )
 
     def hold(self, seconds: float) -> None:
-        """Keep the current stream busy for about ``seconds``, to delay copies in tests of waits. A no-op by default."""
+        """Keep the current stream busy for about ``seconds``, to delay copies in tests for missing waits. No-op by
+        default."""
 
     def allocation_history(
         self, path: Path, device: torch.device, entries: int

@@ -33,7 +33,7 @@ def register_accelerator(accelerator: Accelerator) -> None:
 
 
 def accelerator_of(device: torch.device) -> Accelerator:
-    """Return the accelerator of ``device``, which is not a CPU."""
+    """Return the registered accelerator of ``device``, which is not a CPU."""
     return accelerator_named(device.type)
 
 
@@ -118,8 +118,8 @@ class RanksDevices:
 
     @classmethod
     def collect(cls, found: Sequence[OwnDevice | None], here: Sequence[int]) -> RanksDevices | None:
-        """Build it from the device that each rank ``found``, for the ranks ``here``. None if a rank has none, or
-        another kind, or its identity is unknown."""
+        """Return the devices of the ranks ``here``, given the device that each rank of the run ``found``. None if a
+        rank has no device or one of another kind, or if a device's identity is unknown."""
         known = [each for each in found if each is not None and each.identity]
         if len(known) < len(found) or len({each.kind for each in known}) != 1:
             return None
@@ -143,7 +143,7 @@ def set_ranks_devices(found: RanksDevices | None) -> None:
 
 
 def ranks_devices(kind: str) -> RanksDevices | None:
-    """Return the devices of ``kind`` that were set; None if none were."""
+    """Return the devices that :func:`set_ranks_devices` set if they are of ``kind``; otherwise None."""
     return _of_ranks if _of_ranks is not None and _of_ranks.kind == kind else None
 
 

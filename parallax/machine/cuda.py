@@ -33,18 +33,18 @@ class Cuda(Accelerator):
 
     @property
     def reserve_bytes(self) -> int:
-        """Includes cuBLAS workspaces, one per handle (of the forward and of the backward thread), and the unused
-        rest of the allocator's last increment, which counts towards its limit."""
+        """Bytes of cuBLAS workspaces, one per handle (of the forward and of the backward thread), and of the unused
+        part of the allocator's last segment, which counts towards its limit."""
         return super().reserve_bytes + _HANDLES * _WORKSPACE_BYTES + _PIECES_BYTES
 
     @property
     def collective_bytes(self) -> int:
-        """Bytes of NCCL's configured channels."""
+        """Return the bytes of the buffers of NCCL's configured channels."""
         return collective_bytes(int(self._channels[_MOST_CHANNELS]))
 
     @property
     def edge_bytes(self) -> int:
-        """Bytes of NCCL's configured channels."""
+        """Return the bytes of the buffers of NCCL's configured channels."""
         return edge_bytes(int(self._channels[_MOST_EDGE_CHANNELS]))
 
     def usual_context_bytes(self, name: str) -> int:
@@ -52,8 +52,8 @@ class Cuda(Accelerator):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Expandable segments, so that tensors of many sizes leave no gaps between segments; and few NCCL channels,
-        whose buffers the plan counts."""
+        """Settings for expandable segments, so that tensors of many sizes leave no gaps between segments, and for few
+        NCCL channels, whose buffers the plan counts."""
         known_before = "PYTORCH_CUDA_ALLOC_CONF" in os.environ  # its name in older versions
         mapped = {} if known_before else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         return {**mapped, **self._channels}
@@ -119,8 +119,8 @@ class Cuda(Accelerator):
 
 
 def pin(runtime: Any, address: int, size: int) -> int:
-    """Register host memory; return the runtime's code. The runtime reports a failure again at the next kernel
-    launch, so a kernel is launched here to clear it."""
+    """Pin host memory; return the runtime's error code, 0 for success. The runtime would report a failure again at the
+    next kernel launch, so a kernel is launched here to clear it."""
     code = int(runtime.cudaHostRegister(address, size, _ALL_CONTEXTS))
     if code and torch.cuda.is_initialized():
         with contextlib.suppress(RuntimeError):

@@ -1,7 +1,8 @@
-"""Streams, events and pinned memory of a device, and their null objects for a CPU.
+"""Streams, events and pinned memory of a device, with no-op equivalents for a CPU.
 
-Callers never ask which device they are on. On a CPU every copy is finished when it returns, so the null event is
-always done and waiting for it is a no-op. So all logic above this file is tested without a GPU."""
+Callers never distinguish devices. On a CPU every copy is finished when it returns, so the null event is always done and
+waiting for it is a no-op. So all logic above this file is tested without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from parallax.machine.pinned import PINNING_REMEDY, Arena, PlainArena
 
 
 def no_delay() -> float:
-    """Seconds by which a transfer is delayed: none. Tests of waits use random delays."""
+    """Return 0, the seconds by which a transfer is delayed. Tests for missing waits pass random delays instead."""
     return 0.0
 
 
@@ -27,16 +28,16 @@ class Event(Protocol):
     """A point in a stream."""
 
     def done(self) -> bool:
-        """Whether everything before it has finished."""
+        """Whether all work before this point has finished."""
 
     def wait_host(self) -> None:
-        """Block this thread until it is done."""
+        """Block this thread until the event is done."""
 
     def wait_stream(self, stream: torch.Stream | None = None, /) -> None:
-        """Order ``stream``, or the current compute stream, after it."""
+        """Make ``stream``, or the current compute stream, wait for the event."""
 
     def seconds(self) -> float:
-        """Duration of the copy that ends here; valid once it is done."""
+        """Duration in seconds of the copy that this event ends; valid once it is done."""
 
 
 class DoneEvent:
@@ -56,7 +57,7 @@ class DoneEvent:
 
 
 class TimedEvent(DoneEvent):
-    """A copy that had finished when the call returned."""
+    """The event of a copy that had finished when the call returned, with its duration."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -70,15 +71,15 @@ Stalls = list[tuple[torch.Event, torch.Event]]
 
 
 class StallLog:
-    """Events around the waits of the compute stream. They are recorded from the first call of :meth:`take_stalls`
-    on, because without a reader they would accumulate."""
+    """Records a pair of device events around each wait of the compute stream, to measure its stalls. It records only
+    after the first call of :meth:`take_stalls`, because events would accumulate if no caller took them."""
 
     def __init__(self) -> None:
         self._pairs: Stalls = []
         self._noting = False
 
     def wait(self, stream: torch.Stream, event: torch.Event) -> None:
-        """Order ``stream`` after ``event``."""
+        """Make ``stream`` wait for ``event``, and record the wait."""
         if not self._noting:
             stream.wait_event(event)
             return
@@ -89,7 +90,7 @@ class StallLog:
         self._pairs.append((before, after))
 
     def take_stalls(self) -> Stalls:
-        """Return the stalls since the last call."""
+        """Return the event pairs recorded since the last call."""
         self._noting = True
         taken = self._pairs[:]
         del self._pairs[: len(taken)]
@@ -105,14 +106,14 @@ class StreamEvent:
         self._event.record(stream)
 
     def done(self) -> bool:
-        """Whether the stream has passed it."""
+        """Whether the stream has passed the event."""
         return self._event.query()
 
     def wait_host(self) -> None:
         self._event.synchronize()
 
     def wait_stream(self, stream: torch.Stream | None = None) -> None:
-        """Order ``stream``, or the current one, after it."""
+        """Make ``stream``, or the current stream, wait for the event."""
         stream = stream or torch.accelerator.current_stream(self._index)
         stream.wait_event(self._event)
 
@@ -139,7 +140,7 @@ class CopyEvent:
         self._seconds = 0.0
 
     def done(self) -> bool:
-        """Whether the stream has passed it."""
+        """Whether the stream has passed the end of the copy."""
         if self._pairs:
             if not self._end.query():
                 return False
@@ -152,7 +153,7 @@ class CopyEvent:
             self._return_events()
 
     def wait_stream(self, stream: torch.Stream | None = None) -> None:
-        """Order ``stream``, or the current one, after the copy, and record the wait in ``stalls``."""
+        """Make ``stream``, or the current stream, wait for the copy, and record the wait in ``stalls``."""
         if not self.done():
             waiting = stream or torch.accelerator.current_stream(self._index)
             self._stalls.wait(waiting, self._end)
@@ -169,7 +170,7 @@ class CopyEvent:
 
 class FileStaging(Protocol):
     """Host buffers through which device tensors pass to and from a file, piece by piece, on the thread that accesses
-    the file. ``ready`` is the event that the training thread recorded when it made the call."""
+    the file. ``ready`` is the event that the training thread recorded when it requested the transfer."""
 
     waste_bytes: int
 
@@ -207,8 +208,8 @@ _WAITED_FOR = (
 
 
 class StagingRing:
-    """Pinned buffers, one per thread, allocated once because pinning takes milliseconds. Tensors that are not on
-    ``device``, such as optimizer states, need no buffer and no wait."""
+    """Pinned host buffers, one per thread, allocated once because pinning takes milliseconds. Tensors that are not on
+    ``device``, such as optimizer states, are passed without a buffer and without a wait."""
 
     def __init__(
         self, copies: CopyEngine, device: torch.device, buffers: int, piece_bytes: int
@@ -257,26 +258,26 @@ class StagingRing:
 
 
 class CopyEngine(Protocol):
-    """Copies between device and host memory beside the compute stream."""
+    """Copies between device and host memory, concurrently with the compute stream."""
 
     def arena(self, count: int) -> Arena:
-        """Allocate ``count`` host bytes that copies use at full speed."""
+        """Allocate ``count`` host bytes from and to which copies run at full speed."""
 
     def file_staging(self, buffers: int, piece_bytes: int, /) -> FileStaging:
-        """Return staging for transfers between the device and files, for as many threads as ``buffers``."""
+        """Return staging for transfers between the device and files, for ``buffers`` threads."""
 
     def mark(self) -> Event:
         """Return an event at the end of all work queued on the compute stream."""
 
     def copy(self, source: Tensor, target: Tensor, after: Event | None = None) -> Event:
-        """Copy after the event ``after``, or after all work queued on the compute stream; return the event at its
-        end."""
+        """Start a copy after the event ``after``, or after all work queued on the compute stream; return the event at
+        the copy's end."""
 
     def compute_stream_context(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
-        """Return a function that makes a context, on any thread, of the stream that is the compute stream now."""
+        """Return a function that makes, on any thread, a context of the present compute stream."""
 
     def bind_thread(self) -> None:
-        """Make the calling thread use this device."""
+        """Make this device the current one of the calling thread."""
 
     def synchronize(self) -> None:
         """Wait for all work of the device."""
@@ -285,7 +286,7 @@ class CopyEngine(Protocol):
         """Return the waits of the compute stream since the last call."""
 
     def on_own_streams(self) -> CopyEngine:
-        """Return an engine whose copies do not queue behind the copies of this one."""
+        """Return an engine with streams of its own, whose copies do not queue behind the copies of this one."""
 
 
 class CpuCopies:
@@ -381,12 +382,14 @@ class StreamCopies:
             return start, end
 
     def compute_stream_context(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
-        """Another thread would use the device's default stream otherwise."""
+        """Return a function that makes, on any thread, a context of the present compute stream. Another thread would
+        otherwise use the device's default stream."""
         stream = torch.accelerator.current_stream(self._index)
         return lambda: own_handle(stream)
 
     def bind_thread(self) -> None:
-        """A new thread would use the first device, and create a context there, otherwise."""
+        """Make this device the current one of the calling thread. A new thread would otherwise use the first device,
+        and create a context there."""
         torch.accelerator.set_device_index(self._device)
 
     def synchronize(self) -> None:
@@ -394,7 +397,7 @@ class StreamCopies:
         torch.accelerator.synchronize(self._device)
 
     def take_stalls(self) -> Stalls:
-        """Return the waits of the compute stream; autograd uses one thread at a time for it."""
+        """Return the waits of the compute stream; one thread at a time may call it."""
         return self._stalls.take_stalls()
 
     def on_own_streams(self) -> CopyEngine:
@@ -403,10 +406,11 @@ class StreamCopies:
 
 
 def own_handle(stream: torch.Stream) -> torch.Stream:
-    """Return another handle of the same stream, for one thread to enter.
+    """Return another handle of ``stream``, which only one thread may enter as a context.
 
     A handle remembers the previous stream of the thread that entered it. If two threads enter one handle, the
-    first to exit would switch to the other thread's stream, and torch before 2.13 rejects the second."""
+    first to exit would switch to the other thread's stream, and torch before 2.13 rejects the second.
+    """
     return torch.Stream(
         stream_id=stream.stream_id,
         device_index=stream.device_index,
@@ -417,7 +421,7 @@ def own_handle(stream: torch.Stream) -> torch.Stream:
 def copies_for(
     device: torch.device, delay: Callable[[], float] = no_delay, remedy: str = PINNING_REMEDY
 ) -> CopyEngine:
-    """Return the copy engine of a device; ``remedy`` is the advice in errors about pinned memory."""
+    """Return the copy engine of a device; ``remedy`` ends error messages about pinned memory."""
     return CpuCopies() if device.type == "cpu" else StreamCopies(device, delay, remedy)
 
 

@@ -1,8 +1,9 @@
 """``parallax doctor``: the resources of this machine, their speeds, and problems to expect.
 
-Most failures of a first run are decided before it starts: an unknown limit, a host name that resolves to
-loopback, threads that compete for two cores. Each has a check here, and each finding names a remedy. Findings are
-advice: the exit code stays 0."""
+Most failures of a first run are decided before it starts: an unknown limit, a host name that resolves to loopback,
+threads that compete for two cores. Each cause has a check here, and each finding names a remedy. Findings are advice:
+the exit code is 0.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ REMOTE_FILE_SYSTEMS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All results; ``probes`` is None if no file can be written."""
+    """The results of all checks; ``probes`` is None if no file can be written."""
 
     devices: list[dict[str, str | int]]
     cores: float
@@ -87,7 +88,8 @@ def run_doctor(as_json: bool) -> int:
 
 
 def examine(runs: Path) -> Report:
-    """Read, measure (about two seconds) and check."""
+    """Return the report of this machine, after reading its limits, measuring it (about two seconds) and running the
+    checks."""
     findings = [
         finding for check in (_torch, _devices, _threads, _memory, _network) for finding in check()
     ]

@@ -1,8 +1,9 @@
-"""Resources of the host that this process may use: cores, memory, and the limits on them.
+"""Resources of the host that this process may use: cores, memory, and their limits.
 
 ``/proc/meminfo`` rarely gives the memory that a process may use: containers limit it by control group, batch
 systems by rlimit, and a quota may allow half a core. So every limit in force is read, and the tightest one
-counts."""
+counts.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ SMALLEST_TRIM = 2 * 2**20  # bytes of freed memory worth a trim
 
 
 def _cgroup_files(controller: str, v1_name: str, v2_name: str, root: Path) -> Iterator[Path]:
-    """Yield the files that limit this process: of its own control group and of all groups above."""
+    """Yield the files with limits for this process, those of its own control group and of all parent groups."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -74,7 +75,7 @@ def usable_cores(root: Path = Path("/")) -> float:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """A limit in force. ``per_process``: it applies to each rank alone; otherwise all ranks share it."""
+    """A limit on memory. ``per_process``: it applies to each rank; otherwise all ranks share it."""
 
     name: str
     limit_bytes: int
@@ -87,7 +88,7 @@ class MemoryLimit:
 
 
 def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
-    """Return the control-group and rlimit limits below the machine's RAM."""
+    """Return the control-group and rlimit limits that are below the machine's RAM."""
     limits = []
     for file in _cgroup_files("memory", "memory.limit_in_bytes", "memory.max", root):
         text = file.read_text().strip()
@@ -104,7 +105,8 @@ def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
 
 
 def _cgroup_used(limit: Path) -> int:
-    """Return the bytes charged to the group, less the caches that the kernel drops before it kills a process."""
+    """Return the bytes charged to the control group, less the caches that the kernel drops before it kills a
+    process."""
     name, caches = "memory.current", ["inactive_file", "active_file", "slab_reclaimable"]
     if limit.name == "memory.limit_in_bytes":
         name, caches = "memory.usage_in_bytes", ["total_inactive_file", "total_active_file"]
@@ -160,19 +162,20 @@ def peak_resident_bytes() -> int:
 def return_freed_memory() -> bool:
     """Make glibc return every freed block of 256 KiB or more to the system at once; return whether it could.
 
-    By default the allocator keeps freed blocks and the gaps between them for reuse, so the process may hold 1.4
-    times the bytes of its tensors. Returning them costs a page fault for each page of each tensor (a quarter to a
-    half of the step in a small model), so it is used only near a budget. To stay below a limit,
-    :class:`MemoryBound` costs much less. The setting applies to the whole process until it ends: malloc's
-    previous settings cannot be read."""
+    By default malloc keeps freed blocks and the gaps between them for reuse, so the process may hold 1.4 times the
+    bytes of its tensors. Returning them costs a page fault for each page of each tensor (a quarter to a half of the
+    step in a small model), so it is used only near a budget. To stay below a limit, :class:`MemoryBound` costs much
+    less. The setting applies to the whole process until it ends: malloc's previous settings cannot be read.
+    """
     return _set_malloc({_M_MMAP_THRESHOLD: RETURNED_BYTES, _M_TRIM_THRESHOLD: _USUAL_TRIM_BYTES})
 
 
 def fresh_memory_seconds() -> float:
-    """Return processor seconds per byte of memory that is obtained from the system and returned: page faults,
+    """Return the processor seconds per byte of allocating memory from the system and returning it: page faults,
     zeroing, unmapping.
 
-    It is the minimum over several mappings, each less the time of a second write to the same pages."""
+    It is the minimum over several mappings, each less the time of a second write to the same pages.
+    """
     found = []
     for _ in range(_TOUCHES):
         start = time.thread_time()
@@ -188,10 +191,11 @@ def fresh_memory_seconds() -> float:
 
 
 def use_one_arena() -> bool:
-    """Make glibc serve threads started from now on from the main thread's arena; return whether it could.
+    """Make glibc serve all threads that start later from the main thread's arena; return whether it could.
 
     malloc_trim shrinks the end of that arena only; other arenas would keep up to 64 MiB of freed memory each.
-    Process-wide."""
+    Process-wide.
+    """
     return _set_malloc({_M_ARENA_MAX: 1})
 
 
@@ -217,7 +221,7 @@ def _set_malloc(settings: dict[int, int]) -> bool:
 
 
 def data_bytes() -> int:
-    """Return the resident memory of this process without pages of files and shared memory, and without memory
+    """Return the resident memory of this process, except pages of files, shared memory, and memory in
     :func:`outside_device_memory`. It takes a few microseconds."""
     try:
         file = os.open("/proc/self/statm", os.O_RDONLY)
@@ -231,7 +235,7 @@ def data_bytes() -> int:
 
 
 class MemoryBound:
-    """A line for the memory of this process, kept by returning the freed memory that malloc holds for reuse.
+    """Keeps the memory of this process below a bound, the line, by returning freed memory that malloc holds for reuse.
 
     ::
 
@@ -241,16 +245,17 @@ class MemoryBound:
                        │  ╱  tensors
                        └───────────────────▶ calls of :func:`relieve_memory`
 
-    A loop that stays below the line never pays. A loop at the line pays page faults only for pages that were
-    returned and are used again. Memory grows unobserved between two calls, so it is trimmed ahead of the line by
-    its recent growth between calls, at most a sixteenth of the allowance. If tensors alone reach the line, a trim
-    must free at least 2 MiB, or a 256th of the allowance.
+    A loop that stays below the line has no extra cost. A loop at the line has page faults only for pages that were
+    returned and are used again. Memory grows unobserved between two calls, so it is trimmed ahead of the line by its
+    recent growth between calls, at most a sixteenth of the allowance. If tensors alone reach the line, a trim must free
+    at least 2 MiB, or a 256th of the allowance.
 
     The bounds of a process add up while they are open at the same time. No setting of malloc is changed, so
-    closing the last bound leaves nothing behind."""
+    closing the last bound leaves nothing behind.
+    """
 
     def __init__(self, growth_bytes: int) -> None:
-        """Allow this many bytes beyond the present ones; negative if present bytes count against the allowance."""
+        """Allow ``growth_bytes`` more than the present memory; negative if present memory counts against the bound."""
         if not _bounds:
             _freed.start()
         self.growth_bytes, self.before_bytes = growth_bytes, data_bytes()
@@ -269,8 +274,8 @@ class MemoryBound:
         self._most = max(self._most, now)
 
     def peak_bytes(self) -> int:
-        """Return the peak of :func:`data_bytes` until the bound was closed: the kernel's high water if it rose since
-        the bound was opened, otherwise the largest observed value."""
+        """Return the peak of :func:`data_bytes` until the bound was closed: the kernel's high-water mark if it rose
+        since the bound was opened, otherwise the largest observed value."""
         if self not in _bounds:
             return self._most
         now, high_water = data_bytes(), peak_resident_bytes()
@@ -288,7 +293,7 @@ class MemoryBound:
 
 
 class _FreedMemory:
-    """State shared by all bounds: the line, and the times of trims."""
+    """State shared by all open bounds: the common line, and the times of trims."""
 
     def __init__(self) -> None:
         self._base = self._seen = self._step = self._tensors = self._handled = 0
@@ -303,7 +308,7 @@ class _FreedMemory:
         return self._base + self._growth()
 
     def move_line(self) -> None:
-        """Adapt the interval of checks to the line of the open bounds."""
+        """Adapt the common line, and the interval between checks, to the open bounds."""
         self._check_after = max(LOOK_BYTES, (self.line_bytes() - self._seen) // 16)
 
     def is_due(self, handled: int | None) -> bool:
@@ -343,11 +348,12 @@ def memory_is_bounded() -> bool:
 
 
 def relieve_memory(handled: int | None = None, *, coming: int = 0) -> None:
-    """Trim freed memory if a :class:`MemoryBound` is open and memory is near its line.
+    """Trim freed memory if a :class:`MemoryBound` is open and the memory of this process is near its line.
 
     Call it often while memory grows: when autograd saves a tensor, when one is loaded, after a block.
     ``handled``: bytes of tensors since the last call, if known; memory is then checked once per MiB of them, and
-    less often far from the line. ``coming``: bytes that other threads are about to allocate."""
+    less often far from the line. ``coming``: bytes that other threads are about to allocate.
+    """
     if _bounds and _freed.is_due(handled):
         _freed.check(coming)
 
@@ -370,11 +376,12 @@ def reset_peak_resident() -> bool:
 
 
 class ResidentMeter:
-    """The peak of memory for data of this process since the meter was made.
+    """Measures the peak memory for data of this process since the meter was created.
 
-    Pages of files (code of an operator's first use, the text of training rows) are excluded, because the system
-    can reclaim them; so is memory :func:`outside_device_memory`. The kernel keeps one high water for all pages,
-    so each reading covers the time since the last reading of any meter."""
+    Pages of files (code of an operator's first use, the text of training rows) are excluded, because the system can
+    reclaim them; so is memory :func:`outside_device_memory`. The kernel keeps one high-water mark for all pages, so
+    each reading covers the time since the last reading of any meter.
+    """
 
     def __init__(self) -> None:
         with _outside.lock:
@@ -389,12 +396,12 @@ class ResidentMeter:
             return self._peak
 
     def note(self, high_water: int) -> None:
-        """Raise the peak to ``high_water``, less the bytes at the start."""
+        """Raise the peak to the high-water mark ``high_water``, less the bytes at the start."""
         self._peak = max(self._peak, high_water - self._base)
 
 
 class _OutsideMemory:
-    """Bytes of this process that do not belong to a stage, and the meters of stages that subtract them."""
+    """Bytes of this process that do not belong to a stage, and the meters of stages that subtract these bytes."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -406,12 +413,12 @@ _outside = _OutsideMemory()
 
 
 def _uncounted_bytes() -> int:
-    """Resident bytes that no meter counts."""
+    """Return the resident bytes that no meter counts."""
     return _status_bytes("RssFile") + _outside.bytes
 
 
 def _update_meters() -> None:
-    """Pass the high water since the last call to all meters and bounds, and reset it."""
+    """Pass the high-water mark since the last call to all meters and bounds, and reset it."""
     for bound in _bounds:
         bound.peak_bytes()
     high_water = peak_resident_bytes() - _uncounted_bytes()
@@ -424,10 +431,12 @@ def _update_meters() -> None:
 
 @contextlib.contextmanager
 def outside_device_memory(change: int) -> Iterator[None]:
-    """Exclude ``change`` bytes from the meters, which become resident inside (or are freed, if negative).
+    """A context that excludes ``change`` bytes from the meters. They become resident inside (or are freed, if
+    negative).
 
-    They belong to the host and not to the device, on a machine whose RAM is both. Memory that other threads
-    allocate and free meanwhile may be missed, up to the same amount."""
+    The bytes belong to the host and not to the device, on a machine whose RAM serves as both. Memory that other threads
+    allocate and free meanwhile may be missed, up to the same amount.
+    """
     with _outside.lock:
         if change > 0:
             _update_meters()
@@ -467,7 +476,7 @@ def node_name() -> str:
 
 
 def own_address(other: str) -> str:
-    """Return this host's address on the route to ``other``; empty if that is loopback or there is no route. Nothing
+    """Return this host's address on the route to ``other``; empty if that is loopback or there is no route. No packet
     is sent."""
     with contextlib.suppress(OSError):
         if not other:

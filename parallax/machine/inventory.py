@@ -1,8 +1,9 @@
-"""Writes the present machines as a ``cluster`` option, so that runs can be planned for them from elsewhere.
+"""Write the present machines as a ``cluster`` option, so that runs can be planned for them on another machine.
 
 On a Slurm login node, Slurm's controller lists all nodes (``sinfo``). Inside a job, and without Slurm, this host
 is examined. The kind and the number of devices are taken from there, and the hosts' memory and disk. The catalog
-knows memory, speed and links of each kind. The network between nodes is unknown."""
+knows memory, speed and links of each kind. The network between nodes is unknown.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ _SLICE = re.compile(r"\d+g\.\d+gb")  # a MIG slice, which is not in the catalog
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """``devices`` of one ``kind`` of the catalog, and the bytes of host memory and disk (0: unknown)."""
+    """A host: the number of its ``devices`` of one ``kind`` of the catalog, and its bytes of memory and disk (0:
+    unknown)."""
 
     name: str
     kind: str
@@ -41,9 +43,11 @@ class Host:
 
 
 def write_cluster(path: Path) -> list[str]:
-    """Write the option into ``path``, a YAML file; return the hosts found as lines of text.
+    """Write a ``cluster`` option with the hosts found into ``path``, a YAML file; return lines of text that list the
+    hosts.
 
-    Raises :class:`ConfigError` if the devices are unknown or not in the catalog."""
+    Raises :class:`ConfigError` if the devices are unknown or not in the catalog.
+    """
     if path.suffix != ".yaml":
         raise ConfigError(
             f"--write-cluster {printable(str(path))}: accepted is a name that ends in .yaml, as options have"
@@ -64,7 +68,8 @@ def write_cluster(path: Path) -> list[str]:
 
 
 def _found() -> tuple[list[Host], str]:
-    """Return all hosts and the source. Inside a job, only the host knows its part of the devices."""
+    """Return all hosts, and the source of the list. Inside a Slurm job, only the host itself knows its part of the
+    devices."""
     if shutil.which("sinfo") is None or "SLURM_JOB_ID" in os.environ:
         return [this_host()], "this host"
     return slurm_hosts(_sinfo()), "Slurm"
@@ -102,8 +107,8 @@ def _sinfo() -> str:
 
 
 def slurm_hosts(text: str) -> list[Host]:
-    """Return the nodes that ``sinfo`` lists, once each even if in several partitions. Each line is ``name|generic
-    resources|MB of memory|CPUs|MB of disk``. If some have GPUs, the others are omitted."""
+    """Return the nodes that ``sinfo`` lists, without duplicates from several partitions. Each line is ``name|generic
+    resources|MB of memory|CPUs|MB of disk``. If some nodes have GPUs, the others are omitted."""
     lines = dict.fromkeys(line.strip() for line in text.splitlines() if line.strip())
     hosts = {host.name: host for host in map(_slurm_host, lines)}
     if not hosts:
@@ -139,14 +144,14 @@ def _slurm_host(line: str) -> Host:
 
 
 def _number(text: str) -> int:
-    """Parse a number of ``sinfo``, which appends a + if nodes differ."""
+    """Return a number that ``sinfo`` prints; it appends a + if nodes differ."""
     return int(re.sub(r"\D", "", text) or 0)
 
 
 def catalog_kind(name: str, memory_bytes: int = 0) -> str:
     """Return the catalog's name of a device that a driver or batch system calls ``name``, such as ``NVIDIA H100 80GB
     HBM3``, ``tesla_v100-sxm2-32gb`` or ``rtx4090``. Kinds that differ in memory only are distinguished by
-    ``memory_bytes``, or by the number in the name."""
+    ``memory_bytes``, or by a number in ``name``."""
     text = name.lower()
     families = sorted({kind.partition("-")[0] for kind in DEVICE_KINDS if kind != CPU})
     variants = {
@@ -182,8 +187,8 @@ Sorts = dict[Host, int]
 
 
 def _sorts(hosts: Sequence[Host]) -> Sorts:
-    """Return the number of hosts of each kind and device count, fastest first, with the least memory and disk of
-    each."""
+    """Return the number of hosts for each kind and device count, fastest kind first, with the smallest memory and
+    disk."""
     found: dict[tuple[str, int], list[Host]] = {}
     for host in hosts:
         found.setdefault((host.kind, host.devices), []).append(host)
@@ -231,7 +236,7 @@ def _listed(values: Sequence[str | int]) -> str:
 
 
 def _least(sizes: Iterable[int]) -> int:
-    """Return the least known size; 0 if all are unknown."""
+    """Return the smallest known size; 0 if all are unknown."""
     return min((size for size in sizes if size), default=0)
 
 

@@ -94,7 +94,7 @@ class DeviceChoice:
 
 
 def asked_link(config: ClusterConfig) -> Link | None:
-    """Return the link between nodes that ``config`` names; None to measure it."""
+    """Return the link between nodes that ``config`` sets; None if it must be measured."""
     if config.link == AUTO:
         return None
     if config.link in LINK_KINDS:
@@ -109,16 +109,16 @@ def asked_link(config: ClusterConfig) -> Link | None:
 
 
 def chosen_kind(config: ClusterConfig) -> str:
-    """Return the configured kind of device, or the present one."""
+    """Return the configured kind of device; if none is configured, the kind that is present."""
     return config.kind if config.kind != AUTO else present_kind() or "cpu"
 
 
 def choose_devices(config: ClusterConfig, *, at_least: int = 1) -> DeviceChoice:
-    """Resolve ``auto``, to no fewer than ``at_least`` devices, as the plan requests. Ranks may share a GPU, or a
-    CPU's cores.
+    """Return the devices for ``config``, with ``auto`` resolved to at least the ``at_least`` devices that the plan
+    requests. Ranks may share a GPU, or a CPU's cores.
 
-    Raises :class:`ConfigError` if an accelerator is requested and absent, or more than eight ranks would share
-    one."""
+    Raises :class:`ConfigError` if an accelerator is requested and absent, or more than eight ranks would share one.
+    """
     kind = chosen_kind(config)
     known, seen = ranks_devices(kind), present_devices(kind) if kind != "cpu" else ()
     present = known.present if known else len(seen)
@@ -157,7 +157,7 @@ def _asked_threads(config: ClusterConfig) -> int:
 
 
 def processes_of(choice: DeviceChoice) -> str:
-    """Return how the processes of ``choice`` share a CPU's cores, in one line; empty for accelerators."""
+    """Return one line on how the processes of ``choice`` share a CPU's cores; empty for accelerators."""
     if choice.kind != "cpu":
         return ""
     count, cores = choice.count * choice.threads, usable_cores()
@@ -170,7 +170,8 @@ def processes_of(choice: DeviceChoice) -> str:
 
 
 def _distribute_ranks(seen: Sequence[DeviceFacts], count: int) -> tuple[tuple[int, int], ...]:
-    """Return the share of each of ``count`` ranks in the devices that this process has ``seen``."""
+    """Return, for each of ``count`` ranks, the bytes of its device and the number of ranks that share it. ``seen``: the
+    devices that this process sees."""
     sharing = -(-count // max(1, len(seen)))
     found = itertools.islice(itertools.cycle(seen), count)
     return tuple((device.total_bytes, sharing) for device in found)
@@ -187,11 +188,12 @@ def build_cluster(
 ) -> Cluster:
     """Return this machine as a cluster of one node.
 
-    ``tier``: auto, or a tier's name (``swap.tier``). ``together``: what :func:`probe_together` measured of its devices.
+    ``tier``: auto, or a tier's name (``swap.tier``). ``together``: the result of :func:`probe_together`.
     ``copying_threads``: threads of a rank that copy in one direction at the same time (``swap.threads``).
 
     A budget left at auto keeps a margin for memory that no plan counts: the allocator's gaps (a twentieth of the
-    device), the interpreter and torch itself (a fifth of the available RAM)."""
+    device), the interpreter and torch itself (a fifth of the available RAM).
+    """
     target = offload_tier(choice, tier)
     copying = _copying_share(choice) if target.copied_by_threads else 1.0
     computing = _computing_share(choice, copying_threads) if target.copied_by_threads else 1.0
@@ -233,8 +235,9 @@ def build_cluster(
 
 
 def _beside_allocator(choice: DeviceChoice, probes: Probes) -> dict[str, int]:
-    """Return the device memory of a process outside torch's allocator. Each process on a shared device has a
-    context. If no two ranks have different devices, they communicate through the host."""
+    """Return the device memory of a process outside torch's allocator, by field of
+    :class:`~parallax.plan.cluster.Device`. Each process on a shared device has a context. If no two ranks have
+    different devices, they communicate through the host."""
     if choice.kind == "cpu":
         return {}
     accelerator, seen = accelerator_named(choice.kind), present_devices(choice.kind)
@@ -254,22 +257,22 @@ def offload_tier(choice: DeviceChoice, tier: str) -> Tier:
 
 
 def probe_together(choice: DeviceChoice, *, fresh: bool = False) -> HostSpeeds:
-    """Return how fast 1, 2, … devices are while all of them compute. Measured only for processes that share one
-    processor; other devices do not slow each other down."""
+    """Return the relative speed of each of 1, 2, … devices that compute at once. It is measured only for processes that
+    share a processor; other devices do not slow each other down."""
     if choice.kind != "cpu" or choice.count == 1:
         return ALONE
     return measure_together(choice.count, choice.threads, fresh=fresh)
 
 
 def _copying_share(choice: DeviceChoice) -> float:
-    """Return the fraction of a core that a copying thread gets: a half if the ranks use all cores, so that it shares
-    one with its rank."""
+    """Return the fraction of a core that a copying thread gets: a half if the ranks use all cores, because the thread
+    then shares a core with its rank."""
     spare = usable_cores() - choice.count * choice.threads
     return 1.0 if choice.kind != "cpu" or spare >= choice.count else 0.5
 
 
 def _computing_share(choice: DeviceChoice, copying: int) -> float:
-    """Return the fraction of its cores that a rank computes with while its threads copy to and from the tier."""
+    """Return the fraction of a rank's cores that remains for computing while its threads copy to and from the tier."""
     if _copying_share(choice) < 1 or choice.kind != "cpu":
         return _copying_share(choice)
     return min(1.0, usable_cores() / (choice.count * (choice.threads + copying)))
@@ -278,9 +281,10 @@ def _computing_share(choice: DeviceChoice, copying: int) -> float:
 def _host_update_seconds(tier: Tier, probes: Probes, write: float, read: float) -> float:
     """Return the seconds of a host optimizer step per byte of weights, in full precision with AdamW.
 
-    It is the memory traffic of one thread (copies read and write each byte), plus, if the tier is no place to
-    step in, reading and writing two bytes of states. The planner adds gradients and weights
-    (:func:`parallax.plan.cost.stage.load_states`)."""
+    The time is the memory traffic of one thread (copies read and write each byte), plus, if states cannot be stepped in
+    place in the tier, reading and writing two bytes of states per byte of weights. The planner adds gradients and
+    weights (:func:`parallax.plan.cost.stage.load_states`).
+    """
     if not tier.exists:
         return 0.0
     stepping = UPDATE_BYTES / torch.float32.itemsize / (2 * probes.copy)

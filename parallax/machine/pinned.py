@@ -28,13 +28,13 @@ _TOUCHING = 8  # threads that touch an arena's pages, which the kernel clears at
 
 
 class Arena(Protocol):
-    """Host bytes for copies, allocated once. ``allocated_bytes``: bytes taken from the system."""
+    """Host memory for copies, allocated once. ``allocated_bytes``: bytes taken from the system."""
 
     data: Tensor
     allocated_bytes: int
 
     def close(self) -> None:
-        """Free the bytes. The caller has waited for the copies."""
+        """Free the memory. The caller has waited for the copies."""
 
 
 class PlainArena:
@@ -48,7 +48,7 @@ class PlainArena:
 
 
 class ApartArena:
-    """Host memory on a machine whose RAM is also the device; the meters of device memory exclude it."""
+    """Host memory on a machine whose RAM is also the device. Meters of device memory exclude it."""
 
     def __init__(self, count: int) -> None:
         self.allocated_bytes = max(1, -(-count // mmap.PAGESIZE)) * mmap.PAGESIZE
@@ -61,7 +61,7 @@ class ApartArena:
         self._left = weakref.finalize(self, _give_back, pages, self.allocated_bytes)
 
     def close(self) -> None:
-        """Free the pages, even if views of them exist."""
+        """Free the pages, even if there are views of them."""
         self._left()
         self.data = torch.empty(0, dtype=torch.uint8)
 
@@ -72,7 +72,8 @@ def _give_back(pages: mmap.mmap, count: int) -> None:
 
 
 class TorchArena:
-    """Memory pinned by torch, which rounds up to a power of two: for devices that cannot register foreign memory."""
+    """Memory pinned by torch, which rounds its size up to a power of two. For devices that cannot pin memory that torch
+    did not allocate."""
 
     def __init__(self, count: int, remedy: str = PINNING_REMEDY) -> None:
         self.allocated_bytes = 1 << max(0, count - 1).bit_length()
@@ -84,19 +85,20 @@ class TorchArena:
             ) from error
 
     def close(self) -> None:
-        """Release it; torch waits for the copies."""
+        """Release the memory; torch waits for the copies."""
         self.data = torch.empty(0, dtype=torch.uint8)
 
 
 class RegisteredArena:
-    """Pages of the process that ``register`` pins, given their address and bytes; it returns 0 or an error code of
-    the runtime.
+    """Pinned host memory: pages of this process that ``register(address, bytes)`` pins. It returns 0 or an error code
+    of the runtime.
 
-    Pages are huge if possible. Several threads touch them first, on ``cpus`` near the device if known, because a
-    page is placed in the memory of the processor that touches it first. If the owner failed without
+    Huge pages are used if possible. The kernel places a page in the memory of the processor that touches it first, so
+    several threads touch the pages, on ``cpus`` near the device if these are known. If the owner fails without calling
     :meth:`close`, the finalizer calls ``synchronize``, because the owner has not waited for its copies, and then
-    ``unregister``. A forked child gets none of the pages: the kernel would copy pinned pages for each child or,
-    before 5.10, give this process other pages than those that the device writes."""
+    ``unregister``. A forked child does not inherit the pages: the kernel would copy pinned pages for each child or,
+    before 5.10, give this process other pages than the device writes to.
+    """
 
     def __init__(
         self,
@@ -124,7 +126,7 @@ class RegisteredArena:
         self._left = weakref.finalize(self, _unpin_later, unregister, synchronize, whole)
 
     def close(self) -> None:
-        """Unpin the pages, which are freed with the last view of them."""
+        """Unpin the pages. They are freed with the last view of them."""
         if (held := self._left.detach()) is not None:
             _, _, (unregister, _, whole), _ = held
             unregister(whole.data_ptr())
@@ -155,7 +157,7 @@ def _pages(count: int, allocated: int, advice: str = "") -> mmap.mmap:
 
 
 def _touch(whole: Tensor, cpus: Collection[int]) -> None:
-    """Touch all pages so that the kernel allocates them now."""
+    """Touch all pages of ``whole``, so that the kernel allocates them now, near ``cpus``."""
     threads = max(1, min(_TOUCHING, int(usable_cores()), -(-whole.numel() // _HUGE)))
     if threads < 2 and not cpus:
         whole[:: mmap.PAGESIZE].zero_()

@@ -1,6 +1,7 @@
-"""Measured bandwidths of this machine, by the same access patterns as the swap: through the page cache, in pieces.
+"""Measure the bandwidths of this machine by the access patterns of the swap: through the page cache, in pieces.
 
-Also measures how fast each rank computes while other ranks compute."""
+Also measures how fast each rank computes while other ranks compute.
+"""
 
 from __future__ import annotations
 
@@ -199,8 +200,9 @@ def probe_peers(kind: str) -> float:
 
 
 def _peer_rate(tensor: torch.Tensor) -> float:
-    """Return bytes per second between the device of ``tensor`` and another one; 0 if unknown. If a new process does
-    not know the device, because its kind is registered here only, a single process measures it itself."""
+    """Return the bytes per second between the device of ``tensor`` and another one; 0 if unknown. A new process
+    measures it, or, if it would not know the kind of device because only this process has registered it, this process
+    does."""
     found = probe_peers(tensor.device.type)
     if found or dist.is_initialized():
         return found
@@ -293,11 +295,12 @@ def measure_probes(directory: Path, *, fresh: bool = False) -> Probes:
 
 @dataclass(frozen=True, slots=True)
 class HostSpeeds:
-    """How fast each of k processes of one host is while all k compute, for k = 1, 2, …; empty where not measured.
+    """Speeds of k processes of one host that all compute at once, for k = 1, 2, …; empty if not measured.
 
-    ``speeds``: relative to one process alone. ``sum_seconds``: of an all-reduce of a few numbers after computing, as at
-    the end of a step; most of it is the time in which the processes' threads wake up. ``reduce_seconds``: of a byte in
-    an all-reduce of gradients."""
+    ``speeds``: speed of each, relative to one process alone. ``sum_seconds``: seconds of an all-reduce of a few numbers
+    after computing, as at the end of a step; most of it is the time in which the processes' threads wake up.
+    ``reduce_seconds``: seconds per byte of an all-reduce of gradients.
+    """
 
     speeds: tuple[float, ...] = ()
     sum_seconds: tuple[float, ...] = ()
@@ -308,8 +311,8 @@ ALONE = HostSpeeds()
 
 
 def measure_together(count: int, threads: int, *, fresh: bool = False) -> HostSpeeds:
-    """Return how fast 1 to ``count`` processes of ``threads`` threads are together. Measured once (about six seconds),
-    then read from the cache."""
+    """Return the speeds of 1 to ``count`` processes, each of ``threads`` threads, that compute at once. Measured once
+    (about six seconds), then read from the cache."""
     count = min(count, TOGETHER)
     known = [
         socket.gethostname(),
@@ -336,8 +339,8 @@ def measure_together(count: int, threads: int, *, fresh: bool = False) -> HostSp
 
 
 def shared_speeds(seconds: list[float], able: float) -> tuple[float, ...]:
-    """Return the speed of each of k processes from the processor seconds of equal work in each, given cores for
-    ``able`` processes. It never rises with k: a rise in the measurement is noise."""
+    """Return the speed of each of k processes, for each k, given the processor ``seconds`` of equal work, and cores for
+    ``able`` processes. The speed never increases with k: an increase in the measurement is noise."""
     speeds: list[float] = []
     for together, taken in enumerate(seconds, 1):
         speed = min(1.0, able / together) * min(1.0, seconds[0] / taken)
@@ -346,13 +349,15 @@ def shared_speeds(seconds: list[float], able: float) -> tuple[float, ...]:
 
 
 def compute_together(count: int, threads: int) -> tuple[list[float], list[float], list[float]]:
-    """Return the processor seconds of one repetition of :func:`compute_on_request` in each of k processes at once, the
-    seconds of an all-reduce of few numbers between them, and of a byte of one of gradients, for k = 1 to ``count``.
+    """Return three lists over k = 1 to ``count`` processes that compute at once: processor seconds of one repetition of
+    :func:`compute_on_request`, seconds of an all-reduce of a few numbers, and seconds per byte of an all-reduce of
+    gradients.
 
-    Processor time stands still while another program has the core, so other users hardly affect it; memory and
-    caches shared with the other ranks make it longer. It is the median of several turns; for one process the
-    minimum, in which no other program shared them. An all-reduce begins when the last process comes, for which it is
-    the shortest; the median over the turns counts."""
+    Processor time does not advance while another program has the core, so other users hardly affect it; sharing memory
+    and caches with other ranks increases it. The median of several turns counts; for one process the minimum, the turn
+    in which no other program interfered. An all-reduce begins when the last process arrives, so its time is the
+    shortest of any process; the median over the turns counts.
+    """
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="parallax-probe-")))
         workers = [
@@ -425,11 +430,13 @@ def _answer(worker: subprocess.Popen[str]) -> str:
 
 
 def compute_on_request(rank: int, count: int, threads: int, store: str) -> None:
-    """Entry point of the processes of :func:`compute_together`: ``count`` in number, which meet at the file ``store``.
+    """Entry point of each of the ``count`` processes of :func:`compute_together`, which rendezvous at the file
+    ``store``.
 
     For each line read, which holds the number of processes that compute, it trains three transformer layers for a
     while (two micro-batches forward, then backward), interrupted by all-reduces of few numbers and followed by one of
-    gradients, and prints the processor seconds of one repetition and the seconds of each all-reduce."""
+    gradients, and prints the processor seconds of one repetition and the seconds of each all-reduce.
+    """
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
     groups = [dist.new_group(list(range(computing))) for computing in range(1, count + 1)]

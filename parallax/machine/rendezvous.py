@@ -1,11 +1,12 @@
-"""Rendezvous of several hosts: whether this host is the rendezvous host, and its address for the others.
+"""Choose the rendezvous host: whether this host is it, and its address for the others.
 
 torchrun derives both from the host name, which often means loopback or the wrong network card. So the answers are
 derived from the endpoint that the user typed::
 
     python -m parallax.machine.rendezvous HEAD:PORT     -> options of torchrun, one a line
 
-Under Slurm this module is not needed."""
+Under Slurm this module is not needed.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +57,9 @@ def _here(addresses: Set[str]) -> bool:
 
 
 def _torch_knows(host: str, addresses: Set[str]) -> bool:
-    """Return whether torchrun recognises this host as the rendezvous host without ``is_host``. Several agents on one
-    host can then join, and one of them opens the port; with ``is_host=1`` only one agent can."""
+    """Return whether torchrun itself recognises this host as the rendezvous host, so that ``is_host`` need not be set.
+    Then several agents on one host can join, and one of them opens the port; with ``is_host=1`` only one agent could
+    join."""
     if host in ("localhost", socket.gethostname()) or _is_loopback(host):
         return True
     try:

@@ -1,4 +1,4 @@
-"""Blocks, and nests of tensors.
+"""Blocks, and nested containers of tensors (nests).
 
 Stages exchange a flat tuple of tensors, while a model may return tuples and dicts of them. So the last block returns
 the tensors alone, and a template (the same nest with a :class:`TensorSlot` in place of each tensor) rebuilds the nest
@@ -34,11 +34,11 @@ _PADDING = {
 
 @dataclass(frozen=True)
 class Block:
-    """A part of the model on the meta device: its name, and the module that runs it.
+    """A part of the model: its name, and the module that runs it, on the meta device.
 
     The module is one of the model's own, or one that holds some of these; its parameters are always the model's.
-    ``unbatched`` are the indices of outputs without the micro-batch's rows in dimension 0 (position tables, biases made
-    from parameters): each peer receives them whole, and their gradients are summed.
+    ``unbatched``: indices of outputs whose dimension 0 is not the micro-batch's rows (position tables, biases made from
+    parameters). Each peer receives them whole, and their gradients are summed.
     """
 
     name: str
@@ -48,9 +48,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Partition:
-    """A model in blocks. ``inputs``: argument names of the first block (empty: those of its forward). ``nest``: paths
-    of the tensors in nested inputs. ``template``: of the model's return value (None: the value that the last block
-    returns). ``sizes``: required input sizes (None: any; empty: unknown)."""
+    """A model partitioned into blocks. ``inputs``: argument names of the first block (empty: those of its forward).
+    ``nest``: paths of the tensors in nested inputs. ``template``: structure of the model's return value (None: the
+    value that the last block returns). ``sizes``: required input sizes (None: any; empty: unknown)."""
 
     blocks: tuple[Block, ...]
     inputs: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class Partition:
 
 
 class Slot:
-    """A placeholder for a value in a nest."""
+    """A placeholder for a value in a nested container."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def is_nest(value: Any) -> bool:
 
 
 def parts_of(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the children of a nest with their keys as in :func:`leaves`; nothing for a leaf."""
+    """Yield the children of a nested container with their keys as in :func:`leaves`; nothing for a leaf."""
     if isinstance(value, Mapping):
         yield from value.items()
     elif isinstance(value, list) or type(value) is tuple or _has_names(value):
@@ -164,8 +164,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def to_device(values: Any, device: torch.device) -> Any:
-    """Return the nest with its tensors on ``device``; other leaves are unchanged. Copies from host to accelerator go
-    through pinned memory and are asynchronous: later work on the current stream sees the data."""
+    """Return the same nested container with its tensors on ``device``; other leaves are unchanged. Copies from host to
+    accelerator go through pinned memory and are asynchronous: later work on the current stream sees the data."""
     return transform(
         values, lambda part: _on_device(part, device) if isinstance(part, Tensor) else part
     )
@@ -221,8 +221,8 @@ def plain_rows(tensor: Tensor) -> Tensor:
 
 
 def with_own_storage(values: Any) -> Any:
-    """Return the nest with each tensor that is a slice of a larger storage copied. A slice that is saved for backward
-    would otherwise keep the whole batch or data set alive."""
+    """Return the same nested container, with each tensor copied that is a slice of a larger storage. A slice that is
+    saved for backward would otherwise keep the whole batch or data set alive."""
     return transform(values, lambda part: part.clone() if _is_part(part) else part)
 
 

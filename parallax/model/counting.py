@@ -1,4 +1,4 @@
-"""Weights of micro-batch losses, so that they add up to the loss of the batch.
+"""Weights for the losses of micro-batches, so that they add up to the loss of the whole batch.
 
 The usual cross-entropy is a mean over *counted* targets: targets equal to ``ignore_index`` (-100) do not count, and
 others may count with a class weight. A micro-batch with few counted targets must weigh less, or the loss of a split
@@ -49,11 +49,12 @@ class _CountingRule(Protocol):
     """A method to count the targets of given rows."""
 
     def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
-        """Return the weight of rows [low, high). ``results``: the model's return value for ``few`` other rows."""
+        """Return the weight of rows [low, high) in the batch's loss. ``results``: the model's return value for ``few``
+        rows, which may be other ones."""
 
 
 class Counting:
-    """A loss, and the weight of given rows in the loss of the batch."""
+    """A loss, and the weight that a range of rows has in the loss of the batch."""
 
     def __init__(self, loss: AnyLoss) -> None:
         self._loss = loss
@@ -64,7 +65,8 @@ class Counting:
         self._observed = hasattr(loss, "count")  # the loss counts its targets itself
 
     def value(self, results: Any, targets: Any, inputs: Callable[[], Any]) -> Tensor:
-        """Return the loss of the model's return value ``results`` for ``inputs()``; observe the first call."""
+        """Return the loss for ``results``, the model's return value for ``inputs()``. The first call also finds out
+        which targets count."""
         if self._observed:
             return call_loss(self._loss, results, targets)
         self._observed = True
@@ -88,36 +90,38 @@ class Counting:
 
     @property
     def counts_targets(self) -> bool:
-        """Whether the loss is known to be a mean over targets, not rows."""
+        """Whether the loss is known to be a mean over targets instead of rows."""
         return self._rule is not None
 
     @property
     def observed(self) -> bool:
-        """Whether the loss has been observed on targets of which some count."""
+        """Whether the loss has been called on targets of which at least one counts, so that its weighting is known."""
         return self._observed
 
     def assume_row_mean(self) -> None:
-        """Drop the rule: treat the loss as a mean over rows."""
+        """Treat the loss as a mean over rows from now on."""
         self._rule = None
 
     def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
-        """Return the weight of rows [low, high); their share in the loss is this divided by the weight of all rows.
-        ``results``: the model's return value for ``few`` rows. Without a rule it is the number of rows."""
+        """Return the weight of rows [low, high): their part of the batch's loss is this weight divided by that of all
+        rows. ``results``: the model's return value for ``few`` rows. A loss without counting rule weighs by the number
+        of rows."""
         if self._rule is None:
             return float(high - low)
         return self._rule.row_weight(results, few, batch, low, high)
 
 
 class RowMeanCheck:
-    """Checks once whether an unknown loss is the mean of its rows' losses although targets are masked: in the first
-    part whose rows differ in their number of masked targets (negative integers)."""
+    """Checks, once, whether an unknown loss is the mean of its rows' losses although some targets are masked (negative
+    integers). It compares the two rows with the fewest and the most masked targets, in the first micro-batch in which
+    rows differ in this number."""
 
     def __init__(self, loss: AnyLoss) -> None:
         self._loss, self._seen = loss, False
 
     def difference(self, results: Any, few: int, targets: Any) -> str:
-        """Return how the loss of two rows differs from the mean of their losses; empty if it does not. ``results`` are
-        of ``few`` rows, ``targets`` of these or of others."""
+        """Return a text that tells how the loss of two rows differs from the mean of their losses; empty if it does
+        not. ``results`` are outputs of ``few`` rows, ``targets`` of these or of other rows."""
         rows = None if self._seen else _masked_unevenly(targets)
         elements = sum(each.numel() for each in tensors_in(results))
         if rows is None or 2 * elements > _MOST_ELEMENTS * few:
@@ -158,8 +162,8 @@ def _masked_unevenly(targets: Any) -> list[int] | None:
 
 
 def _rows_of(value: Any, few: int, chosen: list[int]) -> Any:
-    """Return the ``chosen`` rows of a nest of tensors, modulo the number of rows. With ``few``, tensors of another
-    length are unchanged."""
+    """Return the ``chosen`` rows (modulo the number of rows) of nested tensors. With ``few``, tensors of another length
+    are returned whole."""
 
     def change(part: Any) -> Any:
         if not isinstance(part, Tensor) or not part.dim() or (few and len(part) != few):
@@ -178,7 +182,7 @@ class _TargetsCounted(Exception):
 
 
 class _Observer(TorchFunctionMode):
-    """Records the cross-entropies that are called. With ``only_counts`` the first one raises
+    """Records the cross-entropies that run in its context. With ``only_counts`` the first one raises
     :class:`_TargetsCounted`."""
 
     def __init__(self, *, only_counts: bool = False) -> None:
@@ -205,7 +209,7 @@ class _Observer(TorchFunctionMode):
         return found
 
     def means(self, value: Any) -> bool:
-        """Return whether ``value`` is the result of the only cross-entropy that was called, and that is a mean."""
+        """Return whether exactly one cross-entropy ran, it is a mean, and ``value`` is its result."""
         if len(self._results) != 1 or not isinstance(value, Tensor):
             return False
         found = self._results[0]
@@ -256,7 +260,7 @@ class _CrossEntropyRule:
 @dataclass(frozen=True)
 class _LabelRule:
     """Counts the non-negative labels among a model's inputs. ``place``: the index of the label tensor; ``shifted``:
-    each score predicts the next label, so the first one does not count."""
+    each score predicts the next label, so a row's first label does not count."""
 
     place: int
     shifted: bool
@@ -270,8 +274,8 @@ class _LabelRule:
 
 
 def _label_rule(value: Tensor, results: Any, inputs: Any) -> tuple[_LabelRule | None, bool]:
-    """Return the rule by which ``value`` is a mean over labels among the ``inputs`` (None: there is none), and whether
-    that is certain: if no label counts, nothing can be concluded."""
+    """Return the rule by which ``value`` is a mean over labels among ``inputs`` (None if it is none), and whether that
+    is certain. It is uncertain if no label counts."""
     best, rule = _SAME_HALF if value.dtype.itemsize < 4 else _SAME, None
     scores = [each for each in tensors_in(results) if each.is_floating_point()]
     for place, labels in enumerate(tensors_in(inputs)):
@@ -290,8 +294,8 @@ def _label_rule(value: Tensor, results: Any, inputs: Any) -> tuple[_LabelRule | 
 
 
 def _mean(scores: Tensor, labels: Tensor, shifted: bool) -> float | None:
-    """Return the mean cross-entropy of ``labels``; None if none counts. Computed row by row, because all at once would
-    take as many bytes as the scores again."""
+    """Return the mean cross-entropy of ``labels``; None if no label counts. Computed row by row, because all rows at
+    once would need as much memory as the scores again."""
     total, counted = 0.0, 0
     with torch.no_grad():
         for row, classes in zip(scores.detach(), labels.to(scores.device)):
@@ -307,7 +311,8 @@ def _mean(scores: Tensor, labels: Tensor, shifted: bool) -> float | None:
 
 
 def _blank(results: Any, few: int, rows: int, make: Callable[[Tensor, list[int]], Tensor]) -> Any:
-    """Return a value shaped like the model's return value for ``rows`` rows, made by ``make``."""
+    """Return a stand-in for the model's outputs of ``rows`` rows. It has the structure of ``results``, the outputs of
+    ``few`` rows, and ``make(tensor, shape)`` makes each of its tensors."""
 
     def change(part: Any) -> Any:
         if not isinstance(part, Tensor):

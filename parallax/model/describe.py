@@ -1,4 +1,4 @@
-"""A module as a chain of blocks, none of which has memory yet.
+"""Describe a module as a chain of blocks on the meta device, without memory.
 
 The model is built once by its constructor, on the meta device (:mod:`parallax.model.construction`).
 :mod:`parallax.model.materialise` creates the blocks of one stage with values.
@@ -44,13 +44,15 @@ SPLIT_HELP = (
 class Chain:
     """The blocks of a model in order.
 
-    ``ties`` maps the model-wide name of each parameter that several blocks share to its users as ``(block index, name
-    inside the block)``, the first user first. ``model`` is the whole model on the meta device, whose tensors the blocks
-    hold; ``deferred`` makes their values. ``nest``: paths of the tensors in nested inputs. ``weights``: a safetensors
-    file, or a folder of them, with initial values; None: the constructor makes all. ``layout``: how such files name and
-    store the model's tensors; with ``partial_weights`` they may lack tensors that the constructor makes. ``base``: a
-    text that identifies the source of the frozen parameters, which is the same whenever the model is built; checkpoints
-    then leave these out. Empty: checkpoints hold all parameters.
+    ``model`` is the whole model on the meta device; the blocks hold its tensors, and ``deferred`` makes their values.
+    ``ties``: for each parameter that several blocks share, its model-wide name → its users as ``(block index, name
+    inside the block)``, the first user first. ``nest``: paths of the tensors in nested inputs.
+
+    ``weights``: a safetensors file, or a folder of such files, with initial values; None: the constructor makes all
+    values. ``layout``: how these files name and store the model's tensors. With ``partial_weights`` the files may lack
+    tensors, whose values the constructor then makes. ``base``: a text that identifies the source of the frozen
+    parameters, equal whenever the model is built; checkpoints then leave frozen parameters out. Empty: checkpoints hold
+    all parameters.
     """
 
     deferred: DeferredModel = field(repr=False)
@@ -72,7 +74,8 @@ class Chain:
         return self.deferred.model
 
     def fingerprint(self) -> str:
-        """Return a hash of structure, shapes and frozen parameters: equal for models of equal cost and names."""
+        """Return a hash of structure, shapes and frozen parameters; models with equal hash have equal costs and
+        names."""
         text = [str(self.dtype)]
         for block in self.blocks:
             kinds = [f"{name}: {type(m).__qualname__}" for name, m in block.module.named_modules()]
@@ -84,8 +87,9 @@ class Chain:
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def structure(self) -> str:
-        """Return a hash of the modules, the names and shapes of the weights, ties and frozen parameters. It is equal
-        for a model in several number formats; their fingerprints may differ, because their recorded forwards may."""
+        """Return a hash of the modules, the names and shapes of weights, ties and frozen parameters. It is equal for
+        one model in several number formats. Their fingerprints may differ, because their recorded forwards may differ.
+        """
         model = self.model
         text = [f"{name}: {type(module).__qualname__}" for name, module in model.named_modules()]
         text += [f"{n}{tuple(t.shape)}" for n, t in model.state_dict(keep_vars=True).items()]
@@ -93,8 +97,8 @@ class Chain:
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def arguments(self, value: Any) -> tuple[Tensor, ...]:
-        """Return the model's inputs as the first block takes them. ``value`` is a tensor, several in order, several by
-        name, or a nest like the sample's."""
+        """Return the model's inputs as a tuple of tensors for the first block. ``value`` is a tensor, a sequence or a
+        mapping of tensors, or nested like the sample."""
         found = self._tensors(value)
         for tensor, sizes in zip(found, self.sizes):
             wrong = len(sizes) != tensor.ndim or any(
@@ -135,7 +139,7 @@ class Chain:
         return tuple(part for _, part in found)
 
     def results(self, outputs: tuple[Tensor, ...]) -> Any:
-        """Return the last block's outputs as the model returns them; the loss gets this value."""
+        """Return the last block's outputs in the structure that the model returns; the loss gets this value."""
         if self.template is not None:
             return rebuild(self.template, outputs)
         return outputs[0] if len(outputs) == 1 else outputs
@@ -331,7 +335,7 @@ def as_tuple(value: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _given(value: Any) -> tuple[Tensor, ...]:
-    """Return inputs that are tensors only, as a tuple."""
+    """Return inputs that consist of tensors only as a tuple."""
     parts = [value] if isinstance(value, Tensor) else value
     if isinstance(parts, tuple | list) and all(isinstance(part, Tensor) for part in parts):
         return tuple(parts)

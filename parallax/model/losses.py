@@ -1,4 +1,4 @@
-"""Call a user's loss, and refuse return values that cannot be trained on."""
+"""Call a user's loss, and refuse return values that cannot be trained with."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _ACCEPTED = "a tensor of one number, alone, first in a tuple, or as loss in a di
 
 
 def call_loss(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any) -> Tensor:
-    """Return the loss of some rows. Raises :class:`DescribeError` if it is no tensor of one element, or is computed
-    with parameters or buffers of the model, which have no values here."""
+    """Return the loss of some rows. Raises :class:`DescribeError` if it is not a tensor of one element, or if it uses
+    parameters or buffers of the model, which have no values in this process."""
     try:
         found = _first(loss(outputs, targets))
     except (RuntimeError, NotImplementedError) as error:
@@ -50,7 +50,7 @@ def check_loss(loss: Callable[[Any, Any], Any]) -> None:
 
 
 def _first(found: Any) -> Any:
-    """Return the loss out of a dict, tuple or model output."""
+    """Return the loss tensor from a returned dict, tuple or model output."""
     if isinstance(found, Mapping) and "loss" in found:
         return found["loss"]
     if isinstance(found, tuple | list) and found:
@@ -59,8 +59,8 @@ def _first(found: Any) -> Any:
 
 
 def _names_on_meta(loss: Any) -> list[str]:
-    """Return the names of parameters and buffers on the meta device. Their module is the loss itself, or the object
-    whose method the loss is."""
+    """Return the names of the loss's parameters and buffers that are on the meta device. Their module is the loss
+    itself, or the object whose method the loss is."""
     module = loss if isinstance(loss, nn.Module) else getattr(loss, "__self__", None)
     if not isinstance(module, nn.Module):
         return []

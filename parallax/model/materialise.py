@@ -65,7 +65,7 @@ def materialise_each(
 
 def _check_values(chain: Chain, index: int, block: nn.Module, saved: Mapping[str, str]) -> None:
     """Raise :class:`CheckpointError` if a trained parameter is NaN or infinite: training would diverge, and no
-    checkpoint may hold it. Frozen infinities, as in masks, are accepted. ``saved`` maps names to those in the weights'
+    checkpoint may hold it. Frozen parameters may be infinite, as masks are. ``saved`` maps names to those in weight
     files."""
     state = block.state_dict(keep_vars=True)
     for inner, name in chain.names[index].items():

@@ -70,14 +70,14 @@ class PrecisionConfig:
 
     @property
     def masters(self) -> str:
-        """The type of the tensors that the optimizer updates, parameters or master copies. A run can resume in any
-        number format with the same one."""
+        """The type in which the optimizer updates weights: that of the parameters or of the master copies. A run can
+        resume in any number format with the same one."""
         return "fp32" if self.parameters in _SHORT else self.parameters
 
     @property
     def boundary_dtype(self) -> torch.dtype | None:
-        """The type in which floating tensors travel between stages: that of matrix products where it has two bytes;
-        None: their own."""
+        """The type in which floating tensors travel between stages: that of matrix products if it has two bytes; None:
+        each tensor's own type."""
         return DTYPES[self.compute] if self.compute in _SHORT else None
 
     def autocast(self, device_type: str) -> contextlib.AbstractContextManager[object]:
@@ -104,7 +104,7 @@ class PrecisionConfig:
             convolutions.allow_tf32 = before[1]
 
     def __str__(self) -> str:
-        """The name of the recipe (:data:`parallax.plan.analytic.recipe.RECIPES`)."""
+        """Return the name of the recipe (:data:`parallax.plan.analytic.recipe.RECIPES`)."""
         if self.compute in (self.parameters, "tf32"):
             return self.compute
         return f"{self.parameters}+{self.compute} autocast"

@@ -25,9 +25,9 @@ def layout_of(model: nn.Module) -> FileLayout:
 def read_weights(
     model: nn.Module, path: Path, without: Collection[str] = (), *, incomplete: bool = False
 ) -> None:
-    """Load the safetensors file or folder at ``path`` into ``model``, except the tensors ``without`` and, if the files
-    may be ``incomplete``, parts such as a new head. In a recorded constructor nothing is read yet: each stage reads its
-    own tensors later. Raises :class:`CheckpointError` if the files do not belong to this model."""
+    """Load the safetensors file or folder at ``path`` into ``model``, except the tensors ``without``. With
+    ``incomplete`` the files may lack parts such as a new head. In a recorded constructor nothing is read yet: each
+    stage reads its own tensors later. Raises :class:`CheckpointError` if the files do not belong to this model."""
     with without_function_modes(), without_operator_modes():
         weights = CheckpointWeights(path, layout_of(model))
         state = model.state_dict(keep_vars=True)
@@ -60,7 +60,7 @@ def log_once(line: str) -> None:
 
 
 def tied_names(model: nn.Module) -> dict[str, list[str]]:
-    """Return name of a shared parameter or buffer → its other names."""
+    """Return, for each shared parameter or buffer, its first name → its other names."""
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)

@@ -51,7 +51,7 @@ class OperatorMode(TorchDispatchMode):
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Return ``function`` itself, a Python function, excluded from compilation together with its callees.
+    """Return ``function`` itself, a Python function, excluded from compilation together with the functions it calls.
     ``torch.compiler.disable`` has the same effect, but adds eight calls each time and imports the compiler."""
     _run_as(function.__code__, "SKIP")
     return function
@@ -129,8 +129,9 @@ class NestedSizes:
 
 
 def _metadata(tensor: Tensor) -> dict[str, Any]:
-    """Return the metadata that a recomputed forward must reproduce. Row lengths of a jagged nested tensor are new
-    symbols each time, and a strided nested tensor has none, so only its number of dimensions and elements counts."""
+    """Return the metadata of a saved tensor that a recomputed forward must reproduce. Row lengths of a jagged nested
+    tensor are new symbols each time, and a strided nested tensor has none, so only its number of dimensions and
+    elements is compared."""
     nested = tensor.is_nested
     shape = (tensor.dim(), tensor.numel()) if nested else tensor.shape
     return {"shape": shape, "dtype": tensor.dtype, "device": tensor.device}
@@ -142,6 +143,6 @@ _allowed_determinism_checks_to_fns[SAME_TENSORS] = _metadata
 
 
 def parse_to(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """Return device, dtype, non_blocking and memory format of the arguments of ``Tensor.to``."""
+    """Return device, dtype, non_blocking and memory format from the arguments of ``Tensor.to``."""
     found: tuple[Any, Any, Any, Any] = torch._C._nn._parse_to(*args, **kwargs)
     return found

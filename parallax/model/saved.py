@@ -30,12 +30,13 @@ _LOOKUPS = "Embedding", "Index", "Gather", "Take"
 
 
 def address(storage: UntypedStorage) -> int:
-    """Return a key of a storage: its address, or on meta its identity."""
+    """Return a key that identifies a storage: its address or, on the meta device, its object id."""
     return id(storage) if storage.device.type == "meta" else storage.data_ptr()
 
 
 def _of_bytes(storage: UntypedStorage) -> int:
-    """Return the same key, faster on devices with memory: only an empty storage has no address."""
+    """Return the same key as :func:`address`, faster, for devices with memory, where only an empty storage has no
+    address."""
     return storage.data_ptr() or address(storage)
 
 
@@ -126,8 +127,8 @@ class Selector:
 
 
 def _has_history(tensor: Tensor) -> bool:
-    """Return whether autograd computed the tensor. If not, it is a slice of a batch or data set, whose storage the
-    caller holds."""
+    """Return whether autograd computed the tensor. Otherwise it is a slice of a batch or data set, whose storage the
+    caller keeps alive."""
     return tensor.requires_grad or tensor.grad_fn is not None
 
 
@@ -155,7 +156,7 @@ class SavedBytes:
         self._alive: list[UntypedStorage] = []  # keeps storages alive, so that no address is reused
 
     def block_hooks(self) -> saved_tensors_hooks:
-        """Return hooks that attribute saved tensors to the block."""
+        """Return hooks that count saved tensors as the block's."""
 
         def pack(tensor: Tensor) -> Tensor:
             storage = plain_rows(tensor).untyped_storage()
@@ -167,7 +168,7 @@ class SavedBytes:
         return saved_tensors_hooks(pack, lambda tensor: tensor)
 
     def loss_hooks(self) -> saved_tensors_hooks:
-        """Return hooks that attribute saved tensors to the loss."""
+        """Return hooks that count saved tensors as the loss's."""
 
         def pack(tensor: Tensor) -> Tensor:
             storage = plain_rows(tensor).untyped_storage()

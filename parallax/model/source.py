@@ -1,4 +1,4 @@
-"""The interface of the ``model=`` options to a run."""
+"""The interface between the ``model=`` options and a run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class ModelConfig(Registered):
 
     @property
     def verify(self) -> bool | str:
-        """When the chain is compared with the model's own forward: true, false or auto."""
+        """Whether to compare the chain with the model's own forward: true, false or auto."""
         return False
 
     @property
     def sequence(self) -> int:
-        """The tokens in a row of text."""
+        """The number of tokens in a row of text."""
         return DEFAULT_SEQUENCE
 
     @property
@@ -41,7 +41,7 @@ class ModelConfig(Registered):
 
     @property
     def block_paths(self) -> Sequence[str]:
-        """The module paths of the chain; empty: it is found automatically."""
+        """The module paths of the chain; empty: the chain is found automatically."""
         return ()
 
     @abc.abstractmethod
@@ -52,18 +52,19 @@ class ModelConfig(Registered):
         """Raise :class:`~parallax.errors.ConfigError` for a model that has sizes but no code."""
 
     def work(self, precision: str = "bf16") -> ModelWork | None:  # noqa: ARG002
-        """Return the operations and bytes of a model that is known by formulas; None for one that is counted."""
+        """Return the operations and bytes of a model whose sizes are known; None for a model whose operators are
+        counted."""
         return None
 
     @property
     def stage_weights(self) -> str:
-        """The files of initial weights that each stage reads itself; empty where there are none, or where
-        :meth:`build` reads them."""
+        """The files of initial weights that each stage reads itself; empty if there are none, or if :meth:`build` reads
+        them."""
         return ""
 
     @property
     def partial_weights(self) -> bool:
-        """Whether :attr:`stage_weights` may lack some, such as those of a new head."""
+        """Whether the files of :attr:`stage_weights` may lack tensors, such as those of a new head."""
         return False
 
     def base(self, seed: int) -> str:  # noqa: ARG002
@@ -72,10 +73,10 @@ class ModelConfig(Registered):
 
     @property
     def libraries(self) -> Sequence[str]:
-        """The modules that building the model imports and that take long."""
+        """The modules that building the model imports, and whose import is slow."""
         return ()
 
     @property
     def exported_from(self) -> str:
-        """The folder of transformers that the model began with; empty where there is none."""
+        """The transformers folder that the model was loaded from; empty if there is none."""
         return ""

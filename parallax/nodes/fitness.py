@@ -5,8 +5,8 @@ In an elastic run, in which hosts come and go, an unfit host does not end the ru
     host a, at HEAD    fit ──────────────────────────────> ends its ranks; torchrun restarts them without b
     host b             torch 2.9.1, too little memory ───> reports why, ends its torchrun: exit code 2
 
-All ranks compare in one exchange, so all decide alike. The host at HEAD, where the ranks meet, is never dropped: the
-versions of other hosts are compared with its own.
+All ranks exchange their data in one collective, so all make the same decision. The host at HEAD, where the ranks meet,
+is never dropped: the versions of other hosts are compared with its own.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True)
 class Elastic:
-    """The arguments of the launchers on all hosts: ``heads`` are the hosts at HEAD, ``least`` is the minimum of hosts,
-    0 where the run is not elastic or some ranks are not restarted."""
+    """The arguments of the launchers on all hosts. ``heads``: the hosts that are rendezvous hosts (HEAD). ``least``:
+    the minimum number of hosts; 0 if the run is not elastic or some ranks would not be restarted."""
 
     heads: frozenset[str]
     least: int
 
     @classmethod
     def gather(cls, nodes: Nodes) -> Elastic:
-        """Ask all ranks; called by every rank of torch's world."""
+        """Return the arguments gathered from all ranks; called by every rank of torch's world."""
         found = all_gather_result(
             lambda: (os.environ.get(AT_HEAD) == "1", os.environ.get(LEAST, "0"), _starts_again())
         )
@@ -45,11 +45,11 @@ class Elastic:
         return cls(heads, least if all(again for _, _, again in found) else 0)
 
     def measure(self, nodes: Nodes) -> int:
-        """Return the rank whose versions the others are compared with: the first at HEAD, otherwise rank 0."""
+        """Return the rank with whose versions the other ranks are compared: the first at HEAD, otherwise rank 0."""
         return next((rank for rank, host in enumerate(nodes.hosts) if host in self.heads), 0)
 
     def goes_on(self, unfit: Mapping[str, str], nodes: Nodes) -> bool:
-        """Whether the other hosts continue without those that are ``unfit``."""
+        """Whether the run continues on the other hosts if those in ``unfit`` leave it."""
         left = {*nodes.hosts} - unfit.keys()
         enough = 0 < self.least <= len(left)
         return bool(unfit) and enough and bool(self.heads) and self.heads <= left
@@ -64,11 +64,11 @@ def _starts_again() -> bool:
 
 
 def from_hosts(call: Callable[[], _Found], nodes: Nodes) -> list[_Found]:
-    """Return the results of ``call`` on the first rank of each node, in their order; called by every rank of torch's
+    """Return the results of ``call`` on the first rank of each node, in node order; called by every rank of torch's
     world.
 
-    Raises :class:`UnfitHostError` where ``call`` raises a :class:`UserError` on some hosts and not on others; the first
-    host's error where it does on all.
+    Raises :class:`UnfitHostError` if ``call`` raises a :class:`UserError` on some hosts but not on all; if it raises on
+    all, the first host's error.
     """
 
     def tried() -> tuple[_Found | None, type[UserError], str | None]:

@@ -1,4 +1,4 @@
-"""Join all ranks into torch's world, within a limit; missing ranks are named while the others wait."""
+"""Join all ranks into torch's world within a time limit; missing ranks are reported while the others wait."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ _LATE_SECONDS = 5.0  # by which torch may be late itself
 
 
 def start_processes(file: str | None = None) -> None:
-    """Join torchrun's world over gloo; also for CUDA devices, whose tensors are staged through the host.
+    """Initialise torch's world over gloo, also for CUDA devices, whose tensors are staged through the host.
 
-    Ranks meet at ``file`` where all are on one host, otherwise at torchrun's address, separately from the ranks of an
-    earlier start (:mod:`parallax.nodes.meeting`). They then talk over the network interface that leads there, unless
-    the user names another: gloo looks up this host's name, which often means loopback.
+    The rendezvous is ``file`` if all ranks are on one host, otherwise torchrun's address, separate from ranks of an
+    earlier start (:mod:`parallax.nodes.meeting`). The ranks then communicate over the network interface on the route to
+    that address, unless the user names another one. By default gloo would look up this host's name, which often means
+    loopback.
     """
     store: Any
     answer: Callable[[], object] = _nothing
@@ -61,9 +62,9 @@ def start_processes(file: str | None = None) -> None:
 
 
 def _choose_card(own: str, addresses: Sequence[str]) -> None:
-    """Let gloo and NCCL use the network interface that leads to the other hosts, unless the user has named one.
-    ``own``: this host's address; empty on the host of the meeting place, whose route there is loopback, so the
-    addresses of others decide."""
+    """Set the network interface of gloo and NCCL to the one on the route to the other hosts, unless the user has named
+    one. ``own``: this host's address. It is empty on the rendezvous host, whose route to itself is loopback; there the
+    ``addresses`` of others determine the interface."""
     others = [address for address in addresses if address]
     card = interface_of(own or (own_address(others[0]) if others else ""))
     if card:
@@ -82,9 +83,9 @@ def join_seconds() -> float:
 
 
 def _network_store() -> tuple[Any, Callable[[], object], int, int]:
-    """Return torch's store at MASTER_ADDR, the work to do there until all ranks have joined, this rank and the number
-    of ranks. Until rank 0 has joined no rank can list the missing ones, so the others name rank 0. torch alone waits
-    without a message, and forever where another program listens at the port."""
+    """Return torch's store at MASTER_ADDR, a function to call repeatedly until all ranks have joined, this rank, and
+    the number of ranks. Until rank 0 has joined, no rank can list the missing ones, so the others report rank 0 as
+    missing. torch alone would wait without a message, and for ever if another program listens at the port."""
     limit = join_seconds()
     rank, size = (os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE"))
     place = printable(":".join(os.environ.get(key, "") for key in ("MASTER_ADDR", "MASTER_PORT")))
@@ -120,8 +121,9 @@ def _network_store() -> tuple[Any, Callable[[], object], int, int]:
 
 
 def _store(rank: int, size: int, limit: float) -> tuple[Any, Callable[[], object]]:
-    """Return the store that rank 0 opens without waiting for others; or this meeting's part of the store of torchrun's
-    agent, which outlives its ranks, and rank 0's work there until all have joined."""
+    """Return a store, and a function that rank 0 calls until all have joined. The store is one that rank 0 opens
+    without waiting for others; or, in the store of torchrun's agent, which outlives its ranks, the part of this
+    rendezvous."""
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     end = time.monotonic() + limit
@@ -142,7 +144,7 @@ def _store(rank: int, size: int, limit: float) -> tuple[Any, Callable[[], object
 
 
 def _nothing() -> None:
-    """No work."""
+    """No-op."""
 
 
 def _note_seconds(limit: float) -> float:
@@ -158,12 +160,12 @@ def wait_for_all(
     note_seconds: float = NOTE_SECONDS,
     meanwhile: Callable[[], object] = _nothing,
 ) -> None:
-    """Wait for every rank to call this with the same ``store`` of torch, and name the ranks that do not: torch would
-    wait twice as long and name none.
+    """Wait for every rank to call this with the same ``store`` of torch, and name the ranks that do not. torch itself
+    would wait twice as long and name none.
 
     Raises :class:`AbsentError` after ``join_seconds``. After ``note_seconds`` the first present rank prints the missing
-    ranks on stderr. ``meanwhile`` is called repeatedly. Raises :class:`ConfigError` where another rank has another
-    number of ranks.
+    ranks on stderr. ``meanwhile`` is called repeatedly. Raises :class:`ConfigError` if another rank was started with
+    another number of ranks.
     """
     _check_size(store, rank, size)
     store.set(f"rank {rank}", "")
@@ -192,13 +194,13 @@ def wait_for_all(
 
 
 def _names(ranks: Sequence[int]) -> str:
-    """Return the first of ``ranks`` as text."""
+    """Return the first few of ``ranks`` as text for a message, and the number of the others."""
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{more}"
 
 
 def _check_size(store: Any, rank: int, size: int) -> None:
-    """Compare the number of ranks with that of the first rank in the store."""
+    """Raise :class:`ConfigError` if this rank's number of ranks differs from that of the first rank in the store."""
     known = store.compare_set("size", "", f"{size} {rank}").decode()
     first, _, other = known.partition(" ")
     if int(first) != size:
@@ -212,6 +214,6 @@ def _check_size(store: Any, rank: int, size: int) -> None:
 
 
 def stop_processes() -> None:
-    """Leave the world; without this a normal exit can abort."""
+    """Destroy torch's world; without this a normal exit may abort."""
     if dist.is_initialized():
         dist.destroy_process_group()

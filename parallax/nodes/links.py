@@ -1,8 +1,8 @@
-"""Measure the links between nodes in the transport of the run: one message at a time, as stages send them.
+"""Measure the links between nodes in the transport of the run, one message at a time, as stages send messages.
 
 The nodes form a ring, and every second pair of neighbours is measured at the same time, so a hundred nodes take as long
 as three. A pair first measures its first ranks alone, then as many ranks as both nodes have, which shows whether ranks
-share the node's network. Results are kept; a plan counts on the slowest link.
+share the node's network. Results are cached; a plan uses the slowest link.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RemoteLink:
 
     @classmethod
     def slowest(cls, found: Sequence[RemoteLink]) -> RemoteLink:
-        """Return the smallest bandwidth and the largest latency of all links."""
+        """Return a link with the smallest bandwidth and the largest latency among ``found``."""
         return cls(
             Link(
                 bytes_per_second=min(each.link.bytes_per_second for each in found),
@@ -75,7 +75,7 @@ def probe_links(
 
 
 def _rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield rounds of neighbouring pairs; no node is in two pairs of a round."""
+    """Yield rounds of pairs of adjacent nodes; in each round every node is in at most one pair."""
     ring = [(node, node + 1) for node in range(count - 1)]
     yield from (ring[turn::2] for turn in range(2))
     yield [(0, count - 1)] if count > 2 else []
@@ -93,7 +93,7 @@ def _path(nodes: Nodes, pair: tuple[int, int], backend: str) -> Path:
 
 
 def _alike(nodes: Nodes, pair: tuple[int, int]) -> int:
-    """Return the number of ranks that both nodes have."""
+    """Return the smaller rank count of the two nodes of a pair."""
     return min(nodes.of.count(node) for node in pair)
 
 
@@ -121,7 +121,7 @@ def _keep(path: Path, found: RemoteLink) -> None:
 def _measured(
     nodes: Nodes, pairs: Sequence[tuple[int, int]], device: torch.device, backend: str
 ) -> dict[tuple[int, int], RemoteLink]:
-    """Measure pairs without a common node, all at the same time."""
+    """Return the link of each pair; the pairs have no common node and are measured at the same time."""
     mine = next((pair for pair in pairs if nodes.mine in pair), None)
     place = nodes.rank - nodes.first(nodes.mine)
     connection = None
@@ -182,8 +182,8 @@ class _Connection:
             self._carry(one, sends=sends)
 
     def alone(self) -> tuple[float, float]:
-        """Return the latency in seconds, the smallest of several since other traffic only adds to it, and the bytes per
-        second of the slower direction."""
+        """Return the latency in seconds, and the bytes per second of the slower direction. The latency is the smallest
+        of several, because other traffic only adds to it."""
         one, latency = torch.zeros(1, dtype=torch.uint8, device=self._device), float("inf")
         for _ in range(_PINGS):
             start = time.perf_counter()
@@ -220,8 +220,8 @@ class _Connection:
 
 
 def clock_offset(nodes: Nodes) -> float:
-    """Return the seconds to add to ``time.perf_counter()`` of this host for that of rank 0's; called by every rank of
-    torch's world. Of several requests the one with the fastest answer counts, and the middle of its time (Cristian
+    """Return the seconds to add to this host's ``time.perf_counter()`` to get that of rank 0's host; called by every
+    rank of torch's world. Of several requests, the one with the fastest answer is used, and its midpoint (Cristian
     1989, "Probabilistic clock synchronization")."""
     found, clock = 0.0, torch.zeros(1, dtype=torch.float64)
     for node in range(1, len(nodes.names)):

@@ -1,4 +1,4 @@
-"""A rendezvous of ranks in a store that outlives them, separate from earlier ones.
+"""A rendezvous of ranks in a store that outlives them, separate from earlier ones in the same store.
 
 torchrun's agent keeps one store for all starts of its ranks. Values of an earlier start look like values of the present
 one: its ranks would be counted as present, at addresses where no process listens. The number of restarts does not
@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.05
 
 
 class OpenMeeting:
-    """The meeting on rank 0. ``part``: a new part of ``store``."""
+    """An open rendezvous, on rank 0. ``part``: a new part of ``store`` for it."""
 
     def __init__(self, store: Any) -> None:
         self._store, self._name = store, secrets.token_hex(_BYTES)
@@ -46,7 +46,7 @@ class OpenMeeting:
 
 
 def ask(store: Any, seconds: float) -> Any:
-    """Return the part of ``store`` that rank 0 has opened. Raises :class:`TimeoutError` where rank 0 does not answer
+    """Return the part of ``store`` that rank 0 has opened. Raises :class:`TimeoutError` if rank 0 does not answer
     within ``seconds``."""
     nonce = secrets.token_hex(_BYTES)
     store.append(_ASKED, nonce)

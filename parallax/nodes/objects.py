@@ -1,7 +1,7 @@
-"""Python objects between ranks: values and records of this package as JSON, never code.
+"""Exchange Python objects between ranks: values and records of this package as JSON, never as code.
 
 Torch's own collectives of objects unpickle whatever they receive, so anybody who reaches a rank's port could run code
-there. JSON has no code. It lacks tuples, sets, bytes and keys that are no strings, so these, records (dataclasses,
+there. JSON has no code. It lacks tuples, sets, bytes, and keys that are not strings, so these, records (dataclasses,
 named tuples, enumerations), types of errors, paths and torch's dtypes travel as ``{"#": kind, "of": content}``.
 """
 
@@ -28,7 +28,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def all_gather_object(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return one value of every rank of ``group`` (torch's world), on every rank; called by all of them."""
+    """Return the value of every rank of ``group`` (None: torch's world), in rank order. Collective."""
     padded, lengths = _padded(write_object(value), group)
     found = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(found, padded, group=group)
@@ -36,7 +36,7 @@ def all_gather_object(value: object, group: dist.ProcessGroup | None = None) -> 
 
 
 def gather_object(value: object) -> list[Any]:
-    """Return one value of every rank of torch's world on rank 0, and an empty list on others; called by all of them."""
+    """Return the value of every rank of torch's world on rank 0, and an empty list on other ranks. Collective."""
     padded, lengths = _padded(write_object(value), None)
     found = [torch.empty_like(padded) for _ in lengths] if dist.get_rank() == 0 else []
     dist.gather(padded, found or None)
@@ -44,7 +44,7 @@ def gather_object(value: object) -> list[Any]:
 
 
 def broadcast_object(value: object) -> Any:
-    """Return the value of rank 0 of torch's world on every rank; called by all of them."""
+    """Return rank 0's value on every rank of torch's world. Collective."""
     rank = dist.get_rank()
     data = write_object(value) if rank == 0 else b""
     size = torch.tensor([len(data)], dtype=torch.int64)
@@ -56,13 +56,14 @@ def broadcast_object(value: object) -> Any:
 
 
 def write_object(value: object) -> bytes:
-    """Return ``value`` as bytes for :func:`read_object`. Raises :class:`TypeError` for a value that cannot travel."""
+    """Return ``value`` as bytes that :func:`read_object` reads. Raises :class:`TypeError` for a value of an unsupported
+    type."""
     return json.dumps(_encoded(value), separators=(",", ":")).encode()
 
 
 def read_object(data: bytes, rank: int) -> Any:
-    """Return the object in ``data`` of rank ``rank``. Raises :class:`TransportError` where it is none of
-    :func:`write_object`'s."""
+    """Return the object in ``data``, which rank ``rank`` encoded with :func:`write_object`. Raises
+    :class:`TransportError` for other data."""
     try:
         return json.loads(data, object_hook=_decoded)
     except (
@@ -121,7 +122,8 @@ def _decoded(found: dict[str, Any]) -> Any:
 
 
 def _record(content: list[Any]) -> Any:
-    """Make a record of this package by its constructor; nothing else is called, and no module is imported."""
+    """Return a record of this package, made by its constructor. No other function is called, and no module is
+    imported."""
     kind = _class(content[0])
     if issubclass(kind, Enum):
         return kind(*content[1])
@@ -141,7 +143,7 @@ def _error(name: str) -> type[ParallaxError]:
 
 
 def _class(name: str) -> type:
-    """Return a class that a loaded module of this package defines."""
+    """Return a class of this package by name; its module must be loaded."""
     module, _, qualname = name.partition(":")
     found = vars(sys.modules[module])[qualname]
     if module.partition(".")[0] != _PACKAGE or not isinstance(found, type) or _name(found) != name:
@@ -191,7 +193,7 @@ def _all_read(found: Sequence[Tensor], lengths: Sequence[int]) -> list[Any]:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device of tensors for the group's backend."""
+    """Return the device on which tensors for the group's backend must be."""
     found = None if dist.get_backend(group) == "gloo" else torch.accelerator.current_accelerator()
     return found or torch.device("cpu")
 

@@ -1,7 +1,8 @@
-"""The places of the ranks of a run: their nodes, and the directories that they share.
+"""The nodes of a run's ranks, and the directories that ranks share.
 
-Consecutive ranks on a host are a node, however they were started. Ranks share a directory if they see the same marker
-files in it. Where not all share it, the first rank of each site writes there what rank 0 writes for all.
+Consecutive ranks on a host form a node, whatever launcher started them. Ranks share a directory if they see the same
+marker files in it. If not all ranks share it, the first rank of each group that does writes there the files that rank 0
+writes otherwise.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _OLD_SECONDS = 3600.0  # after which a marker file is left over from a killed pr
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """``names`` of the nodes in the order of their ranks; ``of``: the node of each rank; ``hosts``: the host of each
-    rank. Consecutive ranks on a host are a node."""
+    """The nodes of a run. ``names``: their names, in rank order; ``of``: the node of each rank; ``hosts``: the host of
+    each rank. Consecutive ranks on a host form a node."""
 
     rank: int
     names: tuple[str, ...]
@@ -35,7 +36,7 @@ class Nodes:
 
     @classmethod
     def gather(cls) -> Nodes:
-        """Return the nodes of all ranks of torch's world; every rank calls it."""
+        """Return the nodes of all ranks of torch's world. Collective."""
         found = all_gather_result(lambda: (host_identity(), node_name()))
         hosts = tuple(host for host, _ in found)
         firsts = [rank for rank in range(len(hosts)) if rank == 0 or hosts[rank] != hosts[rank - 1]]
@@ -63,16 +64,16 @@ class Nodes:
         return self.hosts.count(self.hosts[self.rank])
 
     def first(self, node: int) -> int:
-        """Return the first rank of ``node``, which acts for the node."""
+        """Return the first rank of ``node``, which acts on behalf of the node."""
         return self.of.index(node)
 
     @property
     def leads(self) -> bool:
-        """Whether this rank acts for its node."""
+        """Whether this rank acts on behalf of its node."""
         return self.first(self.mine) == self.rank
 
     def name(self, rank: int) -> str:
-        """Return the name of a rank's node."""
+        """Return the name of the node of ``rank``."""
         return self.names[self.of[rank]]
 
 
@@ -89,7 +90,7 @@ class DirectoryGroups:
 
     @property
     def shared(self) -> bool:
-        """Whether all ranks see one directory."""
+        """Whether all ranks see the same directory."""
         return not any(self.leaders)
 
     @property
@@ -104,9 +105,9 @@ class DirectoryGroups:
 
 
 def find_directory_groups(directory: Path, nodes: Nodes) -> DirectoryGroups:
-    """Return which ranks see the same ``directory``, which is made if it is missing. The first rank of each node
-    writes a marker file, and a rank that sees a marker shares the directory with its author. Called by every rank of
-    torch's world. Raises :class:`ConfigError` where the directory cannot be made."""
+    """Return the groups of ranks that see the same ``directory``, which is created if it is missing. The first rank of
+    each node writes a marker file; a rank that sees the marker shares the directory with its writer. Called by every
+    rank of torch's world. Raises :class:`ConfigError` if the directory cannot be created."""
     if not nodes.several:
         return DirectoryGroups(nodes.rank, (0,) * len(nodes.of))
     prefix = broadcast_result(lambda: f"{_MARK}{secrets.token_hex(8)}-")

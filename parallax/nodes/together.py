@@ -1,4 +1,4 @@
-"""Share the result of a call between ranks, or its error, so that all continue or all end."""
+"""Call a function on ranks and share its result, or its error, so that all ranks continue or all end."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Decides: profiles, clusters, schedules, costs, simulation, search. Knows no torch."""
+"""The planner: profiles, clusters, schedules, costs, simulation and search. It does not import torch."""

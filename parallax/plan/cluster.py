@@ -1,4 +1,5 @@
-"""The capacities of the machines: data only. Devices are numbered through the nodes; device i is that of rank i."""
+"""The capacities of the machines, as data. Devices are numbered across nodes; rank i runs on device i unless a plan
+places it elsewhere."""
 
 from __future__ import annotations
 
@@ -19,32 +20,37 @@ _LATENCIES = 16  # a bucket takes this many latencies of its link
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A connection that takes ``latency_seconds`` + bytes / ``bytes_per_second`` for a message."""
+    """A connection on which a message takes ``latency_seconds`` + bytes / ``bytes_per_second``."""
 
     bytes_per_second: float
     latency_seconds: float = 0.0
 
     def seconds(self, count: float) -> float:
-        """Return the seconds of a message of ``count`` bytes on the otherwise idle link."""
+        """Return the seconds of a message of ``count`` bytes on the link without other traffic."""
         return self.latency_seconds + count / self.bytes_per_second if count > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device and its share of the offload tier.
+    """A device and its part of the offload tier. On a CPU-only machine the device is a process with its RAM, and the
+    tier is the disk.
 
-    On a CPU-only machine the device is a process with ``memory_bytes`` of RAM, and ``tier`` is the disk.
-    ``reserve_bytes`` of the memory are held by the allocator for other data than the model's tensors (workspaces of
-    libraries), ``context_bytes`` by the driver's context and its libraries' code, outside the allocator. A process
-    group that sums tensors from device to device takes ``collective_bytes`` on each of its ranks, and each direction
-    between two ranks ``edge_bytes`` on both; 0 where tensors pass through the host. Of all transient bytes the
-    allocator loses ``gap_share`` to rounding and gaps, and ``gap_tensors`` times the largest tensor between two blocks;
-    within the budget it keeps up to ``kept_share`` more in freed blocks. ``speed`` is relative to the device of the
-    profile; while its links carry bytes, it loses ``overlap_loss`` of it. Its copies use up to ``tier_share`` of the
-    bandwidth of a tier that the node shares: less than 1 where its cores copy slower than the tier. ``price_per_hour``
-    is in any currency. ``host_update_seconds`` is the host optimizer's time for one byte of parameters; 0 where no host
-    optimizer runs. Replicas sum gradients in buckets of ``bucket_bytes``, which follow from the links
-    (:func:`with_buckets`).
+    ``memory_bytes``        bytes of the device
+    ``reserve_bytes``       the part that the allocator holds for library workspaces and other data than tensors
+    ``context_bytes``       the part outside the allocator: driver context and code of libraries
+    ``collective_bytes``    bytes of a process group for all-reduces between devices, on each of its ranks; 0 if tensors
+                            pass through the host
+    ``edge_bytes``          bytes of a connection in one direction between two ranks, on both; 0 as above
+    ``gap_share``           fraction of all transient bytes that the allocator loses to rounding and gaps
+    ``gap_tensors``         further loss, in units of the largest tensor between two blocks
+    ``kept_share``          fraction of transient bytes that the allocator keeps in freed blocks, within the budget
+    ``speed``               relative to the device of the profile
+    ``overlap_loss``        fraction of ``speed`` lost while the device's links transfer bytes
+    ``tier_share``          fraction of a shared tier's bandwidth that the copies of this device can use; less
+                            than 1 if its cores copy slower than the tier
+    ``price_per_hour``      in any currency
+    ``host_update_seconds`` seconds of the host optimizer per byte of parameters; 0 without host optimizer
+    ``bucket_bytes``        bytes of the buckets in which replicas sum gradients (:func:`with_buckets`)
     """
 
     kind: str
@@ -74,17 +80,17 @@ class Device:
 
     @property
     def swaps_to(self) -> Tier:
-        """Return the tier; raises :class:`PlanError` for a name that is not registered."""
+        """Return the device's offload tier; raises :class:`PlanError` for a name that is not registered."""
         return tier_named(self.tier)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One host. ``concurrent`` devices can compute at full speed together: fewer than all where CPU ranks share cores.
-    Where measured, ``speeds[k − 1]`` is the speed of each of k devices that compute at once; it falls before the
-    cores are used up, because the devices share memory bandwidth too. ``sum_seconds[k − 1]`` is the time of an
-    all-reduce of a few numbers between k devices that have just computed, as at the end of each step;
-    ``reduce_seconds[k − 1]`` that of one byte of gradients in an all-reduce between k devices."""
+    """One host. ``concurrent`` devices can compute at full speed together; fewer than all if CPU ranks share cores. The
+    other fields are measurements, or empty. ``speeds[k − 1]``: the speed of each of k devices that compute at once; it
+    decreases before the cores are used up, because devices share memory bandwidth too. ``sum_seconds[k − 1]``: seconds
+    of an all-reduce of a few numbers between k devices that have just computed, as at the end of each step.
+    ``reduce_seconds[k − 1]``: seconds per byte of gradients in an all-reduce between k devices."""
 
     name: str
     devices: tuple[Device, ...]
@@ -94,7 +100,7 @@ class Node:
     reduce_seconds: tuple[float, ...] = ()
 
     def speed(self, computing: int) -> float:
-        """Return the speed of each of ``computing`` devices that compute at once; it does not increase with their
+        """Return the speed of each device if ``computing`` devices compute at once; it does not increase with their
         number."""
         if self.speeds:
             known = self.speeds[min(computing, len(self.speeds)) - 1]
@@ -103,7 +109,7 @@ class Node:
 
     @property
     def capacity(self) -> float:
-        """Return the largest sum of speeds that the node's devices reach together."""
+        """Return the largest sum of speeds that the node's devices reach when computing at once."""
         return max(count * self.speed(count) for count in range(1, len(self.devices) + 1))
 
 
@@ -111,8 +117,8 @@ class Node:
 class Cluster:
     """Nodes, the link between two devices of one node, and each device's link to other nodes. ``local_over_host``:
     devices of a node exchange messages over the same wires as they swap (PCIe without NVLink). ``remote_ways``: the
-    devices of a node that can send to other nodes at full speed together, where they share the node's network; 0
-    where each has its own network card."""
+    number of devices of a node that can send to other nodes at full speed at once, if they share the node's network; 0
+    if each has its own network card."""
 
     nodes: tuple[Node, ...]
     local: Link
@@ -153,7 +159,7 @@ class Cluster:
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
-        """Return all devices; the index is the rank."""
+        """Return all devices, ordered by rank."""
         return tuple(device for node in self.nodes for device in node.devices)
 
     @cached_property
@@ -162,7 +168,7 @@ class Cluster:
         return tuple(n for n, node in enumerate(self.nodes) for _ in node.devices)
 
     def with_devices(self, devices: Iterable[Device]) -> Cluster:
-        """Return the cluster with other devices, as many as before, in order."""
+        """Return the cluster with other devices, in the same order and number."""
         left = iter(devices)
         nodes = [
             replace(node, devices=tuple(itertools.islice(left, len(node.devices))))
@@ -189,15 +195,16 @@ class Cluster:
         return replace(self, nodes=tuple(nodes))
 
     def slowed(self, factors: Mapping[int, float]) -> Cluster:
-        """Return the cluster whose devices take ``factors`` times as long, by rank, for the same work."""
+        """Return the cluster in which the device of each rank in ``factors`` takes that many times as long for the same
+        work."""
         return self.with_devices(
             replace(device, speed=device.speed / factors.get(rank, 1.0))
             for rank, device in enumerate(self.devices)
         )
 
     def while_all_swap(self, device: Device) -> Device:
-        """Return the device with the bandwidth that it has while all devices of its node swap: they share a disk, but
-        not their links to host memory."""
+        """Return the device with the tier bandwidth that it gets if all devices of its node swap at once: they share a
+        disk, but not their links to host memory."""
         if not device.swaps_to.shared:
             return device
         sharing = max(1.0, max(len(node.devices) for node in self.nodes) * device.tier_share)
@@ -208,8 +215,8 @@ class Cluster:
         return replace(device, write=write, read=read)
 
     def agreement_seconds(self, count: int) -> float:
-        """Return the seconds of an all-reduce of a few numbers between the first ``count`` devices, as the slowest node
-        measured it; 0 where none did."""
+        """Return the seconds of an all-reduce of a few numbers between the first ``count`` devices: the largest
+        measurement of any node, or 0 if there is none."""
         found = 0.0
         for node in self.nodes:
             here = min(count, len(node.devices), len(node.sum_seconds))
@@ -225,8 +232,8 @@ class Cluster:
 
 
 def with_buckets(cluster: Cluster) -> Cluster:
-    """Return the cluster with gradient buckets sized for the link between all replicas: the bytes that it carries in 16
-    latencies, in whole MiB."""
+    """Return the cluster with gradient buckets sized for the slowest link between all replicas: the bytes that it
+    carries in 16 latencies, in whole MiB."""
     link = cluster.local if len(cluster.nodes) == 1 else cluster.remote
     mebibytes = int(_LATENCIES * link.latency_seconds * link.bytes_per_second) // 2**20
     size = max(LEAST_BUCKET_BYTES, min(MOST_BUCKET_BYTES, mebibytes * 2**20))

@@ -1,4 +1,4 @@
-"""The group ``plan`` of a configuration: the user's constraints on the planner."""
+"""The ``plan`` group of the configuration: constraints on the planner."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class PlanConfig:
 
     @property
     def ranks(self) -> int | None:
-        """Return the devices that stages and replicas need; None where one of them is auto."""
+        """Return the number of devices that the configured stages and replicas need; None if one of them is auto."""
         if isinstance(self.replicas, list | tuple):
             return sum(self.replicas)
         if AUTO in (self.stages, self.replicas):
@@ -93,19 +93,19 @@ class PlanConfig:
 
     @property
     def freed(self) -> str:
-        """Return the options that let the planner choose everything. An option that was typed overrides ``plan=auto``,
-        so each that is not auto is named."""
+        """Return the command-line options that reset every constraint to auto. ``plan=auto`` alone does not override an
+        option that the user typed, so each option that is not auto is listed."""
         changed = [key.name for key in fields(self) if getattr(self, key.name) != key.default]
         return " ".join(f"plan.{name}=auto" for name in changed if name != "replan") or "plan=auto"
 
     def load_schedule(self) -> None:
-        """Import the user's own schedule, so that its errors are raised before any other work."""
+        """Import the user's own schedule now, so that its errors are raised before any other work."""
         if self.schedule != AUTO:
             resolve_schedule(self.schedule)
 
     @property
     def schedules(self) -> list[Schedule]:
-        """Return the schedules to try. The user's own is imported where it is not registered yet."""
+        """Return the schedules to try. The user's own is imported unless it is registered already."""
         if self.schedule != AUTO:
             return [resolve_schedule(self.schedule)]
         tried = [schedule for schedule in SCHEDULES.values() if schedule.searched]
@@ -116,18 +116,18 @@ class PlanConfig:
 
     @property
     def has_virtual_stages(self) -> bool:
-        """Return whether the configuration asks for several stages per device."""
+        """Return whether the configuration requests several stages per device."""
         schedule = SCHEDULES.get(self.schedule)
         return self.interleave not in (AUTO, 1) or (
             schedule is not None and schedule.has_virtual_stages
         )
 
     def interleaves(self, schedule: Schedule) -> tuple[int, ...]:
-        """Return the numbers of stages per device to try."""
+        """Return the numbers of stages per device to try with ``schedule``."""
         return schedule.interleaves if self.interleave == AUTO else (int(self.interleave),)
 
     def check_streaming(self) -> None:
-        """Raise :class:`ConfigError` where ``plan.parameters=host`` is set and the runtime cannot offload all
+        """Raise :class:`ConfigError` if ``plan.parameters=host`` is set and the runtime cannot offload all
         parameters."""
         if self.parameters == "host" and all(schedule.splits for schedule in self.schedules):
             raise ConfigError(

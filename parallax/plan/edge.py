@@ -1,4 +1,4 @@
-"""The edges of a pipeline: sender, receiver and the block whose outputs are sent."""
+"""The edges of a pipeline: sending stage, receiving stage, and the block whose outputs are sent."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 
 class Edge(NamedTuple):
-    """For every micro-batch stage ``sender`` sends the outputs of ``block``, its last, to stage ``receiver``, which
-    returns their gradients."""
+    """An edge between two stages. For every micro-batch, stage ``sender`` sends the outputs of ``block``, its last
+    block, to stage ``receiver``, which returns their gradients."""
 
     sender: int
     receiver: int
@@ -16,7 +16,7 @@ class Edge(NamedTuple):
 
 
 def chain(stops: Sequence[int]) -> tuple[Edge, ...]:
-    """Return the edges of stages that form a chain. ``stops``: of each stage, the first block after it.
+    """Return the edges of a chain of stages. ``stops`` holds, for each stage, the index after its last block.
 
     >>> chain([2, 5, 6])
     (Edge(sender=0, receiver=1, block=1), Edge(sender=1, receiver=2, block=4))

@@ -1,4 +1,4 @@
-"""A plan as sentences, with its numbers."""
+"""Explain a plan in sentences with numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parallax.plan.plan import Directive, Plan
 
 
 def explain(plan: Plan, remarks: Sequence[str] = ()) -> list[str]:
-    """Return the reasons for ``plan`` as sentences with its numbers; ``remarks`` precede the reasons of the choice."""
+    """Return sentences with numbers that explain ``plan``; ``remarks`` come before the reasons for the choice."""
     pipeline_ranks = [
         _explain_pipeline_rank(plan, pipeline_rank) for pipeline_rank in range(plan.pipeline_ranks)
     ]
@@ -29,7 +29,7 @@ def _explain_shape(plan: Plan) -> str:
 
 
 def _explain_pipeline_rank(plan: Plan, pipeline_rank: int) -> str:
-    """Return the bytes and the seconds of one pipeline rank, largest terms first."""
+    """Return a sentence on the bytes and seconds of one pipeline rank, largest terms first."""
     stages = [plan.stages[stage] for stage in plan.stages_of(pipeline_rank)]
     rank = plan.prediction.ranks[plan.ranks(pipeline_rank)[0]]
     chosen = [directive for stage in stages for directive in stage.directives]
@@ -60,7 +60,7 @@ def _explain_pipeline_rank(plan: Plan, pipeline_rank: int) -> str:
 
 
 def explain_choice(plan: Plan) -> list[str]:
-    """Return the comparison with the runners-up, and the possible gain of any other plan."""
+    """Return sentences that compare the plan with the runners-up, and bound the gain of any other plan."""
     compared = f"{plan.candidates} candidates compared by predicted step time"
     if plan.exact:
         lines = [f"{compared}; none that was left out can be faster by the planner's formula."]

@@ -25,13 +25,13 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a search."""
+    """The planner's inputs: the profile and the cluster."""
 
     profile: ModelProfile
     cluster: Cluster
 
     def check(self, plan: Plan) -> None:
-        """Raise :class:`PlanError` where ``plan`` is for another model or needs more devices."""
+        """Raise :class:`PlanError` if ``plan`` is for another model or needs more devices."""
         if (plan.fingerprint, plan.blocks) != (self.profile.fingerprint, len(self.profile.blocks)):
             raise PlanError(
                 f"the plan is of {plan.model} ({plan.fingerprint}, {plan.blocks} blocks), its inputs of "
@@ -58,7 +58,7 @@ class Inputs:
 
     @classmethod
     def load(cls, path: Path) -> Inputs:
-        """Read a file of :meth:`save`; raises :class:`PlanError` for other content."""
+        """Read a file that :meth:`save` wrote; raises :class:`PlanError` for other content."""
         try:
             data = read_json(path, DOCUMENT_BYTES, largest=LARGEST_NUMBER)
         except (OSError, ValueError) as error:
@@ -102,7 +102,7 @@ def _cluster_data(cluster: Cluster) -> dict[str, Any]:
 
 
 def _without_nodes(cluster: Cluster) -> Cluster:
-    """Return the cluster with one device only, which is fast to convert."""
+    """Return the cluster with a single device; converting it to plain data is fast."""
     first = cluster.nodes[0]
     return dataclasses.replace(
         cluster, nodes=(dataclasses.replace(first, devices=first.devices[:1]),)

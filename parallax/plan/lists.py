@@ -1,8 +1,4 @@
-"""The action list of every rank of a pipeline rank.
-
-A schedule only decides the order of forwards and backwards; this module adds sends, receives and fetches, the same for
-every schedule. The simulator runs the list on predicted costs, the executor on tensors.
-"""
+"""The action list of the ranks of a pipeline rank."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ def actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[
     """Return all actions of one training step for the ranks of ``pipeline_rank``; its reduce and its update cover all
     its stages.
 
-    Where a stage offloads, each backward has a FETCH right after the preceding compute action, so that reading overlaps
+    If a stage offloads, each backward has a FETCH right after the preceding compute action, so that reading overlaps
     with sending and with the wait for the gradient::
 
         1f1b, last but one of several stages, offloading
@@ -35,7 +31,7 @@ def actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[
 
 def evaluation_actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[Action]:
     """Return all actions of one forward pass, for evaluation and inference, for the ranks of ``pipeline_rank``: the
-    schedule's forwards, in its order. Nothing is saved.
+    forwards of the schedule, in its order. Nothing is saved for a backward.
 
     ::
 
@@ -54,7 +50,7 @@ def _compute_order(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -
 
 
 def _with_messages(pipeline: Pipeline, action: Action) -> list[Action]:
-    """Return an action between its receive and its send; nothing is sent along a local edge."""
+    """Return a compute action together with its receive and its send; a local edge has neither."""
     entering, leaving = (
         edge is not None and not pipeline.is_local(edge)
         for edge in (pipeline.entering(action.stage), pipeline.leaving(action.stage))

@@ -1,8 +1,8 @@
-"""The candidate rows per micro-batch.
+"""Choose candidate micro-batch sizes, in rows.
 
-The rank with the most rows of a micro-batch determines its cost, and the batch size determines their number. So of two
-sizes that give the fullest rank equally many rows the larger one is better, and of two that need equally many
-micro-batches the smaller one: of a batch of B rows over r replicas about 2·√(B / r) sizes remain.
+The rank with the most rows determines the cost of a micro-batch, and the batch size determines the number of
+micro-batches. So of two sizes that give the fullest rank equally many rows, the larger one is better; of two that need
+equally many micro-batches, the smaller one. For a batch of B rows over r replicas, about 2·√(B / r) sizes remain.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ RATIO = 1.1
 
 
 def sizes(global_batch: int, microbatch: int | str) -> list[int]:
-    """Return the rows per micro-batch to try: the user's, or the batch halved repeatedly down to one row."""
+    """Return the micro-batch sizes to try, in rows: the configured one, or the batch halved repeatedly down to one
+    row."""
     if microbatch != AUTO:
         return [min(global_batch, int(microbatch))]
     found = [global_batch]
@@ -23,8 +24,9 @@ def sizes(global_batch: int, microbatch: int | str) -> list[int]:
 
 
 def balanced_sizes(global_batch: int, replicas: int, step: int = 1) -> list[int]:
-    """Return rows per micro-batch such that each of ``replicas`` has a row or more: for every number of rows of a rank
-    the fewest micro-batches whose number ``step`` divides, with as few rows as these need."""
+    """Return micro-batch sizes, in rows, with which each of ``replicas`` has at least one row. For every number of rows
+    of a rank, the number of micro-batches is the smallest that ``step`` divides, and the size the smallest for that
+    number."""
     found: list[int] = []
     rows = -(-global_batch // replicas)
     while rows > 0:

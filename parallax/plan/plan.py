@@ -48,17 +48,18 @@ class Directive(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """Blocks ``start`` to ``stop`` on ``replicas`` ranks, with one directive per block.
+    """A stage: blocks ``start`` to ``stop`` on ``replicas`` ranks, with one directive per block.
 
-    ``swap_limit_bytes`` limits the offloaded activations that are on the device at one time, ``tier_bytes`` those in
-    the offload tier. ``optimizer_offload`` is the share of the optimizer's states, and of full-precision copies, that
-    is offloaded and stepped on the host, within ``state_bytes`` of the tier. ``parameter_offload`` is the share of
-    parameters and gradients that is offloaded, of those that no two blocks share; these and their full-precision copies
-    take up to ``streamed_bytes`` of the tier, and are fetched to the device block by block, for every forward and
-    backward. With ``shard_optimizer``
-    each replica holds and steps its shard of the states that are on the device. Replicas sum gradients in buckets of
-    ``bucket_bytes``. ``inputs_ahead`` copies the model's inputs to the device while the previous micro-batch computes;
-    only the first stage may have it.
+    ``swap_limit_bytes``   limit of the offloaded activations that are on the device at one time
+    ``tier_bytes``         limit of the activations in the offload tier
+    ``optimizer_offload``  fraction of optimizer states and master copies that is offloaded and stepped on the host
+    ``state_bytes``        limit of these states in the tier
+    ``parameter_offload``  fraction of parameters and gradients that is offloaded, among those that no two blocks share.
+                           They are fetched to the device block by block, for every forward and backward.
+    ``streamed_bytes``     limit of these, with their master copies, in the tier
+    ``shard_optimizer``    each replica holds and steps only its shard of the states on the device
+    ``bucket_bytes``       bytes of the buckets in which replicas sum gradients
+    ``inputs_ahead``       copy inputs to the device while the previous micro-batch computes (first stage only)
     """
 
     start: int
@@ -101,8 +102,8 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPrediction:
-    """The predicted peak of one rank beside its budget, in bytes of device memory, and its stalls. ``returns_freed``:
-    the allocator returns freed memory to the system at once, because the peak is near the budget."""
+    """The predicted peak of one rank and its budget, in bytes of device memory, and its stalls. ``returns_freed``: the
+    allocator returns freed memory to the system at once, because the peak is near the budget."""
 
     peak_bytes: int
     budget_bytes: int
@@ -124,7 +125,7 @@ class RankPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePrediction:
-    """The bytes at the peak, and the seconds of a step, of the fullest rank of one pipeline rank, by term.
+    """The bytes at the peak and the seconds of a step, by term, of the fullest rank of one pipeline rank.
 
     ``memory``: see :meth:`parallax.plan.cost.stage.StageLoad.memory`. ``seconds``: forward, backward, recompute, stall
     (waiting for swapped data), reduce (not overlapped with compute), update, idle; their sum is the step.
@@ -145,7 +146,7 @@ class StagePrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """The simulator's result for a plan: per rank, and by term per pipeline rank."""
+    """The simulator's prediction for a plan: for each rank, and by term for each pipeline rank."""
 
     step_seconds: float
     bubble: float
@@ -158,7 +159,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A plan that was not chosen: its description, its predicted step, and the reason."""
+    """A plan that was not chosen: its description, its predicted step, and the reason why."""
 
     description: str
     step_seconds: float
@@ -169,8 +170,8 @@ class Alternative:
 
 
 class Coordinate(NamedTuple):
-    """The place of one rank: its pipeline rank, its replica, and its number among the ranks that hold parts of the same
-    tensors, which is 0 because no stage is split by tensors."""
+    """The place of one rank: its pipeline rank, its replica, and its index among the ranks that hold shards of the same
+    tensors, which is 0 because tensors are not sharded within a replica."""
 
     pipeline_rank: int
     replica: int
@@ -206,7 +207,7 @@ def boundaries_held(schedule: Schedule, pipeline_ranks: int, micro_batches: int)
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Stages in the order of the data, and the schedule of their micro-batches: the part of a plan that is simulated.
+    """The part of a plan that is simulated: stages in the order of the data, and the schedule of their micro-batches.
 
     There are ``len(stages) / interleave`` pipeline ranks, each with ``interleave`` virtual stages of equal replica
     counts; the ``schedule`` maps stages to pipeline ranks. ``placement`` lists the ranks by pipeline rank, replica by
@@ -254,11 +255,11 @@ class Pipeline:
         return self._edges
 
     def entering(self, stage: int) -> Edge | None:
-        """Return the edge to ``stage``; None for the stage that receives the model's inputs."""
+        """Return the edge into ``stage``; None for the first stage, which receives the model's inputs."""
         return self._entering.get(stage)
 
     def leaving(self, stage: int) -> Edge | None:
-        """Return the edge from ``stage``; None for the stage that computes the loss."""
+        """Return the edge out of ``stage``; None for the last stage, which computes the loss."""
         return self._leaving.get(stage)
 
     def visits(self, stage: int) -> Visits:
@@ -282,8 +283,8 @@ class Pipeline:
         return self.pipeline_rank(edge.sender) == self.pipeline_rank(edge.receiver)
 
     def messages_ahead(self, sender: int) -> int:
-        """Return how many messages may be under way from stage ``sender``, so that a send does not wait: one more than
-        the micro-batches in flight there; the number of stages where all micro-batches are in flight."""
+        """Return how many messages from stage ``sender`` may be unreceived before a send waits: one more than the
+        micro-batches in flight there, or the number of stages if all micro-batches are in flight."""
         if self.schedule.holds_all:
             return len(self.stages)
         most = self.micro_batches(self.global_batch)
@@ -321,14 +322,14 @@ class Pipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Pipeline):
-    """A pipeline with the other decisions and the prediction. The ``schedule`` may be given by its name.
+    """A pipeline with the planner's other decisions and the prediction. ``schedule`` may be a name.
 
-    With ``gather_loss`` the last stage gathers the outputs of all micro-batches and replicas and computes one loss of
+    If ``gather_loss``, the last stage gathers the outputs of all micro-batches and replicas and computes one loss of
     the whole batch; otherwise each micro-batch of each replica has its own loss.
 
     ``tier`` names the offload tier (:mod:`parallax.plan.tier`). ``candidates`` is the number of plans that the search
-    compared. ``exact``: no plan is better by the search's cost model; otherwise no plan takes less than
-    ``bound_seconds``. ``alternatives`` are the runners-up. ``spare_devices`` of the cluster are unused, because with
+    compared. ``exact``: no plan is better under the search's cost model; otherwise ``bound_seconds`` is a lower bound
+    on any plan's step. ``alternatives`` are the runners-up. ``spare_devices`` of the cluster are unused, because with
     them the step would be no shorter.
     """
 
@@ -416,8 +417,8 @@ class Plan(Pipeline):
         return self.stages[-1].stop
 
     def rows_of(self, rank: int) -> int:
-        """Return the rows of a global batch that a rank computes; 0 for an idle replica, where replicas outnumber the
-        rows of every micro-batch."""
+        """Return how many rows of a global batch a rank computes; 0 for an idle replica, if there are more replicas
+        than rows in every micro-batch."""
         pipeline_rank, replica, _ = self.coordinate(rank)
         replicas, count = self.stages[pipeline_rank].replicas, self.micro_batches(self.global_batch)
         rows = 0
@@ -446,7 +447,7 @@ class Plan(Pipeline):
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
-        """Return the plan of :meth:`to_dict`'s data; raises :class:`PlanError` for other data."""
+        """Return the plan from the data that :meth:`to_dict` returned; raises :class:`PlanError` for other data."""
         try:
             fields = dict(data)
             if "version" not in fields:  # written last
@@ -478,11 +479,11 @@ class Plan(Pipeline):
             ) from error
 
     def allocator_bytes(self, rank: int) -> int:
-        """Return the limit of a rank's allocator: the budget without device memory outside the allocator."""
+        """Return the limit of a rank's allocator: the budget less the device memory outside the allocator."""
         return self.prediction.ranks[rank].budget_bytes - self._beside_allocator(rank)
 
     def allocator_peak_bytes(self, rank: int) -> int:
-        """Return the predicted peak of a rank's allocator: the peak without memory outside the allocator."""
+        """Return the predicted peak of a rank's allocator: the peak less the device memory outside the allocator."""
         return self.prediction.ranks[rank].peak_bytes - self._beside_allocator(rank)
 
     def _beside_allocator(self, rank: int) -> int:
@@ -495,7 +496,7 @@ class Plan(Pipeline):
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
     def save(self, path: Path) -> None:
-        """Write YAML with the hash in its first line."""
+        """Write the plan as YAML with the hash in its first line."""
         text = yaml.dump(
             self.to_dict(), Dumper=_DUMPER, sort_keys=False, default_flow_style=None, width=110
         )
@@ -540,14 +541,14 @@ class Plan(Pipeline):
 
     @property
     def gap(self) -> float:
-        """Return the share by which the predicted step exceeds the lower bound; 0 without a bound."""
+        """Return the fraction by which the predicted step exceeds the lower bound; 0 without a bound."""
         return (
             self.prediction.step_seconds / self.bound_seconds - 1 if self.bound_seconds > 0 else 0.0
         )
 
 
 def _check_numbers(owner: object, kind: type, *names: str) -> None:
-    """Raise :class:`PlanError` unless the fields are whole (``int``) or any (``float``) finite numbers ≥ 0."""
+    """Raise :class:`PlanError` unless the fields are finite numbers ≥ 0; whole numbers if ``kind`` is ``int``."""
     accepted = (int,) if kind is int else (int, float)
     for name in names:
         value = getattr(owner, name)

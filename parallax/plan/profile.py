@@ -1,9 +1,9 @@
-"""The costs of a model, block by block: data only.
+"""The costs of a model, block by block, as data.
 
-A cost is affine in the rows of a micro-batch, ``fixed + per_row · rows``: exact for storage (each saved tensor either
-has the rows in it or not) and good for time beyond the measured rows. Between measured numbers of rows a cost is
-interpolated: at one row, matrix products are too small to run at full speed, and workspaces differ. A time may also
-have a ``floor``: where kernels are too small to fill a device, their launches take the time.
+A cost is affine in the rows of a micro-batch, ``fixed + per_row · rows``. That is exact for storage, because a saved
+tensor either has a row dimension or not, and accurate for time beyond the measured rows. Between measured numbers of
+rows a cost is interpolated: with one row, matrix products are too small to run at full speed, and workspaces differ. A
+time may also have a ``floor``, the launch time of kernels that are too small to fill a device.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from parallax.errors import PlanError, printable
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """``fixed + per_row · rows``, but at least ``floor``, in the unit of its owner. ``points`` are none, or at least
-    three pairs (rows, value) with increasing rows; up to the last one the value is interpolated between them
-    instead."""
+    """A cost of ``fixed + per_row · rows``, but at least ``floor``, in the unit of its owner. ``points`` is empty, or
+    holds at least three pairs (rows, value) with increasing rows; up to the last one the cost is interpolated between
+    them instead."""
 
     fixed: float = 0.0
     per_row: float = 0.0
@@ -47,7 +47,7 @@ class Affine:
         return max(0.0, y0 + (y1 - y0) * (rows - x0) / (x1 - x0))
 
     def scaled(self, ratio: float) -> Affine:
-        """Return the cost times ``ratio``."""
+        """Return the cost multiplied by ``ratio``."""
         return Affine(
             self.fixed * ratio,
             self.per_row * ratio,
@@ -72,8 +72,8 @@ class Affine:
 
     @classmethod
     def measured(cls, points: Sequence[tuple[int, float]]) -> Affine:
-        """Return the cost through (rows, value) ``points`` with increasing rows. Beyond the last point the line passes
-        through it and the point at a quarter of its rows, or the next fewer."""
+        """Return the cost through (rows, value) ``points`` with increasing rows. Beyond the last point it continues
+        along the line through that point and the largest point with at most a quarter of its rows."""
         if not points:
             return cls()
         *fewer, last = points
@@ -92,24 +92,20 @@ class BlockCost:
     """The costs of one block on one device.
 
     ``frozen_bytes`` the part of ``parameter_bytes`` that is not trained: it has no gradient, no optimizer state and no
-    full-precision copy
-    ``largest_bytes`` of the largest trained parameter; 0 where not measured: then it may be all trained bytes
-    ``weight_seconds`` the part of ``backward_seconds`` that computes gradients of parameters (W); zero-bubble schedules
-    run it apart from the input-gradient pass (B), which takes ``split_seconds`` more
+    full-precision copy ``largest_bytes`` of the largest trained parameter; 0 if not measured: then it may be all
+    trained bytes ``weight_seconds`` the part of ``backward_seconds`` that computes gradients of parameters (W);
+    zero-bubble schedules run it apart from the input-gradient pass (B), which takes ``split_seconds`` more
     ``skipped_seconds`` the part of a forward that recomputation omits: it ends when the last tensor that the backward
-    needs is computed
-    ``offload_seconds`` the slowdown of forward and backward together where saved activations are offloaded, without
-    waiting for them
-    ``moved``   bytes of saved activations that can be offloaded (per micro-batch in flight)
-    ``stays``   bytes saved for backward that are never offloaded: small tensors, casts of parameters
-    ``by_loss`` bytes that the loss saves after the last block: resident under every directive
-    ``input``   bytes of the block's input tensors; ``output`` of its output tensors
-    ``forward_work`` and ``backward_work``: bytes allocated only while the block runs, beyond its input, output,
-    saved activations and (backward) parameter gradients
-    ``gathered_bytes`` of the last block, where one loss of all rows is computed: bytes of its outputs for the whole
-    batch; ``gathered_work`` the further bytes of that loss, ``gathered_seconds`` its time
-    ``deferred`` bytes held from the input-gradient to the weight-gradient pass, in place of the saved activations;
-    ``split_work`` the ``backward_work`` of the larger of the two passes
+    needs is computed ``offload_seconds`` the slowdown of forward and backward together where saved activations are
+    offloaded, without waiting for them ``moved`` bytes of saved activations that can be offloaded (per micro-batch in
+    flight) ``stays`` bytes saved for backward that are never offloaded: small tensors, casts of parameters ``by_loss``
+    bytes that the loss saves after the last block: resident under every directive ``input`` bytes of the block's input
+    tensors; ``output`` of its output tensors ``forward_work`` and ``backward_work``: bytes allocated only while the
+    block runs, beyond its input, output, saved activations and (backward) parameter gradients ``gathered_bytes`` of the
+    last block, where one loss of all rows is computed: bytes of its outputs for the whole batch; ``gathered_work`` the
+    further bytes of that loss, ``gathered_seconds`` its time ``deferred`` bytes held from the input-gradient to the
+    weight-gradient pass, in place of the saved activations; ``split_work`` the ``backward_work`` of the larger of the
+    two passes
     """
 
     name: str
@@ -164,10 +160,10 @@ class ModelProfile:
 
     ``ties`` lists the bytes of each shared trained parameter and the blocks that use it, ``frozen_ties`` those of
     parameters that are not trained. ``optimizer_bytes`` is the optimizer state for each byte of trained parameters
-    (AdamW in fp32: 2.0), ``master_bytes`` the full-precision copies (0.0 where the parameters are in full precision
-    themselves), ``optimizer_seconds`` the time of an update for each byte. One loss is computed of ``gathered_rows``
-    rows, once in a step (0: the loss is part of the last block). Computing takes ``freeing_slowdown`` times as long
-    where the allocator returns freed memory to the system at once. ``source``: measured, or derived from shapes.
+    (AdamW in fp32: 2.0), ``master_bytes`` the full-precision copies (0.0 if the parameters themselves are in full
+    precision), ``optimizer_seconds`` the time of an update for each byte. ``gathered_rows``: the rows over which one
+    loss is computed in a step; 0: the loss is part of the last block. Computing takes ``freeing_slowdown`` times as
+    long if the allocator returns freed memory to the system at once. ``source``: measured, or derived from shapes.
     ``disturbance``: the measured time relative to an idle machine.
     """
 
@@ -221,8 +217,8 @@ class ModelProfile:
         self._check_ties("frozen_ties", [block.frozen_bytes for block in self.blocks])
 
     def _check_ties(self, kind: str, held: Sequence[int]) -> None:
-        """Raise :class:`PlanError` unless the ties of one ``kind`` name blocks that hold as many bytes of such
-        parameters."""
+        """Raise :class:`PlanError` unless the ties of one ``kind`` name existing blocks, and each of these holds at
+        least the bytes of its ties (``held``: bytes by block)."""
         tied = [0] * len(self.blocks)
         for size, users in getattr(self, kind):
             named = all(0 <= user < len(self.blocks) for user in users) and list(users) == sorted(
@@ -243,22 +239,23 @@ class ModelProfile:
 
     @property
     def noisy(self) -> bool:
-        """Return whether other work used the machine while the profile was measured, so that its seconds may be
+        """Return whether other processes used the machine while the profile was measured, so that its seconds may be
         wrong."""
         return self.disturbance >= NOISY
 
     @property
     def shared(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Return all parameters that several blocks use, trained or not, in the form of :attr:`ties`."""
+        """Return all parameters, trained and frozen, that several blocks use, in the form of :attr:`ties`."""
         return (*self.ties, *self.frozen_ties)
 
     def unique_parameter_bytes(self, blocks: Sequence[int]) -> int:
-        """Return the bytes of parameters of a stage of ``blocks``; a shared parameter counts once within the stage."""
+        """Return the parameter bytes of a stage of ``blocks``; a parameter shared within the stage counts once."""
         total = sum(self.blocks[i].parameter_bytes for i in blocks)
         return total - _repeated(self.shared, blocks)
 
     def unique_trained_bytes(self, blocks: Sequence[int]) -> int:
-        """Return the bytes of trained parameters of a stage of ``blocks``; a shared one counts once."""
+        """Return the trained parameter bytes of a stage of ``blocks``; a parameter shared within the stage counts
+        once."""
         total = sum(self.blocks[i].trained_bytes for i in blocks)
         return total - _repeated(self.ties, blocks)
 
@@ -267,7 +264,7 @@ class ModelProfile:
 
     @classmethod
     def from_json(cls, text: str) -> ModelProfile:
-        """Return the profile of :meth:`to_json`'s text; raises :class:`PlanError` for other text."""
+        """Return the profile from the text that :meth:`to_json` returned; raises :class:`PlanError` for other text."""
         try:
             return cls.from_plain(plain_json(text, largest=LARGEST_NUMBER))
         except ValueError as error:
@@ -277,7 +274,8 @@ class ModelProfile:
 
     @classmethod
     def from_plain(cls, data: Any) -> ModelProfile:
-        """Return the profile of plain data; raises ValueError for other data, and PlanError for contradictions."""
+        """Return the profile from plain data; raises ValueError for malformed data, and PlanError for contradictory
+        data."""
         found: ModelProfile = convert_exactly(cls, data, "profile")
         return found
 
@@ -297,6 +295,6 @@ class ModelProfile:
 
 
 def _repeated(ties: Sequence[tuple[int, tuple[int, ...]]], blocks: Sequence[int]) -> int:
-    """Return the bytes that ``blocks`` count more than once."""
+    """Return the bytes that are counted more than once in the sum over ``blocks``."""
     inside = set(blocks)
     return sum(size * max(0, len(inside.intersection(users)) - 1) for size, users in ties)

@@ -1,4 +1,4 @@
-"""The row contract: the rows of the global batch in each micro-batch, and in each replica of a stage.
+"""Assign rows of the global batch to micro-batches, and rows of a micro-batch to the replicas of a stage.
 
 A batch of B rows is partitioned into M micro-batches at ⌊B·m/M⌋; replica k of r holds rows [⌊b·k/r⌋, ⌊b·(k+1)/r⌋) of a
 micro-batch of b rows. Nothing needs to divide evenly: intervals may differ by one row, or be empty.
@@ -10,12 +10,12 @@ Interval = tuple[int, int]
 
 
 def micro_batch_count(rows: int, micro_batch: int) -> int:
-    """Return the number of micro-batches of at most ``micro_batch`` rows each for ``rows`` rows."""
+    """Return how many micro-batches of at most ``micro_batch`` rows cover ``rows`` rows."""
     return max(1, -(-rows // micro_batch))
 
 
 def micro_batch_rows(rows: int, micro_batches: int, micro: int) -> Interval:
-    """Return the rows of the global batch in one micro-batch.
+    """Return the interval of the global batch's rows that micro-batch ``micro`` holds.
 
     >>> [micro_batch_rows(7, 3, m) for m in range(3)]
     [(0, 2), (2, 4), (4, 7)]
@@ -24,7 +24,7 @@ def micro_batch_rows(rows: int, micro_batches: int, micro: int) -> Interval:
 
 
 def fewest_rows(rows: int, micro_batches: int) -> int:
-    """Return the rows of the smallest of the micro-batches of a batch of ``rows`` rows.
+    """Return the number of rows of the smallest micro-batch.
 
     >>> fewest_rows(7, 3)
     2
@@ -33,7 +33,7 @@ def fewest_rows(rows: int, micro_batches: int) -> int:
 
 
 def replica_rows(rows: int, replicas: int, replica: int) -> Interval:
-    """Return the rows of a micro-batch of ``rows`` rows that one replica holds.
+    """Return the interval of a micro-batch's ``rows`` rows that one replica holds.
 
     >>> [replica_rows(5, 2, k) for k in range(2)]
     [(0, 2), (2, 5)]
@@ -42,13 +42,13 @@ def replica_rows(rows: int, replicas: int, replica: int) -> Interval:
 
 
 def overlap(a: Interval, b: Interval) -> Interval:
-    """Return the rows in both intervals; the result is empty where its start is not less than its end."""
+    """Return the intersection of two intervals of rows; it is empty if its start is not less than its end."""
     return max(a[0], b[0]), min(a[1], b[1])
 
 
 def peers(rows: int, mine: int, replica: int, theirs: int) -> list[tuple[int, Interval]]:
-    """Return the replicas of a neighbour stage that share rows with ``replica``, and the shared rows, counted from its
-    first.
+    """Return the replicas of an adjacent stage that share rows with ``replica``, each with the shared rows relative to
+    the first row of ``replica``. ``mine`` and ``theirs``: replica counts of the two stages.
 
     >>> peers(6, 1, 0, 2)  # one replica here, two there
     [(0, (0, 3)), (1, (3, 6))]

@@ -1,4 +1,4 @@
-"""Tiers: the places of bytes that are not on a device, and their properties.
+"""Tiers: the places where bytes that are not on a device are stored, and their properties.
 
 Plans and device files give a tier by its name. All other properties come from the :class:`Tier` of that name, so that
 no code compares names: the planner reads ``shared`` and ``steps``, the machine reads ``bandwidth`` and ``free_bytes``,
@@ -20,7 +20,7 @@ ROOM_KEYS = ("host_memory", "disk")  # keys of `cluster` that limit the bytes of
 
 
 class Bandwidths(Protocol):
-    """Measured bytes per second of a machine, see :class:`parallax.machine.probes.Probes`."""
+    """Measured bandwidths of a machine, in bytes per second; see :class:`parallax.machine.probes.Probes`."""
 
     @property
     def directory(self) -> str:
@@ -126,13 +126,13 @@ def tier_named(name: str) -> Tier:
 
 
 def usual_tier(*, device_is_ram: bool) -> Tier:
-    """Return the tier of ``auto``: host memory, or the disk where the device itself is RAM (a CPU)."""
+    """Return the tier that ``auto`` stands for: host memory, or the disk if the device itself is RAM (a CPU)."""
     return DISK if device_is_ram else HOST
 
 
 def choose_tier(key: str, requested: str, *, device_is_ram: bool) -> Tier:
-    """Return the tier of the setting ``key``. Raises :class:`ConfigError` for an unknown name, or for a tier in the RAM
-    that is the device itself."""
+    """Return the tier that the setting ``key`` requests. Raises :class:`ConfigError` for an unknown name, or for a tier
+    in the RAM that is the device itself."""
     check_tier(key, requested)
     if requested == AUTO:
         return usual_tier(device_is_ram=device_is_ram)

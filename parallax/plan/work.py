@@ -1,7 +1,7 @@
-"""The work of a model on any device: floating-point operations, bytes and kernels, block by block.
+"""The work of a model on any device: floating-point operations, bytes and kernels of each block.
 
-This half of an analytic profile follows from shapes alone; :mod:`parallax.plan.analytic.efficiency` converts it into
-seconds on a kind of device. It comes from a module on the meta device (``model/profiling/count.py``) or from numbers
+Work follows from shapes alone; :mod:`parallax.plan.analytic.efficiency` converts it into seconds on a kind of device.
+It is counted from a module on the meta device (``model/profiling/count.py``) or computed from a model's sizes
 (:mod:`parallax.plan.analytic.transformer`).
 """
 
@@ -32,8 +32,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockWork:
-    """One block. The bytes have the meaning they have in :class:`~parallax.plan.profile.BlockCost`; ``gathered`` is the
-    work of one loss of all rows, where there is one."""
+    """The work of one block. Byte fields have the meaning they have in :class:`~parallax.plan.profile.BlockCost`.
+    ``gathered``: the work of one loss over all rows, if there is one."""
 
     name: str
     parameters: int

@@ -1,4 +1,4 @@
-"""Pictures of 1600 × 900 pixels, drawn without a window and written whole."""
+"""Create and save figures of 1600 × 900 pixels, without a window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of a stage's swap over one step: on the device and in the offload tier, beside the actions."""
+"""The bytes of a stage's swap over one step, on the device and in the offload tier, drawn with the actions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ACTIONS = ("forward", "backward", "backward_weight", "update")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occupancy:
-    """The bytes of one rank over one step.
+    """The bytes of one rank's swap over one step.
 
     ``samples`` are (seconds, bytes on the device, bytes in the tier) at every change; ``spans`` are the actions, both
     on the clock of the rank's host. ``limit_bytes``: the swap's limit on the device.
@@ -40,12 +40,12 @@ class Occupancy:
     spans: tuple[Span, ...]
 
     def high(self, column: int) -> int:
-        """Return the largest value of a column of the samples."""
+        """Return the largest value in column ``column`` of the samples."""
         return int(max((sample[column] for sample in self.samples), default=0))
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Return the start and end of the step; earlier changes belong to the step before."""
+        """Return start and end of the step in seconds; earlier samples belong to the previous step."""
         changes = [sample[0] for sample in self.samples]
         start = min([span.start for span in self.spans] or changes, default=0.0)
         return start, max([span.end for span in self.spans] + changes, default=start)
@@ -84,7 +84,7 @@ def occupancy_path(directory: Path, rank: int) -> Path:
 
 
 def computed(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Return the actions of a step that a picture shows."""
+    """Return those actions of a step that a picture shows."""
     return tuple(span for span in spans if span.kind in _ACTIONS)
 
 
@@ -126,13 +126,13 @@ def occupancy_png(steps: Sequence[Occupancy], path: Path) -> None:
 
 
 def fullest(steps: Sequence[Occupancy]) -> list[Occupancy]:
-    """Return the steps closest to their limit, at most ``MOST_STAGES``, by stage."""
+    """Return the steps whose device bytes come closest to their limit, at most ``MOST_STAGES``, ordered by stage."""
     order = sorted(steps, key=lambda step: -step.high(DEVICE_COLUMN) / (step.limit_bytes or 1))
     return sorted(order[:MOST_STAGES], key=lambda step: step.stage)
 
 
 def _draw(axes: Any, step: Occupancy, column: int, colour: str) -> None:
-    """Draw one curve; bytes are constant until the next change."""
+    """Draw one column of the samples as a curve; bytes are constant until the next sample."""
     start, end = step.bounds
     seconds = [sample[0] - start for sample in step.samples]
     sizes = [sample[column] for sample in step.samples]

@@ -23,7 +23,7 @@ MOST_COLUMNS = 8  # pipeline ranks whose terms stand side by side
 
 
 def plan_table(plan: Plan, profile: ModelProfile | None = None) -> Table:
-    """Return a row for each run of equal stages, with the prediction in the caption."""
+    """Return a table with a row for each run of equal consecutive stages, and the prediction in the caption."""
     prediction = plan.prediction
     parameters = f"{parameters_of(profile)} in " if profile else ""
     table = Table(
@@ -70,7 +70,7 @@ def plan_table(plan: Plan, profile: ModelProfile | None = None) -> Table:
 
 
 def _unused(plan: Plan) -> str:
-    """Return a line for each kind of device that the plan leaves unused."""
+    """Return a line for each kind of device of which the plan leaves some unused."""
     used, text = plan.world_size, ""
     if plan.spare_devices:
         text = f"\n{used} of {used + plan.spare_devices} devices are used: with more the step would be no shorter"
@@ -85,7 +85,7 @@ def _unused(plan: Plan) -> str:
 
 
 def _alike(plan: Plan) -> Iterator[tuple[int, int]]:
-    """Return the first and last stage of each run of stages that differ only in their first block."""
+    """Yield first and last stage of each run of stages that differ only in their first block."""
 
     def key(index: int) -> tuple[object, ...]:
         stage = plan.stages[index]
@@ -113,7 +113,7 @@ def _span(first: int, last: int) -> str:
 
 
 def placement_table(plan: Plan, cluster: Cluster) -> Table:
-    """Return a row for each stage; devices are counted on their node."""
+    """Return a table with a row for each stage; devices are numbered within their node."""
     names = [cluster.nodes[node].name for node in cluster.node_of]
     table = Table(
         box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, caption_justify="left"
@@ -136,8 +136,8 @@ def placement_table(plan: Plan, cluster: Cluster) -> Table:
 
 
 def placement(plan: Plan, names: Sequence[str], transports: Mapping[str, str]) -> dict[str, object]:
-    """Return the placement as data. ``names``: the node of each rank; ``transports``: the transport of each edge, by
-    "0 -> 1"."""
+    """Return the placement of the ranks as plain data. ``names``: the node of each rank; ``transports``: "0 -> 1" → the
+    transport of that edge."""
     return {
         "stages": [
             {
@@ -160,7 +160,7 @@ def save_placement(directory: Path, found: Mapping[str, object]) -> None:
 
 
 def transports_text(transports: Mapping[str, str]) -> str:
-    """Return ``gloo 0 -> 1, 1 -> 0; shared memory 2 -> 3``, by transport."""
+    """Return the edges grouped by transport, as ``gloo 0 -> 1, 1 -> 0; shared memory 2 -> 3``."""
     by_way: dict[str, list[str]] = {}
     for edge, transport in transports.items():
         by_way.setdefault(transport, []).append(edge)
@@ -181,7 +181,7 @@ def _devices(ranks: Sequence[int], names: Sequence[str]) -> Iterator[str]:
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """Return runs of numbers as ``0–3, 8``."""
+    """Return numbers as text with ranges, such as ``0–3, 8``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -192,8 +192,8 @@ def _spans(numbers: Sequence[int]) -> str:
 
 
 def memory_table(plan: Plan) -> Table:
-    """Return a row per term: the bytes of the fullest rank of each pipeline rank at its peak, and its seconds of a
-    step."""
+    """Return a table with a row for each term: bytes of the fullest rank of each pipeline rank at its peak, and its
+    seconds per step."""
     columns = _columns(plan.prediction)
     left_out = len(plan.prediction.stages) - sum(last - first + 1 for first, last in columns)
     table = Table(
@@ -221,8 +221,8 @@ def _tier_peak(plan: Plan, pipeline_rank: int) -> int:
 
 
 def _columns(prediction: Prediction) -> list[tuple[int, int]]:
-    """Return runs of pipeline ranks with the same bytes and, to a hundredth of the step, the same seconds. Of many
-    runs: the first, the last, and those with the largest peaks."""
+    """Return (first, last) of each run of pipeline ranks with equal bytes and, to a hundredth of the step, equal
+    seconds. If there are many runs: only the first, the last, and those with the largest peaks."""
     stages = prediction.stages
 
     def key(index: int) -> tuple[object, ...]:

@@ -15,7 +15,7 @@ from parallax.plan.profile import BlockCost, ModelProfile
 
 
 def tell_noise(console: Console, profile: ModelProfile) -> None:
-    """Print one line where the profile was measured on a busy machine."""
+    """Print a warning if the profile was measured on a busy machine."""
     if profile.noisy:
         console.print(
             f"the machine was busy while blocks were measured (wall time {profile.disturbance:.1f} of processor time): "
@@ -27,7 +27,7 @@ def tell_noise(console: Console, profile: ModelProfile) -> None:
 
 
 def profile_table(profile: ModelProfile, rows: int) -> Table:
-    """Return a row for each run of equal blocks, for a micro-batch of ``rows`` rows."""
+    """Return a table with a row for each run of equal blocks, for a micro-batch of ``rows`` rows."""
     table = Table(
         box=box.SIMPLE_HEAD,
         title=f"{profile.model} on {profile.device}, {profile.precision}, {profile.source}; for {rows} row(s)",
@@ -71,7 +71,7 @@ def profile_table(profile: ModelProfile, rows: int) -> Table:
 
 
 def parameters_of(profile: ModelProfile) -> str:
-    """Return the number of parameters, and of trained ones where some are frozen."""
+    """Return a text with the number of parameters and, if some are frozen, of trained ones."""
     total = f"{sum(block.parameters for block in profile.blocks):,} parameters"
     trained = sum(block.trained for block in profile.blocks)
     return f"{total} ({trained:,} trained)" if _frozen(profile) else total

@@ -52,7 +52,8 @@ def summary_table(summary: Mapping[str, Any]) -> RenderableType:
 
 
 def _outcome(summary: Mapping[str, Any]) -> str:
-    """Return one sentence: steps, first and last loss, validation loss beside the unigram entropy of text, speed."""
+    """Return one sentence with the steps, the first and last loss, the validation loss with the unigram entropy of the
+    text, and the speed."""
     first, last, validation, entropy = (
         _cell(summary.get(key), "{:.4f}")
         for key in ("loss_first", "loss_last", "validation_loss", "unigram_entropy")
@@ -68,7 +69,7 @@ def _outcome(summary: Mapping[str, Any]) -> str:
 
 
 def _speed(summary: Mapping[str, Any]) -> str:
-    """Return tokens per second for rows of tokens, rows per second otherwise."""
+    """Return the speed as text: tokens per second if rows are tokens, rows per second otherwise."""
     tokens, rows = summary.get("tokens_per_second"), summary.get("rows_per_second")
     if tokens is not None:
         return f"{tokens:,.0f} tokens/s"

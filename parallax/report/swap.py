@@ -1,4 +1,4 @@
-"""The swap of a run: how much it moved, how long training waited, and why tensors moved or stayed.
+"""Report the swap of a run: bytes moved, waits of training, and why tensors were moved or kept.
 
 The entry of a rank in ``summary.json`` has means over all steps, and the last step by micro-batch. Each rank writes the
 bytes over that step beside its events (:mod:`parallax.report.occupancy`).
@@ -27,7 +27,7 @@ Row = Mapping[str, Any]
 
 
 def swaps(statistics: SwapStatistics) -> bool:
-    """Whether a stage has activations that may move, even if all stay, or moved anything else."""
+    """Whether a stage saved activations that could be offloaded, even if all were kept, or offloaded anything else."""
     return (
         bool(statistics.decisions)
         or statistics.limit_bytes + statistics.bytes_out + statistics.bytes_in > 0
@@ -35,7 +35,7 @@ def swaps(statistics: SwapStatistics) -> bool:
 
 
 class SwapRecord:
-    """One rank's swap over a run: sums and peaks of all steps, and the last step in detail."""
+    """One rank's swap statistics over a run: sums and peaks of all steps, and details of the last step."""
 
     def __init__(self) -> None:
         self._total = SwapStatistics()
@@ -51,7 +51,7 @@ class SwapRecord:
         self._steps += 1
 
     def summary(self) -> dict[str, Any] | None:
-        """Return the entry for ``summary.json``; None where the stage does not swap."""
+        """Return the entry for ``summary.json``; None if the stage does not swap."""
         if not (swaps(self._total) or swaps(self._last)):
             return None
         total, last = self._total, self._last
@@ -79,13 +79,13 @@ class SwapRecord:
 
 
 def swapped_ranks(summary: Mapping[str, Any]) -> list[Row]:
-    """Return the ranks of ``summary.json`` whose stage swapped."""
+    """Return the entries of those ranks in ``summary.json`` whose stage swapped."""
     return [rank for rank in summary.get("ranks") or [] if rank.get("swap")]
 
 
 def swap_tables(ranks: Sequence[Row]) -> RenderableType:
-    """Return for each rank its means and peaks; for each stage, of the rank that stalled most, the last step by
-    micro-batch and the reasons for which tensors moved or stayed."""
+    """Return tables: means and peaks of each rank and, for each stage, from the rank that stalled most, the last step
+    by micro-batch and the reasons why tensors were moved or kept."""
     shown = worst_of_stages(ranks)
     return Group(_rank_table(ranks), _micro_table(shown), _decision_table(shown))
 
@@ -105,7 +105,8 @@ def _stalled(rank: Row) -> float:
 
 
 def _rank_table(ranks: Sequence[Row]) -> Table:
-    """Return means and peaks by rank. Memory that the tier allocated without use is shown where there is any."""
+    """Return a table of means and peaks by rank, with the memory that the tier allocated but did not use, if there is
+    any."""
     headings = ["rank", "stage", "out", "in", "stalled", "over-\nlapped", "limit", "filled", "tier"]
     tier_keys = ["tier_high_water_bytes"]
     if any(rank["swap"]["pinned_waste_bytes"] for rank in ranks):
@@ -130,8 +131,8 @@ def _rank_table(ranks: Sequence[Row]) -> Table:
 
 
 def _micro_table(ranks: Sequence[Row]) -> Table:
-    """Return the last step by micro-batch. The overlap is that of the whole step, since micro-batches share copy
-    threads."""
+    """Return a table of the last step by micro-batch. The overlap is that of the whole step, because micro-batches
+    share copy threads."""
     title = "last step, of each stage the rank that stalled most"
     return _filled(
         _table(title, "stage", "rank", "micro-batch", "out", "in", "stalled", "over-\nlapped"),
@@ -155,7 +156,7 @@ def _moved(found: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _decision_table(ranks: Sequence[Row]) -> Table:
-    """Return the bytes that moved or stayed, by reason, the largest first."""
+    """Return a table of the bytes that were moved or kept, by reason, largest first."""
     table = _table(
         "saved tensors of the last step", "stage", "rank", "decision", "tensors", "bytes"
     )

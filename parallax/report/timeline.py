@@ -26,11 +26,11 @@ DIGIT_SHARE = 0.007
 
 
 def timeline_png(predicted: list[Span], measured: list[Span], path: Path) -> None:
-    """Draw both timelines to ``path`` (1600 × 900), predicted above measured, on one axis in seconds. Without a
-    measured one the predicted timeline fills the picture.
+    """Draw both timelines to ``path`` (1600 × 900), predicted above measured, on one axis in seconds. If ``measured``
+    is empty, the predicted timeline fills the picture.
 
-    Boxes carry their micro-batch; the grey start of a box is the time that the rank waited. Each timeline begins at its
-    first span; ranks of several hosts are as aligned as their clocks.
+    Each box is labelled with its micro-batch; its grey start is the time that the rank waited. Each timeline begins at
+    its first span. Ranks of several hosts are aligned only as well as their clocks.
     """
     from matplotlib.patches import Patch
 
@@ -65,12 +65,12 @@ def _length(spans: list[Span]) -> float:
 
 
 def _kind(span: Span) -> str:
-    """Return the kind that a span is drawn as: sends and receives of both directions look alike."""
+    """Return the kind of action by which a span is coloured: sends and receives of both directions have one colour."""
     return span.kind if span.kind in COLOURS else span.kind.split("_")[0]
 
 
 def _draw(axes: Any, spans: list[Span], length: float) -> set[str]:
-    """Draw one panel; return the kinds that it shows."""
+    """Draw one panel of ``length`` seconds; return the kinds of action that it shows."""
     origin = min((span.start for span in spans), default=0.0)
     ranks = sorted({span.rank for span in spans})
     axes.set_yticks(range(len(ranks)), ranks)

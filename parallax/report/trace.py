@@ -1,8 +1,8 @@
-"""A timeline as a Chrome trace, which https://ui.perfetto.dev and chrome://tracing open.
+"""A timeline as a Chrome trace, for https://ui.perfetto.dev and chrome://tracing.
 
-One process per rank, with three tracks: what it computes, what it sends and receives, what it swaps. Format: "Trace
-Event Format", Google (2016): complete events (X) with microseconds, instants (i) for what only begins something,
-metadata (M) for names.
+Each rank is one process with three tracks: computing, messages, and swapping. Format: "Trace Event Format", Google
+(2016), with complete events (X) in microseconds, instants (i) for actions that only start an operation, and metadata
+(M) for names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MICROSECONDS = 1e6
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
-    """Return the spans as trace events; time begins at the first span."""
+    """Return the spans as Chrome trace events; time begins at the first span."""
     origin = min((span.start for span in spans), default=0.0)
     events = [
         event for rank in sorted({span.rank for span in spans}) for event in _names(rank, spans)

@@ -35,9 +35,9 @@ RECENT_STEPS = 100  # steps of a run that are looked at: the last
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectedProfile:
-    """A corrected profile with its path in the cache (None where it is not kept), the cluster that it is for, and the
-    seconds of a step: measured, predicted by the plan, and predicted with the corrected profile. ``slow``: ranks
-    whose devices are slow in that cluster, and by which factor."""
+    """A corrected profile, with its path in the cache (None if it is not cached) and the cluster that it describes; and
+    the seconds of a step: measured, predicted by the plan, and predicted with the corrected profile. ``slow``: the
+    ranks whose devices are slow in that cluster → the factor."""
 
     profile: ModelProfile
     path: Path | None
@@ -65,11 +65,11 @@ def correct(
     progress: Callable[[str], None],
     slow: Mapping[int, float] | None = None,
 ) -> CorrectedProfile:
-    """Correct the profile of the run in ``directory`` and write it. ``slow``: the factors by which devices of ranks
-    were slower than others, which the blocks are not to blame for; factors that the run's spans do not show are
-    ignored. A profile of slow devices is not kept for other runs, whose devices may have full speed. Raises
-    :class:`ConfigError` where the run recorded no steps, :class:`~parallax.errors.PlanError` where its files do not
-    belong together."""
+    """Correct the profile of the run in ``directory`` by measured times, write it, and return it. ``slow``: for ranks
+    whose devices were slower than others, the factor, which is not attributed to the blocks; a factor that the run's
+    spans do not confirm is ignored. A profile with slow devices is not cached for other runs, whose devices may have
+    full speed. Raises :class:`ConfigError` if the run recorded no steps, and :class:`~parallax.errors.PlanError` if its
+    files do not belong together."""
     inputs = Inputs.load(inputs_path(directory / "plan.yaml"))
     inputs.check(plan)
     progress("reading what the run measured")
@@ -100,8 +100,8 @@ def correct(
 
 
 def drop_contradicted(directory: Path, config: RunConfig, summary: Mapping[str, Any]) -> str:
-    """Remove the kept profile where the measured steps of a run contradict it, so that the next plan measures again;
-    return the message for the user. Runs with a slow rank or with recorded steps do not count."""
+    """Remove the cached profile if the measured steps of a run contradict it, so that the next plan measures again;
+    return a message for the user, or an empty string. Runs with a slow rank or with recorded steps do not count."""
     if summary.get("stragglers") or config.debug.record != "off":
         return ""
     numbers = summary.get("step_seconds_median"), summary.get("predicted_step_seconds")
@@ -118,8 +118,9 @@ def drop_contradicted(directory: Path, config: RunConfig, summary: Mapping[str, 
 
 
 def measured_spans(directory: Path, ranks: int) -> list[Span]:
-    """Return the spans of the last steps of a run without its first ones, which touch memory and connect; without
-    recorded events, the spans of the typical step that the end of the run wrote."""
+    """Return the spans of a run's last steps. The first steps of a run are excluded, because they touch memory for the
+    first time and connect. Without recorded events, return the spans of the typical step that the run wrote at its end.
+    """
     files = [events_path(directory, rank) for rank in range(ranks)]
     spans = [span for file in files if file.is_file() for span in _recent(file)]
     typical = directory / MEASURED_EVENTS
@@ -130,7 +131,7 @@ def measured_spans(directory: Path, ranks: int) -> list[Span]:
 
 
 def check_spans(spans: Sequence[Span], directory: Path, plan: Plan) -> None:
-    """Raise :class:`ConfigError` where ``spans``, read from ``directory``, are not of ``plan``."""
+    """Raise :class:`ConfigError` if ``spans``, read from ``directory``, do not match ``plan``."""
     kinds = set(Kind)
     for span in spans:
         known = (

@@ -1,4 +1,4 @@
-"""From a resolved configuration to the objects of a run: model, loss, data, profile, plan."""
+"""Build the objects of a run from its configuration: model, loss, data, profile, plan."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def build_chain(config: RunConfig) -> Chain:
 
 
 def _inputs(config: RunConfig, rows: int) -> Any:
-    """Return inputs of ``rows`` rows, or of all rows of a smaller batch."""
+    """Return the inputs of the first ``rows`` rows of a batch, or of all its rows if there are fewer."""
     if (shapes := config.data.shapes(config.model)) is not None:
         return shapes(rows)[0][0]
     batch = first_batch(config, open_source(config))
@@ -73,7 +73,7 @@ def _inputs(config: RunConfig, rows: int) -> Any:
 
 
 def doing(config: RunConfig, what: str) -> str:
-    """Return the name of a phase with the user's function that it calls."""
+    """Return the name of a phase, with the user's function that it calls."""
     group = {"building the model": config.model, "fetching rows": config.data}[what]
     key = "model.target" if group is config.model else "data.target"
     target = getattr(group, "target", "")
@@ -81,13 +81,13 @@ def doing(config: RunConfig, what: str) -> str:
 
 
 def built_model(config: RunConfig) -> ModelConfig:
-    """Return the model settings of ``config``. Raises :class:`ConfigError` for a model without code."""
+    """Return the model settings of ``config``. Raises :class:`ConfigError` for a model that has sizes but no code."""
     config.model.check_code()
     return config.model
 
 
 def local_cluster(config: RunConfig) -> ClusterConfig:
-    """Return the cluster settings of ``config``. Raises :class:`ConfigError` for a cluster of the catalog."""
+    """Return the cluster settings of ``config``. Raises :class:`ConfigError` if they name a cluster of the catalog."""
     if isinstance(config.cluster, CatalogClusterConfig):
         raise ConfigError(
             "cluster=catalog: it is a cluster to plan for; train on this machine with cluster=local"
@@ -96,8 +96,8 @@ def local_cluster(config: RunConfig) -> ClusterConfig:
 
 
 def check_devices(config: RunConfig) -> None:
-    """Raise :class:`ConfigError` where training would run on the CPU although this host has an accelerator that torch
-    cannot use, unless the settings ask for the CPU."""
+    """Raise :class:`ConfigError` if training would run on the CPU although this host has an accelerator that torch
+    cannot use, unless the settings request the CPU."""
     if local_cluster(config).kind == AUTO and (found := unusable_device()):
         wrong, remedy = found
         raise ConfigError(
@@ -106,7 +106,7 @@ def check_devices(config: RunConfig) -> None:
 
 
 def device_kind(config: RunConfig) -> str:
-    """Return the kind of device to train on: of the catalog cluster, or of this machine."""
+    """Return the kind of device to train on: that of the catalog cluster, or that of this machine."""
     if isinstance(config.cluster, CatalogClusterConfig):
         return config.cluster.kind.name
     return choose_devices(config.cluster).kind
@@ -127,9 +127,9 @@ def build_loss(config: RunConfig) -> Loss:
 
 
 def usual_loss(outputs: Any, targets: Any) -> Tensor:
-    """Return the loss in ``outputs``, as models of transformers have it where labels are among their inputs; otherwise
-    mean cross-entropy: class scores in the last dimension of ``outputs`` or of its ``logits``, classes in
-    ``targets``."""
+    """Return the loss in ``outputs`` if there is one, as in transformers models with labels among their inputs.
+    Otherwise return mean cross-entropy, with class scores in the last dimension of ``outputs`` or of its ``logits``,
+    and class indices in ``targets``."""
     own = getattr(outputs, "loss", None)
     if isinstance(own, Tensor):
         return own
@@ -155,7 +155,7 @@ def usual_loss(outputs: Any, targets: Any) -> Tensor:
 
 
 def tokens_per_row(config: RunConfig) -> int:
-    """Return the tokens in a row: its bytes of text, or 1 for rows of the user's source."""
+    """Return the tokens in a row: the bytes of a row of text, or 1 for rows of the user's source."""
     return config.data.tokens_per_row(config.model)
 
 
@@ -165,7 +165,7 @@ def open_source(config: RunConfig, *, quiet: bool = True) -> Source:
 
 
 def first_batch(config: RunConfig, source: Source) -> Rows:
-    """Return a batch of held-out rows, for measuring and planning. Raises :class:`DataError` where the source has fewer
+    """Return a batch of held-out rows, for measuring and planning. Raises :class:`DataError` if the source has fewer
     rows than a batch."""
     wanted, label = config.trainer.global_batch, config.data.label
     config.data.check_size(source, config.model, wanted)
@@ -225,10 +225,10 @@ def plan_run(
     accept: Callable[[Chain], None] = lambda chain: None,
 ) -> Planned:
     """Return the plan of ``config`` on this machine or for its catalog cluster. ``profile`` replaces measuring or
-    deriving one. ``present``: the cluster of several nodes, of which this is the first. ``scratch``: the folder of
-    swap files. ``verified``: the plan will be trained, so the chain is compared with its model, and batches whose
-    loss depends on the split are refused (:mod:`parallax.run.verified`). ``accept`` raises for a model that must not
-    be planned, before it has weights."""
+    deriving one. ``present``: the cluster of several nodes, of which this is the first. ``scratch``: the folder of swap
+    files. ``verified``: the plan will be trained, so the chain is compared with its model, and a batch whose loss
+    depends on its split into micro-batches is refused (:mod:`parallax.run.verified`). ``accept(chain)`` is called
+    before weights are made, and raises for a model that must not be planned."""
     if isinstance(config.cluster, CatalogClusterConfig):
         return plan_catalog(
             stepped_by(profile or profile_run(config, progress), config.optimizer),
@@ -271,7 +271,7 @@ def _what_is_planned(
     present: Cluster | None,
     accept: Callable[[Chain], None],
 ) -> tuple[Chain, Loss, Rows]:
-    """Return model, loss and a batch of ``config``, after checking that some plan on this machine may follow it."""
+    """Return model, loss and a batch of ``config``, after checking that the settings allow a plan on this machine."""
     check_devices(config)
     config.replicas.check_asked(config.plan)
     progress(doing(config, "building the model"))
@@ -321,7 +321,7 @@ def profile_run(config: RunConfig, progress: Callable[[str], None]) -> ModelProf
 
 
 def remember_run_profile(profile: ModelProfile, config: RunConfig) -> Path:
-    """Keep ``profile`` for the next plan of ``config`` on this machine; return the file."""
+    """Cache ``profile`` for the next plan of ``config`` on this machine; return the file."""
     return remember_profile(
         profile,
         build_chain(config),
@@ -335,7 +335,7 @@ def remember_run_profile(profile: ModelProfile, config: RunConfig) -> Path:
 
 
 def model_work(config: RunConfig, progress: Callable[[str], None] = lambda text: None) -> ModelWork:
-    """Return the operations and bytes of ``config``'s model, counted without computing or making weights."""
+    """Return the operations and bytes of the model of ``config``, counted on fake tensors without weights."""
     if (work := config.model.work(str(config.precision))) is not None:
         if config.trainer.gather_loss:
             raise ConfigError(
@@ -358,7 +358,7 @@ def model_work(config: RunConfig, progress: Callable[[str], None] = lambda text:
 
 
 def read_profile(config: RunConfig, path: Path) -> ModelProfile:
-    """Read a profile file. Raises :class:`ConfigError` where it is of another model than ``config``'s."""
+    """Read a profile file. Raises :class:`ConfigError` if it is of another model than that of ``config``."""
     found, model = ModelProfile.load(path), config.model
     work = model.work(str(config.precision))
     wanted = build_chain(config).fingerprint() if work is None else work.fingerprint
@@ -371,7 +371,8 @@ def read_profile(config: RunConfig, path: Path) -> ModelProfile:
 
 
 def _shapes(config: RunConfig, chain: Chain) -> Sample:
-    """Return a sample of batches: of the meta device where their shapes are known, rows of the source otherwise."""
+    """Return a function that gives n rows as inputs and targets: meta tensors if their shapes are known, else rows of
+    the data source."""
     if (shapes := config.data.shapes(config.model)) is not None:
         return shapes
     batch = _sampled(config)

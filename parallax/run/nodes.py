@@ -52,15 +52,15 @@ Kind = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A cluster of several nodes. ``kinds``: the kind of each node's devices. ``device_bytes``: the memory of a device
-    of each node, of which the cluster has the smallest of its kind."""
+    """A cluster of several nodes. ``kinds``: the kind of each node's devices. ``device_bytes``: for each node, the
+    memory of a device; the cluster uses the smallest of each kind."""
 
     cluster: Cluster
     kinds: tuple[Kind, ...]
     device_bytes: tuple[int, ...]
 
     def at_speeds(self, seconds: Sequence[float]) -> Joined:
-        """Return the cluster with devices at the relative speeds of ``seconds``, which each node takes for the same
+        """Return the cluster with relative device speeds, given the ``seconds`` that each node takes for the same
         work."""
         nodes = tuple(
             replace(
@@ -74,7 +74,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """The devices of a node as a cluster of one node."""
+    """The devices of one node, as a cluster of that node alone."""
 
     cluster: Cluster
     kind: Kind
@@ -86,8 +86,8 @@ def node_devices(config: ClusterConfig, nodes: Nodes) -> DeviceChoice:
 
 
 def share_devices(config: ClusterConfig, nodes: Nodes, *, select: bool) -> None:
-    """Tell this process the devices of all ranks before it plans; called by every rank of torch's world. ``select``:
-    select the device of this rank's number on its host first."""
+    """Exchange the devices of all ranks, for this process's planning; called by every rank of torch's world.
+    ``select``: first select the device whose number is this rank's index on its host."""
     kind, local_rank = chosen_kind(config), os.environ.get("LOCAL_RANK")
 
     def own() -> OwnDevice | None:
@@ -127,9 +127,9 @@ def join_nodes(
     config: ClusterConfig, swap: SwapConfig, nodes: Nodes, scratch: Path | None
 ) -> Joined:
     """Return the cluster of all nodes; called by every rank of torch's world. ``scratch``: the folder of swap files.
-    Nodes with the same kind of devices count as the weakest of them, so that a plan fits on each of them.
+    Nodes with the same kind of devices all count as the weakest of them, so that a plan fits on each.
 
-    Raises :class:`~parallax.errors.UnfitHostError` where a setting asks for more than some nodes have.
+    Raises :class:`~parallax.errors.UnfitHostError` if a setting requests more than some nodes have.
     """
 
     def offer() -> _Offer:
@@ -159,7 +159,7 @@ def join_nodes(
 
 
 def _between(config: ClusterConfig, nodes: Nodes) -> RemoteLink:
-    """Return the link between nodes from the settings, or measured."""
+    """Return the link between nodes, from the settings or measured."""
     kind = node_devices(config, nodes).kind
     if (link := asked_link(config)) is not None:
         # A host's ranks share its network card; accelerators mostly have one each.
@@ -176,7 +176,7 @@ def _kind(choice: DeviceChoice) -> Kind:
 
 
 def _weakest(index: int, offers: Sequence[_Offer]) -> Node:
-    """Return the node of an offer with the smallest capacities of all nodes of its kind."""
+    """Return the node of offer ``index``, with each capacity reduced to the smallest among all nodes of its kind."""
     node = offers[index].cluster.nodes[0]
     alike = [each.cluster.nodes[0] for each in offers if each.kind == offers[index].kind]
     devices = [device for each in alike for device in each.devices]

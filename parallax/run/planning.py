@@ -1,4 +1,4 @@
-"""Plan a described model for this machine, whose devices measure its blocks, or for machines of the catalog."""
+"""Plan a model for this machine, on whose devices its blocks are measured, or for machines of the catalog."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _Costs = TypeVar("_Costs", ModelProfile, ModelWork)
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan with its inputs. ``remarks``: lines for the user about the devices."""
+    """A plan with its inputs. ``remarks``: messages to the user about the devices."""
 
     plan: Plan
     forecast: Forecast
@@ -70,14 +70,14 @@ class Planned:
 
 
 def settle(choice: DeviceChoice) -> None:
-    """Configure this process's threads and allocator as a rank of a run begins."""
+    """Configure the threads and the allocator of this process like those of a rank."""
     torch.set_num_threads(choice.threads)
     if choice.kind == "cpu":
         use_one_arena()  # before a thread has another
 
 
 def settled(cluster: ClusterConfig, plan: PlanConfig) -> DeviceChoice:
-    """Return the devices for ``plan``, after configuring this process as their ranks compute."""
+    """Configure this process like a rank of a run, and return the devices for ``plan``."""
     count = _given(cluster, plan)
     return _settled(cluster, min(count, plan.ranks or count))
 
@@ -91,7 +91,7 @@ def _settled(cluster: ClusterConfig, count: int) -> DeviceChoice:
 
 
 def _given(cluster: ClusterConfig, plan: PlanConfig) -> int:
-    """Return the devices that a plan may use; on this machine at least as many as ``plan`` asks for."""
+    """Return how many devices a plan may use; on this machine at least as many as ``plan`` requests."""
     alone = [each for each in (plan.stages, plan.replicas) if isinstance(each, int)]
     return choose_devices(cluster, at_least=plan.ranks or max([1, *alone])).count
 
@@ -116,9 +116,9 @@ def plan_model(
 ) -> Planned:
     """Measure ``chain`` on this machine and return the best plan for global batches like ``batch``.
 
-    With ``gather_loss`` the loss is computed once, of all rows of a batch, for contrastive losses. ``profile`` replaces
-    the measurement. ``present``: the cluster of several nodes, of which this is the first. ``scratch``: the folder of
-    swap files. Raises :class:`~parallax.errors.InfeasiblePlan` where nothing fits.
+    ``gather_loss``: compute one loss over all rows of a batch, as contrastive losses need. ``profile`` replaces the
+    measurement. ``present``: the cluster of several nodes, of which this is the first. ``scratch``: the folder of swap
+    files. Raises :class:`~parallax.errors.InfeasiblePlan` if no plan fits.
     """
     cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
     batch = RowCheck(chain.dtype).of(batch, "the batch to plan with")
@@ -154,8 +154,8 @@ def plan_model(
 
 
 def as_planned(cluster: ClusterConfig, requested: PlanConfig, plan: Plan) -> ClusterConfig:
-    """Return the settings of ``cluster`` for the ranks of ``plan``: as many devices as it uses, and on a CPU as many
-    threads for each as were measured, also where the planner found that fewer devices are as fast."""
+    """Return the settings of ``cluster`` for the ranks of ``plan``: as many devices as it uses. On a CPU each has as
+    many threads as were measured, even if the planner found that fewer devices are as fast."""
     counted = dataclasses.replace(cluster, devices=plan.world_size)
     if requested.ranks is not None or cluster.threads != AUTO or chosen_kind(cluster) != "cpu":
         return counted
@@ -167,7 +167,7 @@ def as_planned(cluster: ClusterConfig, requested: PlanConfig, plan: Plan) -> Clu
 
 
 def _unused(given: int, used: int) -> str:
-    """Return a line on the devices that the plan leaves unused; empty where there are none."""
+    """Return a message about the devices that the plan leaves unused; empty if it uses all."""
     if used == given:
         return ""
     return (
@@ -177,7 +177,7 @@ def _unused(given: int, used: int) -> str:
 
 
 def _started(cluster: ClusterConfig) -> bool:
-    """Whether the ranks are running, so that each is a device of the plan."""
+    """Whether the ranks are already running, so that the plan must use one device for each."""
     return dist.is_initialized() and cluster.devices == dist.get_world_size()
 
 
@@ -192,8 +192,8 @@ def check_model(
     gather_loss: bool,
     present: Cluster | None = None,
 ) -> int:
-    """Return how many devices plans of ``chain`` for ``rows`` rows may use. Raises before any measurement where no plan
-    can follow the settings; see :func:`~parallax.plan.search.contradiction.check_question`."""
+    """Return how many devices a plan of ``chain`` for ``rows`` rows may use. Raises before any measurement if no plan
+    can satisfy the settings; see :func:`~parallax.plan.search.contradiction.check_question`."""
     return check_question(
         Question(
             config=plan,
@@ -210,8 +210,8 @@ def check_model(
 
 
 def stepped_by(costs: _Costs, optimizer: OptimizerConfig) -> _Costs:
-    """Return ``costs`` of AdamW, with two states for each weight, converted to ``optimizer``. A step reads weight,
-    gradient and states, and writes all but the gradient."""
+    """Return ``costs``, measured with AdamW and its two states per weight, converted to ``optimizer``. A step reads
+    weight, gradient and states, and writes all of these but the gradient."""
     optimizer_bytes = costs.optimizer_bytes * optimizer.states / ADAMW_STATES
     if isinstance(costs, ModelProfile):
         moved = (3 + 2 * optimizer.states) / (3 + 2 * ADAMW_STATES)
@@ -235,8 +235,8 @@ def measure_model(
     scratch: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelProfile:
-    """Return the profile of ``chain`` on the devices of ``choice``, measured on the first rows of ``batch``; with
-    ``gather_loss`` the loss of all rows is measured. ``scratch``: the folder of swap files."""
+    """Return the profile of ``chain``, measured on the devices of ``choice`` with the first rows of ``batch``.
+    ``gather_loss``: measure one loss over all rows of the batch. ``scratch``: the folder of swap files."""
     conditions = _conditions(chain, batch, choice, precision, swap, gather_loss, scratch)
     return measure(chain, loss, **conditions, name=name, progress=progress)
 
@@ -252,7 +252,7 @@ def remember_profile(
     swap: SwapConfig,
     gather_loss: bool,
 ) -> Path:
-    """Keep ``profile`` where :func:`measure_model` with the same arguments will find it; return the file."""
+    """Cache ``profile``, so that :func:`measure_model` with the same arguments returns it; return the file."""
     path = profile_path(
         chain, loss, **_conditions(chain, batch, choice, precision, swap, gather_loss)
     )
@@ -269,8 +269,7 @@ def _conditions(
     gather_loss: bool,
     scratch: Path | None = None,
 ) -> dict[str, Any]:
-    """Return the conditions of a measurement besides model and loss: arguments of
-    :func:`~parallax.model.profiling.measure.measure`."""
+    """Return the arguments of :func:`~parallax.model.profiling.measure.measure` besides model and loss."""
 
     def sample(count: int) -> tuple[tuple[Tensor, ...], Tensor]:
         return chain.arguments(batch.inputs(0, count)), batch.targets(0, count)
@@ -287,7 +286,7 @@ def _conditions(
 
 
 def _offloader(choice: DeviceChoice, swap: SwapConfig, scratch: Path | None) -> Offloader | None:
-    """Return the offloading that ranks of a run would use."""
+    """Return an offloader like that of a run's ranks; None if they offload nothing."""
     tier = offload_tier(choice, swap.tier)
     return OffloadBenchmarks(tier.name, swap, swap_folder(swap, scratch)) if tier.exists else None
 
@@ -304,8 +303,8 @@ def plan_catalog(
     gather_loss: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Planned:
-    """Search the plan of a model for machines that are not at hand. ``dtype``: the number format of its matrix
-    products. Schedules and tiers without an implementation in the runtime are searched too."""
+    """Search a plan of a model for machines that are not available. ``dtype``: the number format of the model's matrix
+    products. Schedules and tiers that the runtime does not implement are searched too."""
     parameters = sum(block.parameters for block in profile.blocks)
     weight_bytes = (
         round(sum(block.parameter_bytes for block in profile.blocks) / max(1, parameters)) or 4
@@ -344,8 +343,8 @@ def plan_catalog(
 def plan_together(
     chain: Chain, loss: Loss, batch: Rows, *, cluster: ClusterConfig | None = None, **options: Any
 ) -> Plan:
-    """Return one plan on all ranks of an initialised torch.distributed, on one node or several. Rank 0 plans for as
-    many devices as there are ranks and sends the plan, or its error. Options are those of :func:`plan_model`."""
+    """Return the same plan on all ranks of an initialised torch.distributed, on one node or several. Rank 0 plans for
+    as many devices as there are ranks, and sends the plan or its error. Options are those of :func:`plan_model`."""
     sized = dataclasses.replace(cluster or ClusterConfig(), devices=dist.get_world_size())
     nodes = Nodes.gather()
     share_devices(sized, nodes, select=False)

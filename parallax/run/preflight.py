@@ -1,4 +1,4 @@
-"""The memory and disk that a prepared run needs on each host, from its plan, profile and checkpoints."""
+"""Check that each host has the memory and disk that a prepared run needs, by its plan, profile and checkpoints."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from parallax.runtime.checkpoint import PART_BYTES, list_checkpoints, step_of
 
 
 def check_start(run: PreparedRun) -> None:
-    """Raise :class:`PreflightError` where this host has less memory or disk than all ranks of ``run`` need."""
+    """Raise :class:`PreflightError` if this host has less memory or disk than all ranks of ``run`` need."""
     check_host(host_needs(run, range(run.plan.world_size)))
 
 
 def check_start_together(run: PreparedRun, nodes: Nodes) -> None:
-    """Check each node for its own ranks; called by every rank of torch's world. Raises
-    :class:`~parallax.errors.UnfitHostError` where some of several hosts have too little."""
+    """Check that each node has enough memory and disk for its own ranks; called by every rank of torch's world. Raises
+    :class:`~parallax.errors.UnfitHostError` if some hosts have too little and others do not."""
     mine = [rank for rank, host in enumerate(nodes.hosts) if host == nodes.hosts[nodes.rank]]
     where = f"node {printable(nodes.name(nodes.rank))}"
 
@@ -49,8 +49,8 @@ def check_start_together(run: PreparedRun, nodes: Nodes) -> None:
 
 
 def check_versions(nodes: Nodes) -> None:
-    """Raise :class:`~parallax.errors.UnfitHostError` where ranks have other versions of Python, torch, numpy or
-    Parallax, which decide a run's numbers and files; called by every rank of torch's world."""
+    """Raise :class:`~parallax.errors.UnfitHostError` if ranks differ in their versions of Python, torch, numpy or
+    Parallax, on which a run's numbers and files depend; called by every rank of torch's world."""
     first = Elastic.gather(nodes).measure(nodes)
     found = all_gather_result(versions)
     why: dict[str, str] = {}
@@ -71,7 +71,7 @@ def check_versions(nodes: Nodes) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of this process."""
+    """Return name → version of Python and of the libraries in this process."""
     return {
         "python": ".".join(platform.python_version_tuple()[:2]),
         "parallax": parallax.__version__,
@@ -127,8 +127,8 @@ def _swap_files(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
 
 
 def _checkpoints(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
-    """Return the disk space for the kept checkpoints and the one being written, less the files that are there and will
-    be deleted. On several hosts: the part of ``ranks``. Empty where the size of a checkpoint is not known."""
+    """Return the disk space for the kept checkpoints and the one being written, less the existing files that will be
+    deleted. On several hosts only the parts of ``ranks`` count. Empty if the size of a checkpoint is unknown."""
     folder = run.config.checkpoint.folder(run.directory, run.config.name)
     profile, there = _profile(run.directory), list_checkpoints(folder)
     pipeline_ranks = {run.plan.coordinate(rank).pipeline_rank for rank in ranks}
@@ -153,7 +153,7 @@ def _checkpoints(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
 
 
 def _saves_to_come(run: PreparedRun, there: Sequence[Path]) -> int:
-    """Return how many checkpoints this start will write: the regular ones and one at the end."""
+    """Return how many checkpoints this start will write: the periodic ones and one at the end."""
     trainer = run.config.trainer
     done = (step_of(there[-1]) or 0) if there and trainer.resume == "auto" else 0
     steps, every = trainer.steps, trainer.checkpoint_every

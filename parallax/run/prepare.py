@@ -1,4 +1,4 @@
-"""The directory of a run: configuration, plan and all other files that its ranks read, written before they start."""
+"""Prepare the directory of a run: its configuration, plan and all other files that ranks read, before they start."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class PreparedRun:
 
     @classmethod
     def read(cls, directory: Path, trusts: Trusts = lambda file, found: None) -> PreparedRun:
-        """Read the directory that :func:`prepare` wrote. ``trusts`` raises where class paths in its files must not be
-        imported."""
+        """Read the directory that :func:`prepare` wrote. ``trusts(file, class_paths)`` raises if the class paths in a
+        file must not be imported."""
         config = StoredRun.read(directory, trusts).config
         plan = Plan.load(directory / "plan.yaml")
         return cls(directory, _counted(config, plan), plan)
@@ -64,10 +64,10 @@ def prepare(
     present: Cluster | None = None,
     patience_seconds: float = 0.0,
 ) -> PreparedRun:
-    """Compose the settings, plan, and write the run directory, which ``held`` locks until it is closed. An existing
-    directory resumes from its last checkpoint, which any plan can load, with its own settings and the overrides on
-    top. ``present``: the cluster of several nodes, of which this is the first. ``patience_seconds``: how long to
-    wait for another process that holds the directory."""
+    """Compose the settings, plan, and write the run directory, which stays locked until ``held`` is closed. An existing
+    directory resumes from its last checkpoint, under any plan, with its stored settings changed by the overrides.
+    ``present``: the cluster of several nodes, of which this is the first. ``patience_seconds``: how long to wait for
+    another process that has locked the directory."""
     with working(console, "planning") as work:
         found = settings(overrides, RUNS)
         config = found.config
@@ -111,7 +111,7 @@ def prepare(
 
 
 def check_name(name: str) -> None:
-    """Raise :class:`ConfigError` for a name inside a sweep's own folder, or below a folder that is no sweep's."""
+    """Raise :class:`ConfigError` for a run name inside the folder of a sweep, or inside a folder that is no sweep's."""
     parent, _, point = name.rpartition("/")
     if parent and not (RUNS / parent / SWEEP).is_file():
         raise ConfigError(
@@ -124,14 +124,14 @@ def check_name(name: str) -> None:
 
 
 def free_name() -> str:
-    """Return the time as a name, with a number where another run began in the same second."""
+    """Return the current time as a run name, with a number added if another run began in the same second."""
     now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     names = (now, *(f"{now}-{number}" for number in range(2, 1000)))
     return next((name for name in names if not (RUNS / name).exists()), now)
 
 
 def _counted(config: RunConfig, plan: Plan) -> RunConfig:
-    """Return the settings with the number of devices that the plan uses, among which ranks share the cores."""
+    """Return the settings with the number of devices that the plan uses; ranks divide the cores by it."""
     cluster = config.cluster
     return (
         replace(config, cluster=as_planned(cluster, config.plan, plan))
@@ -141,7 +141,7 @@ def _counted(config: RunConfig, plan: Plan) -> RunConfig:
 
 
 def write_run(directory: Path, config: RunConfig, planned: Planned) -> None:
-    """Write the files that ranks, ``simulate`` and ``calibrate`` read: all of them, or none where writing fails."""
+    """Write the files that ranks, ``simulate`` and ``calibrate`` read; if one cannot be written, write none."""
 
     def fill(folder: Path) -> None:
         (folder / STORED).write_text(configuration.dump(config), encoding="utf-8")
@@ -155,8 +155,7 @@ def write_run(directory: Path, config: RunConfig, planned: Planned) -> None:
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write ``files``, which :func:`run_files` read in rank 0's directory, on a node that does not see that
-    directory."""
+    """Write ``files``, the result of :func:`run_files` on rank 0, on a node that does not see rank 0's directory."""
 
     def fill(folder: Path) -> None:
         for name, content in files.items():
@@ -166,8 +165,8 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
 
 
 def _place(directory: Path, fill: Callable[[Path], None]) -> None:
-    """Let ``fill`` write into a temporary folder, then move its files into place; files of another plan are set
-    aside."""
+    """Let ``fill`` write into a temporary folder, then move its files into ``directory``. Files of another plan are
+    archived first."""
     try:
         for left in directory.glob(f"{_PREPARING}*"):
             shutil.rmtree(left)  # of a process that was killed meanwhile
@@ -186,14 +185,14 @@ def _place(directory: Path, fill: Callable[[Path], None]) -> None:
 
 
 def run_files(directory: Path) -> dict[str, bytes]:
-    """Return the files of a prepared run by name, for nodes that do not see its directory."""
+    """Return name → content of a prepared run's files, for nodes that do not see its directory."""
     plan = directory / "plan.yaml"
     names = STORED, "profile.json", plan.name, inputs_path(plan).name, PREDICTED_EVENTS
     return {name: (directory / name).read_bytes() for name in names if (directory / name).is_file()}
 
 
 def _set_aside(directory: Path, plan: Plan) -> None:
-    """Move an old plan and its measurements into a folder of their own where a run resumes under another plan: a file
+    """Archive an old plan and its measurements in a folder of their own if a run resumes under another plan: a file
     with spans of two plans could not be read."""
     try:
         old = Plan.load(directory / "plan.yaml")

@@ -37,7 +37,8 @@ class StoredRun:
 
     @classmethod
     def read(cls, directory: Path, trusts: Trusts = lambda file, found: None) -> StoredRun:
-        """Read the settings. ``trusts`` raises where class paths in the file must not be imported."""
+        """Read the stored settings. ``trusts(file, class_paths)`` raises if the class paths in the file must not be
+        imported."""
         text = read_stored(directory)
         trusts(directory / STORED, class_paths(text))
         return cls(directory, load_stored(directory / STORED, text))
@@ -45,8 +46,8 @@ class StoredRun:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings to train with. ``changed``: the overrides that differ from the stored settings, one line each; None
-    for a new run. ``rate``: how they change the learning rate of the next step; empty where they do not."""
+    """The settings to train with. ``changed``: one line for each override that differs from the stored settings; None
+    for a new run. ``rate``: how the overrides change the learning rate of the next step; empty if they do not."""
 
     config: RunConfig
     changed: list[str] | None
@@ -54,8 +55,8 @@ class Settings:
 
 
 def settings(overrides: Sequence[str], runs: Path) -> Settings:
-    """Return the settings for ``overrides``: on top of the stored settings of the run that they name below ``runs``,
-    otherwise, and with ``trainer.resume=never``, on top of the defaults."""
+    """Return the settings that ``overrides`` give. They change the stored settings of the run in ``runs`` that they
+    name. If there is no such run, or with ``trainer.resume=never``, they change the defaults."""
     name = configuration.said(overrides, "name")
     if (
         name == "auto"
@@ -81,7 +82,8 @@ def settings(overrides: Sequence[str], runs: Path) -> Settings:
 
 
 def _rate_change(directory: Path, stored: RunConfig, config: RunConfig) -> str:
-    """Return how the learning rate of the next step differs from the old schedule; empty where it does not."""
+    """Return a text that tells how the learning rate of the next step differs from the old schedule; empty if it does
+    not."""
     found = list_checkpoints(config.checkpoint.folder(directory, config.name))
     done = (step_of(found[-1]) or 0) if found else 0
     before, after = stored.trainer.steps, config.trainer.steps
@@ -120,7 +122,8 @@ def load_stored(file: Path, text: str) -> RunConfig:
 
 
 def check_resumable(directory: Path, stored: RunConfig, config: RunConfig) -> None:
-    """Raise :class:`ConfigError`, with every key and both values, where the run's checkpoint has other settings."""
+    """Raise :class:`ConfigError`, with every key and both values, if the run's checkpoint was made with other
+    settings."""
     found = list_checkpoints(config.checkpoint.folder(directory, config.name))
     if not found:
         return
@@ -134,9 +137,9 @@ def check_resumable(directory: Path, stored: RunConfig, config: RunConfig) -> No
 
 
 def check_model_of(folder: Path, chain: Chain) -> None:
-    """Raise :class:`CheckpointError`, with names, where the last checkpoint in ``folder`` is of another model than
-    ``chain``, which has no weights yet: the code behind the settings may have changed. A damaged checkpoint is
-    reported when it is loaded, where an older one is used instead."""
+    """Raise :class:`CheckpointError`, with names, if the last checkpoint in ``folder`` is of another model than
+    ``chain``: the code behind the settings may have changed. ``chain`` has no weights yet. A damaged checkpoint is
+    ignored here; it is reported on loading, which then uses an older one."""
     for path in list_checkpoints(folder)[-1:]:
         with contextlib.suppress(CheckpointError):
             reader = CheckpointReader(path)
@@ -148,7 +151,7 @@ def check_model_of(folder: Path, chain: Chain) -> None:
 
 
 def _lost(stored: RunConfig, config: RunConfig, checkpoint: Path) -> Iterator[str]:
-    """Return the changed settings that the checkpoint does not allow, as ``key: old -> new``."""
+    """Yield ``key: old -> new`` for each changed setting that the checkpoint does not allow."""
     for key, (old, new) in configuration.changes(stored, config).items():
         group = key.split(".")[0]
         fixed = key in ("seed", "optimizer.name") or (group == "model" and key != "model.verify")
@@ -160,7 +163,7 @@ def _lost(stored: RunConfig, config: RunConfig, checkpoint: Path) -> Iterator[st
 
 
 def _same_rows(config: RunConfig, checkpoint: Path) -> bool:
-    """Whether the text has the content that the checkpoint was trained on, whatever its path."""
+    """Whether the text data has the content that the checkpoint was trained on, whatever its path."""
     if not config.data.identifies_rows:
         return False
     try:

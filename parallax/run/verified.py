@@ -1,4 +1,4 @@
-"""Checks of a configured run before its first step: the chain equals its model, and the batch may be split."""
+"""Verify a configured run before its first step: the chain equals its model, and batches may be split."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from parallax.runtime.batch import Rows
 def verify_run(
     config: RunConfig, chain: Chain, loss: Loss, batch: Rows, progress: Callable[[str], None]
 ) -> Verdict:
-    """Compare ``chain`` with the model of ``config`` on the first rows of ``batch``, as ``model.verify`` says."""
+    """Compare ``chain`` with the model of ``config`` on the first rows of ``batch``, if ``model.verify`` requests it;
+    return the verdict on splitting batches."""
     if config.model.work(str(config.precision)) is not None:
         return Verdict()  # it has no code
     model = asdict(config.model) | {"verify": "auto"}  # whenever it is checked, it is the same
@@ -28,7 +29,8 @@ def verify_run(
 
 
 def check_rows(config: RunConfig, verdict: Verdict, plan: Plan) -> None:
-    """Raise :class:`ConfigError` if ``plan`` splits a batch whose loss then differs from that of the whole batch."""
+    """Raise :class:`ConfigError` if ``plan`` splits a batch whose loss would then differ from that of the whole
+    batch."""
     rows = config.trainer.global_batch
     micro_batches = plan.micro_batches(rows)
     replicas = max(stage.replicas for stage in plan.stages)
@@ -52,7 +54,7 @@ def check_rows(config: RunConfig, verdict: Verdict, plan: Plan) -> None:
 
 
 def _gathering(config: RunConfig) -> str:
-    """Return the settings under which the loss gets the outputs of all micro-batches."""
+    """Return the settings with which the loss gets the outputs of all micro-batches."""
     requested = config.plan
     schedule = "" if requested.schedule in (AUTO, "gpipe") else " plan.schedule=gpipe"
     interleave = "" if requested.interleave in (AUTO, 1) else " plan.interleave=auto"

@@ -1,4 +1,4 @@
-"""Long work of a command: show its phase, end it on Ctrl-C, and end it if it hangs, under the limits of a rank.
+"""Run long work of a command: show its phase, end it on Ctrl-C, and end it if it hangs, under the limits of a rank.
 
 Before there are ranks, the user's code runs in the command: factories of the model and of the rows, a forward of each
 block. This code may hang, or be inside a call that handles no signal. So a watchdog thread checks it, with the limits
@@ -46,7 +46,7 @@ _CLEANUP_SECONDS = 10.0  # for the main thread to clean up after a hang
 
 
 class LongWork:
-    """The phase of a command; call it with a text to enter the next phase."""
+    """The current phase of a command; call the object with a text to enter the next phase."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self.phase: tuple[str] = ("",)  # a new object for each phase, even if the name repeats

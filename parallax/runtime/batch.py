@@ -28,8 +28,8 @@ _CLASSES = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32))
 
 
 class Rows(Protocol):
-    """A global batch of ``len()`` rows. Each rank reads only the rows that it computes on, so a source can make them on
-    demand. Rows are the first dimension of the returned values: a tensor, a sequence of tensors, or a mapping."""
+    """A global batch of ``len()`` rows. Each rank requests only the rows that it computes on, so a source can make rows
+    on demand. The returned values are tensors, sequences of tensors, or mappings; their first dimension is the rows."""
 
     def __len__(self) -> int: ...
 
@@ -41,7 +41,7 @@ class Rows(Protocol):
 
 
 class RowsOf:
-    """A wrapper of ``batch``; subclasses define ``inputs`` and ``targets``."""
+    """Wraps ``batch`` and forwards all other attributes to it; subclasses define ``inputs`` and ``targets``."""
 
     def __init__(self, batch: Rows) -> None:
         self._batch = batch
@@ -57,7 +57,7 @@ class RowsOf:
 
 
 def row_count(batch: Rows, step: int) -> int:
-    """Return the number of rows of a step's batch; raises :class:`~parallax.errors.DataError` where it is zero."""
+    """Return the number of rows of a step's batch; raises :class:`~parallax.errors.DataError` if it is zero."""
     rows = len(batch)
     if rows < 1:
         raise DataError(
@@ -68,7 +68,7 @@ def row_count(batch: Rows, step: int) -> int:
 
 
 class FirstRows(RowsOf):
-    """The first ``rows`` rows of a batch."""
+    """The first ``rows`` rows of ``batch``."""
 
     def __init__(self, batch: Rows, rows: int) -> None:
         super().__init__(batch)
@@ -131,24 +131,23 @@ class TensorRows:
 
 
 def _rows_of(values: Any, start: int, stop: int) -> Any:
-    """Return rows [start, stop) of each tensor and array in a nest."""
+    """Return ``values``, nested tensors and arrays, restricted to rows [start, stop)."""
     return transform(
         values, lambda part: part[start:stop] if isinstance(part, Tensor | np.ndarray) else part
     )
 
 
 def _shapes(values: Any) -> list[tuple[Any, ...]]:
-    """Return the shape of each tensor and array in a nest."""
+    """Return the shape of each tensor and array in nested ``values``."""
     return [
         tuple(part.shape) for _, part in leaves(values) if isinstance(part, Tensor | np.ndarray)
     ]
 
 
 def as_tensors(what: str, values: Any, rows: int, dtype: torch.dtype) -> Any:
-    """Return inputs or targets (``what``) of ``rows`` rows with tensors in place of NumPy arrays, and of lists of
-    numbers of that length. float64 arrays, NumPy's default, become ``dtype``, the model's; class indices become
-    int64, the only integers that torch's losses accept. Raises :class:`DataError` for an array whose type torch does
-    not have."""
+    """Return inputs or targets (``what``) of ``rows`` rows as tensors. NumPy arrays become tensors, and so do lists of
+    ``rows`` numbers. float64 arrays, NumPy's default, become ``dtype``, the model's; class indices become int64, the
+    only integer type that torch's losses accept. Raises :class:`DataError` for an array whose type torch lacks."""
 
     def change(part: Any) -> Any:
         if isinstance(part, np.ndarray):
@@ -162,7 +161,7 @@ def as_tensors(what: str, values: Any, rows: int, dtype: torch.dtype) -> Any:
 
 
 def as_arrays(values: Any, rows: int | None = None) -> Any:
-    """Return a nest with NumPy arrays in place of lists of numbers; with ``rows``, only of lists of that length."""
+    """Return nested ``values`` with lists of numbers as NumPy arrays; with ``rows``, only lists of that length."""
     if not isinstance(values, Tensor) and _has_list(values):
         return transform(values, lambda part: _from_list(part, rows), (Tensor, list))
     return values

@@ -46,8 +46,8 @@ from parallax.swap.statistics import SwapStatistics
 
 
 class Engine:
-    """One rank's stage with its optimizer, channels and swap manager: the forward half, and what training adds. Build
-    it with :meth:`build`."""
+    """One rank's stage with its optimizer, channels and swap manager. It adds training to a
+    :class:`~parallax.runtime.forward.ForwardEngine`. Build it with :meth:`build`."""
 
     def __init__(
         self, chain: Chain, plan: Plan, mesh: Mesh, loss: Loss, configs: EngineConfigs
@@ -102,12 +102,12 @@ class Engine:
         )
 
     def _stalls(self) -> Callable[[], float]:
-        """Return a function that gives the seconds for which the host has waited for weights and activations."""
+        """Return a function that returns the seconds for which the host has waited for weights and activations."""
         waiting = [each for each in (*self._optimizer.waiting, self._manager) if each is not None]
         return (lambda: sum(each.stall_seconds for each in waiting)) if waiting else float
 
     def _open_swap(self, config: SwapConfig) -> tuple[SwapManager, Selector] | None:
-        """Return the swap manager and the selector of the tensors that it offloads; None where the plan offloads no
+        """Return the swap manager and the selector of the tensors that it offloads; None if the plan offloads no
         activations."""
         plans = (self.plan.stages[stage] for stage in self.mesh.stages)
         offloading = [each for each in plans if each.offloads]
@@ -139,9 +139,9 @@ class Engine:
         nonfinite_skips: int = 0,
     ) -> Engine:
         """Build this rank's stage of ``plan``, with real parameters. Every rank calls it, with torch.distributed
-        initialised where the plan has more than one rank. ``steps``: the length of the learning-rate schedule.
-        ``compile``: compile each block. ``scratch``: the folder of swap files. ``nonfinite_skips``: how many steps
-        in a row may be skipped because their loss or gradients are not finite; one more ends the run."""
+        initialised if the plan has more than one rank. ``steps``: the length of the learning-rate schedule.
+        ``compile``: compile each block. ``scratch``: the folder of swap files. ``nonfinite_skips``: how many steps in a
+        row may be skipped because their loss or gradients are not finite; one more ends the run."""
         check_loss(loss)
         plan = accepted(plan, chain)
         if replicas is not None:
@@ -165,8 +165,8 @@ class Engine:
 
     @property
     def gradients_by_name(self) -> dict[str, Tensor]:
-        """Model-wide name → gradient, of resident and offloaded parameters; parameters without a gradient are left
-        out."""
+        """Model-wide name → gradient of each resident or offloaded parameter; parameters without a gradient are
+        omitted."""
         found = {n: self._stage.gradient(t) for n, t in self._stage.named_tensors().items()}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
@@ -187,24 +187,24 @@ class Engine:
 
     @property
     def current(self) -> CurrentAction | None:
-        """The action that this rank is running, its step, and its start by time.perf_counter; None between steps. For
-        watchdog threads."""
+        """The action that this rank is running, its step, and its start time (time.perf_counter); None between steps.
+        Watchdog threads read it."""
         return self._forward.executor.current
 
     @property
     def beside(self) -> dict[str, threading.Thread]:
-        """Work that this rank does beside its steps → its thread. For watchdog threads."""
+        """Name of each background activity → its thread, for watchdog threads."""
         return self.saving.pending.threads
 
     @property
     def all_reduces(self) -> int:
-        """All-reduces of replicated gradients since the engine was built."""
+        """Number of all-reduces of replicated gradients since the engine was built."""
         return self._sync.all_reduces
 
     def step(self, batch: Rows) -> StepResult:
-        """Run one optimizer update over a global batch of any number of rows, the same on every rank. Raises
-        :class:`~parallax.errors.NonFiniteError` on all ranks where the loss or a gradient is not finite and the step
-        may not be skipped; weights stay unchanged then."""
+        """Run one optimizer update over a global batch of any number of rows, which must be equal on all ranks. Raises
+        :class:`~parallax.errors.NonFiniteError` on all ranks, with unchanged weights, if the loss or a gradient is not
+        finite and the step may not be skipped."""
         start, scale = time.perf_counter(), self._scale.factor
         self._optimizer.zero_grad()
         self._buffers.remember()
@@ -228,8 +228,8 @@ class Engine:
         )
 
     def _undo(self) -> str:
-        """Restore the buffers after a skipped step and return why it was skipped. Raises where the run may skip no more
-        steps."""
+        """Restore the buffers after a skipped step and return why it was skipped. Raises if no further step may be
+        skipped."""
         self._buffers.restore()
         return self._update.verdict.report(self._step)
 
@@ -249,11 +249,12 @@ class Engine:
         return loss
 
     def evaluate(self, batch: Rows) -> float:
-        """Return the loss of a batch, in evaluation mode and without a graph."""
+        """Return the loss of a batch in evaluation mode, computed without autograd."""
         return self.evaluate_weighted(batch)[0]
 
     def evaluate_weighted(self, batch: Rows) -> tuple[float, float]:
-        """Return the loss of a batch and its weight in a mean over batches: its rows, or its counted targets."""
+        """Return the loss of a batch, and its weight in a mean over batches: the number of rows, or of targets that
+        count."""
         row_count(batch, self._step)
         rows, weight = self._update.rows.numbers(batch), self._weight(batch)
         with self._stage.evaluating():
@@ -264,8 +265,8 @@ class Engine:
         return loss, weight if self._counts else mass
 
     def predict(self, batch: Rows) -> list[tuple[int, Any]]:
-        """Return the model's outputs for a batch, whose targets are not read: on each rank of the last stage the parts
-        that it computed, each with the index of its first row; an empty list on other ranks."""
+        """Return the model's outputs for a batch; its targets are not read. A rank of the last stage returns its parts
+        of the outputs, each with the index of its first row; other ranks return an empty list."""
         return self._forward.predict(batch, self._step)
 
     def checkpoints(self, directory: Path) -> tuple[list[Path], list[str]]:
@@ -277,17 +278,17 @@ class Engine:
         self, directory: Path, state: dict[str, Any], *, retention: Retention = ALL_STAY
     ) -> Path:
         """Write a checkpoint of all stages into ``directory`` and return its folder. ``state`` is the caller's;
-        :meth:`load` returns an equal one. ``retention`` selects the older checkpoints to keep. Where nodes do not
-        share the folder, each node gets its ranks' files.
+        :meth:`load` returns an equal one. ``retention`` selects the older checkpoints to keep. If nodes do not share
+        the folder, each node gets its ranks' files.
 
-        All ranks fail together where one cannot write; earlier checkpoints stay unchanged.
+        All ranks raise if one rank cannot write; earlier checkpoints stay unchanged.
         """
         return self.saving.save(directory, self._step, {"state": state}, retention)
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Load a checkpoint of this model, saved under any plan, and return the ``state`` that was saved with it.
 
-        All ranks fail together, before anything is changed, where one cannot read its part.
+        All ranks raise, before anything is changed, if one rank cannot read its part.
         """
         found = self.saving.load(directory)
         self._step = found.step
@@ -329,7 +330,8 @@ class Engine:
         )
 
     def _weight(self, batch: Rows) -> float:
-        """Return the rows of the batch, or its counted targets, which the last stage counts for all ranks."""
+        """Return the number of rows of the batch, or of its targets that count, which the last stage counts for all
+        ranks."""
         count = getattr(self._loss, "count", None)
         if count is None:
             return float(len(batch))
@@ -342,7 +344,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class EngineConfigs:
-    """The settings of :class:`Engine`, besides model and plan."""
+    """The settings of :class:`Engine` besides model and plan."""
 
     stage: StageConfigs
     optimizer: OptimizerConfig

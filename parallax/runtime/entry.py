@@ -1,4 +1,4 @@
-"""The entry of tensors into a graph, which also collects their gradients."""
+"""How received tensors enter the autograd graph, and how their gradients are collected."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from parallax.runtime.channels.message import Gradients, Tensors
 
 
 class _Entrance(torch.autograd.Function):
-    """Adds the inputs to the graph in place. Its backward appends their gradients to a list, None for an input that
-    nothing depends on."""
+    """Adds the inputs to the graph in place. Its backward appends their gradients to a list; the gradient of an unused
+    input is None."""
 
     @staticmethod
     def forward(
@@ -33,11 +33,11 @@ class _Entrance(torch.autograd.Function):
 
 
 class GraphEntry:
-    """The entry of a micro-batch's inputs into the graph, and the source of their gradients. Autograd must not keep the
-    inputs for that: an input is freed as soon as no block has it saved.
+    """Puts a micro-batch's inputs into the autograd graph and collects their gradients. The graph does not keep the
+    inputs alive: an input is freed as soon as no block has it saved.
 
-    A tensor in a channel's memory has to be copied anyway. The copy is in the graph, and its source is a leaf without
-    memory, which collects the gradient: no Python runs in the backward. A tensor with memory of its own enters through
+    A tensor in a channel's memory has to be copied anyway. The copy is made in the graph, from a leaf without memory
+    that collects the gradient, so no Python runs in the backward. A tensor with memory of its own enters through
     :class:`_Entrance`.
     """
 
@@ -50,7 +50,7 @@ class GraphEntry:
         self._count = 0
 
     def copy(self, lent: Tensor) -> Tensor:
-        """Return a copy of ``lent``, in the graph where it can have a gradient."""
+        """Return a copy of the channel's tensor ``lent``, inside the graph if it can have a gradient."""
         if not can_require_grad(lent):
             return lent.clone()
         leaf = lent.detach().requires_grad_()
@@ -60,7 +60,7 @@ class GraphEntry:
         return copied
 
     def enter(self, inputs: Tensors, floating: Sequence[Tensor]) -> Tensors:
-        """Return the ``inputs``, with those in ``floating`` in the graph."""
+        """Return ``inputs``, after adding those in ``floating`` to the graph."""
         if self._leaves or not floating:
             return inputs
         self._count = len(floating)
@@ -71,7 +71,7 @@ class GraphEntry:
         return tuple(next(entering) if can_require_grad(tensor) else tensor for tensor in inputs)
 
     def take_gradients(self) -> Gradients:
-        """Return, once, the gradients of the floating inputs; None where nothing depends on one."""
+        """Return the gradients of the floating inputs, once; None for an input that was not used."""
         leaves, arrived, self._leaves, self._arrived = self._leaves, self._arrived, [], []
         if leaves:
             return tuple([leaf.grad for leaf in leaves])

@@ -1,4 +1,4 @@
-"""The forward half of a rank: its stage, its channels and the forwards of a schedule, without anything that trains.
+"""The part of a rank that forwards need: its stage, its channels and the forwards of its schedule.
 
 ::
 
@@ -6,7 +6,7 @@
     forward.load(checkpoint)
     parts = forward.predict(rows)                         # the same rows on every rank
 
-:class:`~parallax.runtime.engine.Engine` adds gradients, loss, optimizer and checkpoints to the same half.
+:class:`~parallax.runtime.engine.Engine` adds gradients, loss, optimizer and checkpoints.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StageConfigs:
         *,
         compile: bool,
     ) -> StageConfigs:
-        """Return the settings, with defaults for None."""
+        """Return the settings; None stands for the defaults."""
         return cls(
             precision or PrecisionConfig(),
             swap or SwapConfig(),
@@ -72,8 +72,8 @@ class StageConfigs:
 
 
 class BuiltStage(NamedTuple):
-    """A rank's stage with real parameters, and the stores of its offload tier. ``peak_bytes`` gives the peak of the
-    device's memory since the building began, when the process held ``before_bytes``."""
+    """A rank's stage with real parameters, and the stores of its offload tier. ``peak_bytes()`` returns the peak device
+    memory since the build began, when the process held ``before_bytes``."""
 
     stage: Stage
     tiers: Tiers
@@ -86,7 +86,7 @@ class BuiltStage(NamedTuple):
 def build_stage(
     chain: Chain, mesh: Mesh, configs: StageConfigs, norms: BatchNorms, *, trains: bool
 ) -> BuiltStage:
-    """Build this rank's stage of the mesh's plan. Unless it ``trains``, no parameter can have a gradient."""
+    """Build this rank's stage of the plan of ``mesh``. Unless the rank ``trains``, no parameter requires a gradient."""
     plan, precision = mesh.plan, configs.precision
     plans = {stage: plan.stages[stage] for stage in mesh.stages}
     reduces = trains and mesh.replicas is not None and not plan.schedule.splits
@@ -113,7 +113,8 @@ def build_stage(
 
 
 class ForwardEngine:
-    """One rank's stage and its channels. Build it with :meth:`build`; an engine that trains gives its ``training``."""
+    """One rank's stage and its channels. Build it with :meth:`build`. An engine that trains passes its training parts
+    as ``training``."""
 
     def __init__(
         self,
@@ -155,10 +156,9 @@ class ForwardEngine:
         compile: bool = False,
         scratch: Path | None = None,
     ) -> ForwardEngine:
-        """Build this rank's stage of ``plan`` for forwards alone, with real parameters: those of the model's files, or
-        of its constructor. Every rank calls it, with torch.distributed initialised where the plan has more than one
-        rank. Any plan of the model will do; one of :func:`parallax.plan.cost.forward.forward_plan` is proved for less
-        memory."""
+        """Build this rank's stage of ``plan`` for forwards only, with real parameters from the model's files or its
+        constructor. Every rank calls it, with torch.distributed initialised if the plan has more than one rank. Any
+        plan of the model works; a plan of :func:`parallax.plan.cost.forward.forward_plan` needs less memory."""
         plan = accepted(plan, chain)
         mesh = Mesh.create(plan, device or torch.device("cpu"), {})
         configs = StageConfigs.given(precision, swap, scratch, compile=compile)
@@ -178,17 +178,17 @@ class ForwardEngine:
     def load(self, directory: Path) -> None:
         """Load the weights of a checkpoint of this model, saved under any plan.
 
-        All ranks fail together, before anything is changed, where one cannot read its part.
+        All ranks raise, before anything is changed, if one rank cannot read its part.
         """
         stage, groups = self._built.stage, groups_of(directory.parent, self.mesh.nodes)
         reader = open_checkpoint(self._chain, stage, directory, groups)
         assign_weights(self._chain, stage, reader)
 
     def predict(self, batch: Rows, step: int = 0) -> list[tuple[int, Any]]:
-        """Return the model's outputs for a batch, whose targets are not read: on each rank of the last stage the parts
-        that it computed, each with the index of its first row; an empty list on other ranks. They stay on the device,
-        where a plan counts those of ``plan.global_batch`` rows. ``step``: the training step that comes next, for
-        messages and for random numbers."""
+        """Return the model's outputs for a batch; its targets are not read. A rank of the last stage returns its parts
+        of the outputs, each with the index of its first row; other ranks return an empty list. The outputs stay on the
+        device; a plan reserves memory for those of ``plan.global_batch`` rows. ``step``, the number of the next
+        training step, is used in messages and random seeds."""
         found: list[tuple[int, Any]] = []
         with self._built.stage.evaluating():
             self.run(batch, step, keep=lambda *part: found.append(part))
@@ -205,8 +205,8 @@ class ForwardEngine:
         scale: float = 1.0,
         keep: Keep | None = None,
     ) -> list[Span]:
-        """Run the schedule's actions over a batch: forwards, and those of ``training``, its update only if it
-        ``updates``. See :class:`~parallax.runtime.executor.StepContext` for the rest."""
+        """Run the schedule over a batch: its forwards; with ``training`` also its backwards; with ``updates`` also the
+        optimizer step. The other parameters are those of :class:`~parallax.runtime.executor.StepContext`."""
         micro_batches = self.plan.micro_batches(row_count(batch, step))
         context = StepContext(
             index=step,
@@ -246,7 +246,7 @@ class ForwardEngine:
         return self._programs[key]
 
     def peak_bytes(self) -> int:
-        """Return the peak of the device's memory since the engine was built, beyond that of the process before."""
+        """Return the peak of device memory since the engine was built, less the memory that the process held before."""
         return self._built.peak_bytes()
 
     @property

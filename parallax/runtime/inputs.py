@@ -1,9 +1,9 @@
-"""The copies of the model's inputs to the device of the first stage.
+"""Copy the model's inputs to the device of the first stage, on demand or one micro-batch ahead.
 
 ::
 
     at once     copy 0 ─▶ forward 0 … copy 1 ─▶ forward 1 …
-    ahead       copy 0 ─▶ forward 0 …        ─▶ forward 1 …          beside the computing, where the plan has memory for
+    ahead       copy 0 ─▶ forward 0 …        ─▶ forward 1 …          concurrently, if the plan has memory for
                           copy 1 ──────────────┘ copy 2 …            the inputs of one more micro-batch
 """
 
@@ -29,20 +29,20 @@ class ModelInputs(Protocol):
     """The inputs of a step, micro-batch by micro-batch."""
 
     def begin(self, batch: Rows, parts: Iterable[Part], /) -> None:
-        """Start a step, which will ask for ``parts`` of ``batch`` in this order."""
+        """Start a step that will take these ``parts`` of ``batch``, in this order."""
 
     def take(self, part: Part, /) -> Any:
-        """Return the inputs of the next part, on the device, for its current stream."""
+        """Return the inputs of the next part, on the device and usable on its current stream."""
 
     def landed(self) -> None:
-        """Wait until nothing reads the batch's memory any more, so that its owner may write to it."""
+        """Wait until no copy reads the batch's memory, so that its owner may overwrite it."""
 
     def abandon(self) -> None:
         """Drop the rest of the step."""
 
 
 class InputsAtOnce:
-    """Copies inputs when they are asked for."""
+    """Copies inputs when the forward takes them."""
 
     def __init__(self, device: torch.device, copies: CopyEngine) -> None:
         self._device, self._copies = device, copies
@@ -56,7 +56,7 @@ class InputsAtOnce:
         return to_device(self._batch.inputs(part[0], sum(part)), self._device)
 
     def landed(self) -> None:
-        """Wait for the device: the copies ran on the stream that computes."""
+        """Wait for the device: the copies were queued on the compute stream."""
         self._copies.mark().wait_host()
 
     def abandon(self) -> None:
@@ -65,7 +65,7 @@ class InputsAtOnce:
 
 class InputsAhead:
     """Copies the inputs of the next micro-batch while the current one computes. An error of the batch is raised when
-    its part is asked for."""
+    the forward takes its part."""
 
     def __init__(self, device: torch.device, copies: CopyEngine) -> None:
         self._device, self._copies = device, copies
@@ -91,11 +91,11 @@ class InputsAhead:
         return values
 
     def landed(self) -> None:
-        """Wait for the device: the stream that computes has waited for all copies."""
+        """Wait for the device: the compute stream has waited for all copies."""
         self._copies.mark().wait_host()
 
     def abandon(self) -> None:
-        """Drop the copies; the stream that computes waits for them, so that their memory can be reused."""
+        """Drop the copies. The compute stream waits for them, so that their memory can be reused."""
         self._arrive()
         self._batch = self._values = self._failure = None
         self._parts.clear()
@@ -129,7 +129,7 @@ class InputsAhead:
 def open_inputs(
     plans: Iterable[StagePlan], device: torch.device, copies: CopyEngine
 ) -> ModelInputs:
-    """Return the inputs of a rank with the stages ``plans``; only the model's first stage asks for them."""
+    """Return the source of inputs for a rank with the stages ``plans``; only the model's first stage takes inputs."""
     if any(plan.inputs_ahead for plan in plans):
         return InputsAhead(device, copies.on_own_streams())
     return InputsAtOnce(device, copies)

@@ -40,7 +40,7 @@ Roots = Sequence[Tensor | GradientEdge | None]
 
 
 class LossStep(Protocol):
-    """The step, as a loss sees it; see :class:`~parallax.runtime.executor.StepContext`."""
+    """The current step as a loss uses it; see :class:`~parallax.runtime.executor.StepContext`."""
 
     @property
     def index(self) -> int:
@@ -52,7 +52,7 @@ class LossStep(Protocol):
 
     @property
     def denominator(self) -> float:
-        """The divisor of losses: rows or counted targets of the batch."""
+        """The divisor of losses: the number of rows of the batch, or of its targets that count."""
 
     @property
     def micro_batches(self) -> int:
@@ -64,11 +64,11 @@ class LossStep(Protocol):
 
     @property
     def scale(self) -> float:
-        """The factor of gradients."""
+        """The factor by which gradients are multiplied."""
 
 
 class StepLoss(Protocol):
-    """Computes the step's loss from outputs of the last stage, and the gradients that backwards start from."""
+    """Computes the step's loss from outputs of the last stage, and the gradients from which the backwards start."""
 
     @property
     def share(self) -> Tensor:
@@ -78,21 +78,22 @@ class StepLoss(Protocol):
         """Start a step."""
 
     def add(self, step: LossStep, micro: int, low: int, high: int, outputs: Tensors) -> Roots:
-        """Add the outputs of rows ``low`` to ``high`` of the batch; return the roots of their backward."""
+        """Add the outputs of rows ``low`` to ``high`` of the batch; return the tensors from which their backward
+        starts."""
 
     def complete(self, step: LossStep) -> float:
         """Finish the loss after the last forward of this rank; return the seconds spent waiting for other ranks."""
 
     def gradients(self, micro: int) -> Gradients:
-        """Return, once, the gradients of the roots that :meth:`add` returned for a micro-batch."""
+        """Return, once, the gradients of the tensors that :meth:`add` returned for a micro-batch."""
 
     def abandon(self) -> None:
         """Drop in-flight micro-batches."""
 
 
 class Evaluation:
-    """Calls the loss, and sums this rank's ``share`` of the step's loss and its ``mass``: rows, or counted targets,
-    over which the loss is a mean."""
+    """Calls the loss. It sums this rank's ``share`` of the step's loss, and its ``mass``: the number of rows, or of
+    targets that count, over which the loss is a mean."""
 
     def __init__(
         self, loss: Loss, chain: Chain, precision: PrecisionConfig, device: torch.device
@@ -108,11 +109,11 @@ class Evaluation:
 
     @property
     def share(self) -> Tensor:
-        """The loss added since :meth:`begin`."""
+        """This rank's part of the loss since :meth:`begin`."""
         return self._share
 
     def parts(self) -> list[tuple[int, int, float]]:
-        """Return first row, last row + 1 and value of each call since :meth:`begin`; synchronizes with the device."""
+        """Return first row, last row + 1 and loss of each call since :meth:`begin`. Synchronizes with the device."""
         return [(*rows, value) for rows, value in zip(self._rows, self._values.tolist())]
 
     def begin(self) -> None:
@@ -122,8 +123,8 @@ class Evaluation:
     def of(
         self, step: LossStep, outputs: Tensors, low: int, high: int, *, counted: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss of rows ``low`` to ``high``, and the gradient that its backward starts from. The loss is
-        added to the share where it is ``counted``."""
+        """Return the loss of rows ``low`` to ``high``, and the gradient from which its backward starts. With
+        ``counted`` the loss is added to the share."""
         given = step.batch.targets(low, high)
         targets = with_own_storage(to_device(given, self._device))
         results = self._chain.results(outputs)
@@ -149,8 +150,8 @@ class Evaluation:
         return value, torch.full_like(value, weight * step.scale, requires_grad=False)
 
     def _check_mean(self, step: LossStep, results: Any, targets: Any, low: int, high: int) -> None:
-        """Raise :class:`ConfigError` for an unknown loss that is not the mean over its rows because some targets are
-        masked."""
+        """Raise :class:`ConfigError` if an unknown loss is not the mean over its rows because it ignores some
+        targets."""
         if self._counting.counts_targets:
             return
         rows, first = high - low, low
@@ -167,7 +168,7 @@ class Evaluation:
             )
 
     def _masses(self, step: LossStep, results: Any, low: int, high: int) -> tuple[float, float]:
-        """Return the mass of rows ``low`` to ``high`` and that of the batch."""
+        """Return the mass of rows ``low`` to ``high``, and that of the batch."""
         if self._counts:
             return 1.0, step.denominator
         rows = len(step.batch)
@@ -186,7 +187,8 @@ class Evaluation:
         return float(high - low), float(rows)
 
     def _mass_of_all(self, step: LossStep, results: Any, few: int) -> float:
-        """Return the mass of the batch, computed at once, or by micro-batches where these have different shapes."""
+        """Return the mass of the batch. Targets are counted at once, or by micro-batches if shapes differ between
+        these."""
         rows, mass = len(step.batch), partial(self._counting.row_weight, results, few, step.batch)
         try:
             return mass(0, rows)
@@ -199,7 +201,7 @@ class Evaluation:
 
 
 def _nothing_of(outputs: Tensors, value: Tensor) -> Tensor:
-    """Return a loss of 0 that depends on the outputs."""
+    """Return a loss of 0 that depends on ``outputs``, so that a backward through it runs."""
     parts = [each.flatten()[:0].sum() for each in outputs if each.requires_grad]
     return sum(
         (each.to(value.dtype) for each in parts), torch.zeros_like(value, requires_grad=False)
@@ -207,7 +209,7 @@ def _nothing_of(outputs: Tensors, value: Tensor) -> Tensor:
 
 
 class LossOfParts:
-    """One loss for each micro-batch, weighted in the step's loss by its rows or its counted targets."""
+    """One loss for each micro-batch, weighted by its number of rows or of targets that count."""
 
     def __init__(self, evaluation: Evaluation) -> None:
         self._evaluation = evaluation
@@ -253,12 +255,12 @@ class _PartOutputs(NamedTuple):
     outputs: tuple[_Kind, ...]
 
     def looks_like_rows(self, index: int) -> bool:
-        """Whether output ``index`` has as many rows as the part."""
+        """Whether output ``index`` has as many rows as the micro-batch."""
         return self.outputs[index].shape[:1] == (self.high - self.low,)
 
 
 class _Whole(NamedTuple):
-    """One output of the whole batch; ``has_rows``: its first dimension is the rows."""
+    """One output of the whole batch. ``has_rows``: its first dimension is the rows."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -268,15 +270,16 @@ class _Whole(NamedTuple):
 
 @dataclass(slots=True)
 class _Buffer:
-    """One output during the forwards. ``rows``: the whole batch, zero where other replicas have the rows. An output
-    without rows is kept once in ``single``; ``differ``: micro-batches gave different values."""
+    """Collects one output during the forwards. ``rows``: the output of the whole batch, zero at the rows of other
+    replicas. An output without rows is kept once in ``single``; ``differ``: micro-batches returned different values of
+    it."""
 
     rows: Tensor | None = None
     single: Tensor | None = None
     differ: bool = False
 
     def add(self, output: Tensor, low: int, high: int, batch: int) -> None:
-        """Copy the output of rows ``low`` to ``high``."""
+        """Copy ``output`` to rows ``low`` to ``high``."""
         if output.dim() == 0 or len(output) != high - low:
             self.add_single(output)
             return
@@ -293,7 +296,7 @@ class _Buffer:
         self.differ |= not _same(self.single, value)
 
     def settle(self, parts: Sequence[_PartOutputs]) -> None:
-        """Treat values that were kept as rows as values without rows."""
+        """Reclassify values that were collected as rows as values without rows."""
         for part in parts if self.rows is not None else ():
             self.add_single(self.rows[part.low : part.high])  # type: ignore[index]
 
@@ -399,7 +402,7 @@ class GatheredLoss:
         return tensor
 
     def _run(self, step: LossStep, outputs: Tensors, needed: Sequence[bool]) -> Gradients:
-        """Compute the loss of ``outputs``; return a gradient for each output, None where it is not ``needed``."""
+        """Compute the loss of ``outputs``; return a gradient for each output, None if it is not ``needed``."""
         entry = GraphEntry(self._anchor)
         if step.training:
             training = tuple([output for output, each in zip(outputs, needed) if each])
@@ -417,8 +420,8 @@ class GatheredLoss:
 
 
 def _agreed(parts: Sequence[_PartOutputs], rows: int, rowless: Collection[int]) -> list[_Whole]:
-    """Return the outputs of the whole batch, from those of all micro-batches. Raises :class:`DataError` where their
-    shapes or types do not match."""
+    """Return the outputs of the whole batch, given those of all micro-batches. Raises :class:`DataError` if shapes or
+    types do not match."""
     counts = sorted({len(part.outputs) for part in parts})
     if len(counts) > 1:
         raise DataError(
@@ -445,14 +448,14 @@ def _whole(index: int, parts: Sequence[_PartOutputs], rows: int, rowless: bool) 
 
 
 def _cut(gradient: Tensor | None, whole: _Whole, part: _PartOutputs) -> Tensor | None:
-    """Return the gradient that a micro-batch's backward starts from, of one output."""
+    """Return the part of one output's ``gradient`` from which a micro-batch's backward starts."""
     if gradient is None or whole.has_rows:
         return None if gradient is None else gradient[part.low : part.high]
     return gradient if part.low == 0 else None
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have equal bytes, NaN included."""
+    """Whether two tensors have bit-identical values, NaN included."""
     return one.shape == other.shape and bool(torch.equal(_bytes(one), _bytes(other)))
 
 

@@ -1,11 +1,11 @@
-"""Checkpoints that are written in the background: each rank writes its part, and all ranks complete the checkpoint
-together.
+"""Write checkpoints in the background: each rank writes its part, and all ranks complete the checkpoint together.
 
 ::
 
     begin      every rank copies its part into host memory; training resumes
     WRITING    a thread of every rank writes its part
-    WRITTEN    all ranks gather the file lists; the first rank of each site writes the index and renames the folder
+    WRITTEN    all ranks gather the file lists; one rank of each group that shares the directory writes the index
+               and renames the folder
     NAMED      older checkpoints may be removed
 
 No rank waits for another's disk: each rank's progress travels in the all-reduce that a step makes anyway, and a save
@@ -46,9 +46,9 @@ class SaveProgress(IntEnum):
 
 @dataclass(kw_only=True)
 class SaveInProgress:
-    """One save. ``fence``: whether this start of the run may still save there. ``entries``: index entries that are
-    known before anything is written, equal on all ranks. ``part``: this rank's files, written by ``thread``, which
-    ends soon after ``cancel``."""
+    """One save. ``fence`` tells whether this start of the run may still save to the folder. ``entries``: index entries
+    known before anything is written, equal on all ranks. ``part``: this rank's files, written by ``thread``, which ends
+    soon after ``cancel``."""
 
     directory: Path
     step: int
@@ -72,7 +72,7 @@ class SaveInProgress:
         return self.directory / checkpoint.checkpoint_name(self.step)
 
     def give_name(self, index: dict[str, Any]) -> None:
-        """Write ``index`` and rename the folder, which completes the checkpoint."""
+        """Write ``index`` and rename the folder to its final name, which completes the checkpoint."""
         self.fence.hold(self.directory)
         checkpoint.finish(self.partial, index)
 
@@ -91,7 +91,7 @@ class PendingSaves:
 
     @property
     def progress(self) -> SaveProgress:
-        """The progress of this rank's save, for the other ranks."""
+        """The progress of this rank's save. Other ranks receive it in the step's all-reduce."""
         if self._save is None:
             return SaveProgress.NONE
         due = self._save.naming or self._save.part
@@ -103,7 +103,7 @@ class PendingSaves:
 
     @property
     def threads(self) -> dict[str, threading.Thread]:
-        """Work beside the steps → its thread."""
+        """Name of each background activity → its thread."""
         busy = self.progress in (SaveProgress.WRITING, SaveProgress.NAMING)
         removing = self._removing is not None and not self._removing.done()
         if not busy and not removing:
@@ -131,7 +131,7 @@ class PendingSaves:
         return None
 
     def finish(self) -> Path | None:
-        """Wait for the pending save; return its checkpoint, or None where there is none."""
+        """Wait for the pending save; return its checkpoint, or None if there is none."""
         path = None
         if self._save is not None:
             if self._save.naming is None:
@@ -142,7 +142,8 @@ class PendingSaves:
 
     def trim(self, directory: Path, retention: Retention, step: int, *, leads: bool) -> None:
         """Remove the checkpoints up to ``step`` that ``retention`` does not keep; an earlier start of the run may have
-        been killed before it removed them. On each site the rank that ``leads`` removes them."""
+        been killed before it removed them. Among ranks that share the directory, the one that ``leads`` removes them.
+        """
         gone = self._superseded(directory, retention, step)
         if leads:
             checkpoint.remove(directory, gone)
@@ -169,7 +170,7 @@ class PendingSaves:
         return self._together(own)
 
     def _name(self) -> None:
-        """Wait for all parts, then start to write the index."""
+        """Wait for all ranks' parts, then start to write the index."""
         assert self._save is not None
         save, parts = self._save, self._parts(self._save)
         index = broadcast_result(lambda: {**save.entries, **self._contents(save, parts)})
@@ -234,12 +235,13 @@ class PendingSaves:
         return self._held[directory]
 
     def _together(self, call: Callable[[], Any]) -> list[Any]:
-        """Return the results of ``call`` on all ranks; where one fails, all drop the save and raise its error."""
+        """Return the results of ``call`` on all ranks. If it fails on one, all ranks drop the save and raise that
+        error."""
         found: list[Any] = self._or_nothing(lambda: all_gather_result(call))
         return found
 
     def _or_nothing(self, call: Callable[[], Any]) -> Any:
-        """Return the result of ``call``, which all ranks call; where it fails, remove the partial save."""
+        """Return the result of ``call``, which all ranks call. If it fails, remove the partial save."""
         try:
             return call()
         except ParallaxError:

@@ -1,4 +1,4 @@
-"""Checks that a plan is of the model and can be run: some plans can be planned but not run."""
+"""Check that a plan fits the model and that the runtime supports it; the planner supports more plans."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def accepted(plan: Plan, chain: Chain) -> Plan:
 
 
 def check_gathering(plan: Plan, rows: int) -> None:
-    """Raise :class:`PlanError` where a batch of ``rows`` rows would run a backward before its loss can be computed."""
+    """Raise :class:`PlanError` if, in a batch of ``rows`` rows, a backward would come before the forwards that its loss
+    needs."""
     count = plan.micro_batches(rows)
     if plan.gather_loss and not plan.schedule.forwards_first(
         plan.pipeline_ranks, count, plan.interleave
@@ -44,8 +45,8 @@ def check_gathering(plan: Plan, rows: int) -> None:
 
 
 def shared_between_ranks(chain: Chain, plan: Plan) -> dict[str, list[int]]:
-    """Return name of each parameter that stages of several pipeline ranks hold → those pipeline ranks, the first user's
-    first."""
+    """Return parameter name → pipeline ranks, the first user's first, for the parameters that several pipeline ranks
+    hold."""
     shared = {}
     for name, users in chain.ties.items():
         stages = [

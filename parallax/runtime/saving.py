@@ -1,4 +1,5 @@
-"""Checkpoints of a running pipeline: every rank writes and reads its own part, and all ranks fail together."""
+"""Checkpoints of a running pipeline: every rank writes and reads its own part, and all ranks succeed or fail
+together."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ _SHARE = 0.5  # of the free memory, for copies of saved tensors
 
 
 class Saving:
-    """Saves and loads one rank's part. ``later``: names of the tensors that an earlier rank saves."""
+    """Saves and loads one rank's part of a checkpoint. ``later``: names of shared tensors, which an earlier rank
+    saves."""
 
     def __init__(
         self,
@@ -76,9 +78,9 @@ class Saving:
         self.pending = PendingSaves(mesh)
 
     def usable(self, directory: Path) -> tuple[list[Path], list[str]]:
-        """Return the checkpoints in ``directory`` of which the nodes have all parts, the best to resume from last, and
-        messages about the others. Files of interrupted saves are removed. A checkpoint of a later start of the run
-        counts as better. Raises :class:`CheckpointError` where there are checkpoints and none is whole."""
+        """Return the checkpoints in ``directory`` of which the nodes have all parts, the best one to resume from last,
+        and messages about the others. A checkpoint of a later start of the run counts as better. Files of interrupted
+        saves are removed. Raises :class:`CheckpointError` if there are checkpoints and none is complete."""
         fence, groups = self._fence_of(directory), self._groups_of(directory)
 
         def clean() -> None:
@@ -96,28 +98,29 @@ class Saving:
         return [directory / each.name for each in best_last], others
 
     def begin_start(self, directory: Path) -> None:
-        """Register this start of the run, as later than all checkpoints in ``directory``."""
+        """Register this start of the run as later than the starts of all checkpoints in ``directory``."""
         self._fence_of(directory)
 
     def _fence_of(self, directory: Path) -> Fence:
-        """Return the fence of this start, made on the first call."""
+        """Return the fence (:class:`~parallax.runtime.parts.fence.Fence`) of this start of the run, created on the
+        first call."""
         if self._fence is None:
             made = all_gather_result(lambda: Fence.new(directory))
             self._fence = max(made, key=lambda each: each.started)
         return self._fence
 
     def trim(self, directory: Path, step: int, retention: Retention) -> None:
-        """Remove the checkpoints in ``directory`` that ``retention`` does not keep after that of ``step``, the last
-        one. All ranks call it, after resuming from a checkpoint of an earlier start."""
+        """Remove the checkpoints in ``directory`` that ``retention`` does not keep beside that of ``step``, the latest
+        one. All ranks call it after resuming from a checkpoint of an earlier start."""
         leads = self._groups_of(directory).leads
         self.pending.trim(directory, retention, step, leads=leads)
 
     def save(
         self, directory: Path, step: int, entries: dict[str, Any], retention: Retention = ALL_STAY
     ) -> Path:
-        """Write a checkpoint into ``directory`` and return its folder. Where nodes do not share the folder, each node
-        gets its ranks' files. ``entries``: the caller's ``state``, and ``metrics``. ``retention`` selects the older
-        checkpoints to keep. Raises :class:`NonFiniteError` where a weight is NaN or Inf, and then leaves no files."""
+        """Write a checkpoint into ``directory`` and return its folder. If nodes do not share the folder, each node gets
+        its ranks' files. ``entries``: the caller's ``state``, and ``metrics``. ``retention`` selects the older
+        checkpoints to keep. Raises :class:`NonFiniteError` if a weight is NaN or Inf, and then leaves no files."""
         self.begin(directory, step, entries, retention)
         path = self.pending.finish()
         assert path is not None
@@ -168,7 +171,7 @@ class Saving:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """Index entries that identify model and plan, which a run does not change."""
+        """Index entries that identify model and plan, constant over a run."""
         return {
             "fingerprint": self._chain.fingerprint(),
             "structure": self._chain.structure(),
@@ -195,7 +198,7 @@ class Saving:
         }
 
     def close(self) -> None:
-        """Release the memory. An unfinished save is left as an interrupted one."""
+        """Release the memory for copies. The files of an unfinished save remain, as after an interruption."""
         self.pending.abandon()
         self._memory.close()
 
@@ -207,8 +210,8 @@ class Saving:
         return self._groups[directory]
 
     def _check_there(self, directory: Path) -> None:
-        """Raise where the parent folder was removed or moved: a new folder would hold a part of the run and look like
-        the whole."""
+        """Raise if the parent folder was removed or moved: a new folder would hold only a part of the run but look
+        complete."""
         above = self._above.get(directory)
         if above is not None and not above.is_dir():
             raise CheckpointError(
@@ -268,7 +271,7 @@ class Saving:
         )
 
     def _copy(self, writer: PartWriter) -> dict[str, int]:
-        """Copy this rank's tensors into ``writer``; return the marks of the tensors that are left out."""
+        """Copy this rank's tensors into ``writer``; return the checksums of the tensors that checkpoints leave out."""
         self._optimizer.finish()
         marks: dict[str, int] = {}
         first = self._mesh.replica == 0
@@ -291,14 +294,13 @@ class Saving:
 
 
 def snapshot_bytes(plan: Plan, mesh: Mesh) -> int:
-    """Return the bytes of host memory for a rank's copies of saved tensors: half of the memory that will be free on its
-    host."""
+    """Return the bytes of host memory for a rank's copies of saved tensors: half of its host's free memory."""
     free = available_memory(mesh.nodes.local_count) - coming_bytes(plan, mesh)
     return max(0, int(free * _SHARE))
 
 
 def coming_bytes(plan: Plan, mesh: Mesh) -> int:
-    """Return the host memory that a rank will still allocate under its plan."""
+    """Return the host memory that a rank will allocate later under its plan."""
     predicted = plan.prediction.ranks[mesh.rank]
     due = predicted.peak_bytes if mesh.device.type == "cpu" else 0
     due += predicted.tier_peak_bytes if tier_named(plan.tier).in_ram else 0

@@ -1,4 +1,4 @@
-"""The end of a step: all ranks agree on its loss and gradient norm, and either all update their weights or none
+"""The end of a step: all ranks agree on loss and gradient norm, and then all ranks update their weights, or none
 does."""
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from parallax.runtime.stage import Stage
 
 
 class Update:
-    """Updates one rank's stage in a run of ``steps``. ``later``: names of the parameters that another rank counts in
-    the norm. ``losses``: the calls of the loss on this rank. After each :meth:`run`, ``loss``, ``norm`` and
-    ``verdict`` are those of the step, equal on all ranks, and ``rate`` is its learning rate. ``rows`` compares the
-    batches of all ranks."""
+    """Updates one rank's stage in a run of ``steps`` steps. ``later``: names of shared parameters, which another rank
+    counts in the norm. ``losses``: the loss calls on this rank. ``rows`` compares the batches of all ranks. After each
+    :meth:`run`, ``loss``, ``norm`` and ``verdict`` describe the step, equal on all ranks, and ``rate`` is its learning
+    rate."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class Update:
         self._batch, self._numbers = batch, self.rows.numbers(batch)
 
     def _measure(self, loss: Tensor) -> tuple[dict[str, Tensor], list[float]]:
-        """Set ``loss`` and ``norm``, summed over all ranks. Return the tensors that this rank counts in the norm, and
-        the sums of the row digests."""
+        """Set ``loss`` and ``norm``, summed over all ranks. Return the tensors by name that this rank counts in the
+        norm, and the summed row digests."""
         tensors = self._stage.named_tensors() if self._mesh.replica == 0 else {}
         owned = {name: tensor for name, tensor in tensors.items() if name not in self._later}
         # The only synchronization of host and device in a step.
@@ -74,7 +74,7 @@ class Update:
 
     def run(self, step: int, loss: Tensor) -> None:
         """Update the weights after ``step``, or drop its gradients, as all ranks agree; ``loss`` is this rank's share.
-        Raises :class:`~parallax.errors.DataError` where ranks have different batches."""
+        Raises :class:`~parallax.errors.DataError` if ranks have different batches."""
         batch, self._batch = self._batch, None
         assert batch is not None
         self._optimizer.finish()  # an error of the last step is raised before the all-reduce
@@ -115,8 +115,8 @@ def open_optimizer(
     tiers: Tiers,
     copies: CopyEngine,
 ) -> StageOptimizer:
-    """Return the optimizer of ``stage`` under the plan. ``shared``: name of each parameter that several pipeline ranks
-    hold → those pipeline ranks."""
+    """Return the optimizer of ``stage`` under the plan. ``shared``: parameter name → pipeline ranks, for the parameters
+    that several pipeline ranks hold."""
     plans = mesh.plan.stages
 
     def shards(group: dist.ProcessGroup | None) -> OpenExchange | None:

@@ -18,7 +18,7 @@ from parallax.runtime.stage import Stage
 
 
 def groups_of(directory: Path, nodes: Nodes) -> DirectoryGroups:
-    """Return the groups that share ``directory``; all ranks call it."""
+    """Return the groups of nodes that share ``directory``. All ranks call it."""
     # A relative directory stays relative: nodes may start in different working directories.
     nearest = broadcast_result(
         lambda: next(folder for folder in (directory, *directory.parents) if folder.is_dir())
@@ -33,7 +33,7 @@ def open_checkpoint(
     groups: DirectoryGroups,
     check_more: Callable[[CheckpointReader], None] = lambda _: None,
 ) -> CheckpointReader:
-    """Return the reader of a checkpoint when every rank has checked the tensors that its ``stage`` needs. All ranks
+    """Return the reader of a checkpoint, after every rank has checked the tensors that its ``stage`` needs. All ranks
     call it."""
     left_out, names = chain.left_out, saved_tensors(chain, stage)
     collect(directory, names, groups)
@@ -69,7 +69,7 @@ def saved_tensors(chain: Chain, stage: Stage) -> dict[str, Tensor]:
 
 def _loaded(chain: Chain, stage: Stage, held: HeldMasters) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the new values of the stage. Tensors that the checkpoint leaves out stay unchanged; an offloaded block is
-    written whole."""
+    written as a whole."""
     if not chain.left_out:
         for name, tensor in stage.named_tensors().items():
             yield name, tensor, held.weight(name, tensor).to(tensor.dtype)
@@ -82,7 +82,7 @@ def _loaded(chain: Chain, stage: Stage, held: HeldMasters) -> Iterator[tuple[str
 
 
 def _marks(chain: Chain, stage: Stage) -> dict[str, int]:
-    """Return the marks of the stage's parameters that checkpoints leave out."""
+    """Return name → checksum of the stage's parameters that checkpoints leave out."""
     if not chain.left_out:
         return {}
     return {n: mark(value) for n, _, value in stage.values() if n in chain.left_out}

@@ -52,11 +52,12 @@ class SwapConfig:
         return self.tier != NONE.name
 
     def smallest_bytes(self, kind: str) -> int:
-        """Bytes of the smallest tensor to offload from a device of ``kind``."""
+        """Return the bytes of the smallest tensor to offload from a device of ``kind``."""
         return usual_smallest(kind) if self.minimum_bytes == AUTO else int(self.minimum_bytes)
 
     def delay(self) -> Callable[[], float]:
-        """Return the delay of transfers, for :func:`~parallax.machine.device.copies_for` and :meth:`open_store`."""
+        """Return a function that gives the seconds by which a transfer is delayed, for
+        :func:`~parallax.machine.device.copies_for` and :meth:`open_store`."""
         return Delays() if self.verify else no_delay
 
     def open_store(self, tier: str, capacity: int, copies: CopyEngine, directory: Path) -> Store:
@@ -81,7 +82,7 @@ def usual_smallest(kind: str) -> int:
 
 
 def _whole(key: str, value: int | str) -> int | None:
-    """Return a setting as the policy expects it; None for auto."""
+    """Return a setting as the policy expects it, with None for auto."""
     if value == "auto":
         return None
     if isinstance(value, bool) or not isinstance(value, int):

@@ -36,7 +36,8 @@ class OffloadBenchmark:
         self._copies = copies
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Return the context in which the block runs forward; each context is one micro-batch."""
+        """Return the hooks context for the block's forward. Each context counts as one micro-batch of the swap
+        manager."""
         self._micro += 1
         return offloading(self._manager, self._selector, self._micro)
 
@@ -55,7 +56,7 @@ class OffloadBenchmark:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes in the store now."""
+        """Bytes that the store holds now."""
         return self._manager.stored_bytes
 
     @property
@@ -66,8 +67,8 @@ class OffloadBenchmark:
 
 @dataclass(frozen=True)
 class OffloadBenchmarks:
-    """Benchmarks in the tier and with the settings of a run, in a temporary folder in ``directory`` or its nearest
-    existing parent: a swap folder belongs to one run."""
+    """Creates benchmarks in the tier of a run, with its settings. Their swap files are in a temporary folder in
+    ``directory`` (or its nearest existing parent), because a swap folder belongs to one run."""
 
     tier: str
     config: SwapConfig

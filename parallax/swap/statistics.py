@@ -19,15 +19,16 @@ class MicroStatistics:
 
 @dataclass
 class SwapStatistics:
-    """Statistics since the last :meth:`~parallax.swap.activations.manager.SwapManager.take_statistics`, in bytes and
-    seconds.
+    """Statistics in bytes and seconds since the last
+    :meth:`~parallax.swap.activations.manager.SwapManager.take_statistics`.
 
     ``bytes_out`` and ``bytes_in`` count finished transfers, ``bytes_cancelled`` cancelled writes.
     ``transfer_seconds`` is the sum of the durations of all transfers; ``stall_seconds`` is the time that the
     training thread waited for them, including their time in the queue. ``limit_bytes`` is the manager's budget.
     ``pinned_waste_bytes`` is memory that the tier allocated beyond the requested bytes. ``samples`` are (seconds
     of ``time.perf_counter``, bytes on the device, bytes in the tier) at every change, thinned to at most 2,000.
-    ``decisions`` counts saved tensors: reason → (tensors, bytes)."""
+    ``decisions`` counts saved tensors: reason → (tensors, bytes).
+    """
 
     bytes_out: int = 0
     bytes_in: int = 0
@@ -53,7 +54,7 @@ class SwapStatistics:
         return min(1.0, max(0.0, 1 - self.stall_seconds / self.transfer_seconds))
 
     def columns(self) -> dict[str, float]:
-        """Return the numbers of this rank for a step's report."""
+        """Return the statistics of this rank as named numbers, for the report of a step."""
         return {
             "stall_seconds": self.stall_seconds,
             "transfer_seconds": self.transfer_seconds,
@@ -70,7 +71,7 @@ class SwapStatistics:
         return found
 
     def add(self, new: SwapStatistics) -> None:
-        """Merge later statistics: sums of counts, maxima of held bytes."""
+        """Merge the statistics ``new``, of a later period: counts are added, and of held bytes the maximum is kept."""
         for name in [each.name for each in fields(new)]:
             value = getattr(new, name)
             if name in _HELD:
@@ -88,7 +89,8 @@ class SwapStatistics:
             self.sample(*sample)
 
     def sample_is_due(self) -> bool:
-        """Whether to record this change: one of every ``_every``, which doubles when there are too many samples."""
+        """Whether to record this change. Every ``_every``-th is recorded; the interval doubles if there are too many
+        samples."""
         self._skipped += 1
         return self._skipped >= self._every
 
@@ -97,7 +99,7 @@ class SwapStatistics:
             self.append_sample(seconds, device_bytes, tier_bytes)
 
     def append_sample(self, seconds: float, device_bytes: int, tier_bytes: int) -> None:
-        """Append a sample that is due."""
+        """Append a sample: time, bytes on the device, bytes in the tier."""
         self._skipped = 0
         self.samples.append((seconds, device_bytes, tier_bytes))
         if len(self.samples) >= _MOST_SAMPLES:

@@ -1,8 +1,9 @@
-"""Run-time verification of transfers (``swap.verify``): random delays and checksums.
+"""Verify transfers at run time (``swap.verify``) with random delays and checksums.
 
 A missing wait rarely shows, because a copy is usually faster than the code that should wait for it. So every
 transfer may be delayed, memory to read into is filled with a pattern first, and the checksum of each storage is
-compared on the thread and the stream that use it next."""
+compared on the thread and the stream that use it next.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +14,13 @@ from torch import Tensor
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return a sum of the bytes of ``tensor``, of any type and on any device; waits for the device."""
+    """Return the sum of the bytes of ``tensor``, of any type and on any device; waits for the device."""
     return int(sum_bytes(tensor))
 
 
 def sum_bytes(tensor: Tensor) -> Tensor:
-    """Return the sum as a tensor on the device, computed in stream order, so that the check hides no race."""
+    """Return the sum of the bytes as a tensor on the device, computed in stream order, so that the check hides no
+    race."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 8:
         flat = flat.clone()
@@ -27,7 +29,8 @@ def sum_bytes(tensor: Tensor) -> Tensor:
 
 
 class Delays:
-    """Random seconds, from ``seed``, by which the next transfer is delayed. Callable from any thread."""
+    """A callable that returns the random seconds, from ``seed``, by which the next transfer is delayed. Any thread may
+    call it."""
 
     def __init__(self, seed: int = 0, most_seconds: float = 0.003) -> None:
         self._generator, self._most = random.Random(seed), most_seconds

@@ -1,7 +1,8 @@
-"""Access of an optimizer step to the weights and gradients of a bucket, wherever they are.
+"""How an optimizer step accesses the weights and gradients of a bucket, in any memory.
 
-Two-byte weights are stepped as fp32 copies, the masters, and rounded afterwards: small steps that bfloat16 would
-lose add up there. Masters are made from the weights at the first step."""
+Two-byte weights are stepped as fp32 copies, the masters, and rounded afterwards: so that small updates, which bfloat16
+would round away, add up. Masters are made from the weights at the first step.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _LANES = 64  # elements; kernels round a last, partial vector differently: split
 
 
 class ParameterSegment(NamedTuple):
-    """Elements ``start`` to ``stop`` of a parameter, flattened."""
+    """A segment of a parameter: elements ``start`` to ``stop`` of the flattened parameter."""
 
     parameter: nn.Parameter
     start: int
@@ -39,10 +40,11 @@ def aligned_runs(
     split: bool,
     size: Callable[[ParameterSegment], int] | None = None,
 ) -> Iterator[list[ParameterSegment]]:
-    """Yield ``parameters`` in order, in runs of one ``kind`` and of at most ``run_bytes``.
+    """Yield ``parameters`` in order as runs of segments, each of one ``kind`` and at most ``run_bytes`` long.
 
     ``size`` gives the bytes of a segment; by default its own bytes. Without ``split``, and for parameters that are
-    not contiguous, a parameter is in one run as a whole, which may then be longer than ``run_bytes``."""
+    not contiguous, a parameter is in one run as a whole, which may then be longer than ``run_bytes``.
+    """
     run: list[ParameterSegment] = []
     free, known = 0, None
     for parameter in parameters:
@@ -81,14 +83,14 @@ class BucketWeights(Protocol):
 
     @property
     def kept(self) -> list[Tensor | None]:
-        """The master of each segment, to be stored with the optimizer states; None if it is not made yet or is stored
-        there now. Empty if the bucket has no masters or stores them itself."""
+        """The master weights of each segment, to be stored with the optimizer states; None if they are not made yet or
+        are stored there now. Empty if the bucket has no masters or stores them itself."""
 
     def reduced(self) -> None:
-        """The gradients are final: begin to copy them to the host."""
+        """Begin to copy the gradients, which are final, to the host."""
 
     def commit(self, unused: Event) -> None:
-        """A step begins. Until it ends, the device uses neither weights nor gradients after the event ``unused``."""
+        """Begin a step. Until it ends, the device uses neither weights nor gradients after the event ``unused``."""
 
     def tensors_to_step(self) -> list[tuple[Tensor, Tensor | None]]:
         """Return the weights and gradients of each segment, on the device of the step."""
@@ -101,26 +103,27 @@ class BucketWeights(Protocol):
         into."""
 
     def publish(self) -> None:
-        """Begin to copy the new weights to the device; gradients become zero."""
+        """Begin to copy the new weights to the device, and zero the gradients."""
 
     def wait(self) -> None:
-        """Order the device's current stream after the new weights."""
+        """Make the device's current stream wait for the new weights."""
 
     def skip(self) -> None:
-        """No step follows: discard gradients that were copied or are being copied."""
+        """Discard gradients that were copied or are being copied, because no step follows."""
 
     def reset(self) -> None:
         """Discard an unfinished step; the weights on the device are valid."""
 
     def masters(self) -> list[Tensor | None]:
-        """Return the master of each segment, as far as it is known."""
+        """Return the master weights of each segment; None if they do not exist."""
 
     def restore(self, index: int, master: Tensor | None) -> None:
-        """Set the ``master`` of one segment after its weights on the device were set; None: derive it from them."""
+        """Set the ``master`` of one segment. The caller has already set the weights on the device; None: derive the
+        master from them."""
 
 
 class ResidentWeights:
-    """Weights that are stepped in place. Masters of two-byte weights are beside them."""
+    """Weights that are stepped in place; the master copies of two-byte weights are on the same device."""
 
     def __init__(self, segments: Sequence[ParameterSegment]) -> None:
         self.segments = segments
@@ -163,7 +166,7 @@ class ResidentWeights:
         return [part_of(segment.parameter.detach(), segment) for segment in self.segments]
 
     def publish(self) -> None:
-        """Set gradients to zero; the weights are in place."""
+        """Zero the gradients. The weights were stepped in place, so nothing is copied."""
         _zero_gradients(self.segments)
 
     def wait(self) -> None:
@@ -173,7 +176,7 @@ class ResidentWeights:
         """No-op: no gradient was copied."""
 
     def reset(self) -> None:
-        """Drop the masters, which an unfinished step may have changed in part."""
+        """Drop the masters, of which an unfinished step may have changed a part."""
         self.kept = [None] * len(self.kept)
 
     def masters(self) -> list[Tensor | None]:
@@ -185,10 +188,11 @@ class ResidentWeights:
 
 
 class CopiedWeights:
-    """Weights that the host steps as full-precision copies, because they are on a device or in a type too short.
+    """Weights that the host steps as full-precision copies, because they are on a device or their type is too short.
 
     ``place`` is pinned memory of the size of the weights. Gradients are copied into it; after they are used, the
-    new weights are copied from it to the device."""
+    new weights are copied from it to the device.
+    """
 
     def __init__(
         self,
@@ -208,11 +212,11 @@ class CopiedWeights:
 
     @property
     def kept(self) -> list[Tensor | None]:
-        """The masters; empty if the weights' own type is stepped, whose copies stay in memory."""
+        """The master weights; empty if the weights' own type is stepped, whose copies stay in memory."""
         return self._master if self._dtype is not self.segments[0].parameter.dtype else []
 
     def reduced(self) -> None:
-        """Begin to copy the gradients beside the backward, if this replica steps them."""
+        """Begin to copy the gradients while the backward runs, if this replica steps them."""
         if not self._owned:
             return
         pairs = [
@@ -229,7 +233,7 @@ class CopiedWeights:
         self._unused = unused
 
     def tensors_to_step(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Return the copies of the weights, and the gradients in their type."""
+        """Return the weights' copies, and the gradients in the type of the copies."""
         for event in self._copied_gradients:
             event.wait_host()
         have = [segment.parameter.grad is not None for segment in self.segments]
@@ -265,7 +269,7 @@ class CopiedWeights:
         _zero_gradients(self.segments)
 
     def wait(self) -> None:
-        """Order the device's current stream after the copies."""
+        """Make the device's current stream wait for the copies."""
         for event in self._copied_weights:
             event.wait_stream()
 
@@ -277,8 +281,8 @@ class CopiedWeights:
         self._copied_gradients = []
 
     def reset(self) -> None:
-        """Drop the copies, which an unfinished step may have changed in part. Weights set on the device next are
-        ordered after copies under way."""
+        """Drop the copies, of which an unfinished step may have changed a part. Weights that are set on the device next
+        are ordered after running copies."""
         self.skip()
         self.wait()
         self._master = [None] * len(self.segments)
@@ -287,11 +291,11 @@ class CopiedWeights:
         return self.kept
 
     def restore(self, index: int, master: Tensor | None) -> None:
-        """Set the copy of one segment; None: copy it from the device at the next step."""
+        """Set the copy of one segment to ``master``; None: copy it from the device at the next step."""
         self._master[index] = master
 
     def _copied(self) -> list[Tensor]:
-        """Return the copy of each segment, made from the device's weights if there is none."""
+        """Return the copy of each segment, made from the device's weights if there is none yet."""
         found = []
         for index, (segment, place) in enumerate(zip(self.segments, self.exchange_tensors())):
             master = self._master[index]
@@ -310,12 +314,12 @@ def bytes_of(segment: ParameterSegment) -> int:
 
 
 def stepped_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the type that weights of ``dtype`` are stepped in."""
+    """Return the type in which weights of ``dtype`` are stepped."""
     return torch.float32 if dtype in _LOW_PRECISION else dtype
 
 
 def _full(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of ``tensors``, all of one type, in full precision and with the same memory layout."""
+    """Return copies of ``tensors``, all of one type, in full precision and with unchanged memory layout."""
     copies = [torch.empty_like(tensor, dtype=stepped_in(tensor.dtype)) for tensor in tensors]
     if copies:
         copy_to_each(copies, list(tensors))

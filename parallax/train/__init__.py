@@ -1,1 +1,1 @@
-"""The training loop and its rows."""
+"""The training loop and the rows that it trains on."""

@@ -1,5 +1,5 @@
-"""Recordings of some steps for finding faults: traces, profiles, memory. They are large and slow, so they are made on
-request only."""
+"""Record some steps for debugging: traces, profiles, memory. Recordings are large and slow, so they are made on request
+only."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ class DebugConfig:
 
 
 class Recorder(Protocol):
-    """A recording of steps."""
+    """Records steps."""
 
     def step(self) -> AbstractContextManager[None]:
         """Return a context for one step."""
 
     def add(self, result: StepResult) -> None:
-        """Record the result of a step."""
+        """Record the result of a step, after its context."""
 
     def close(self) -> None:
-        """Write everything that has not been written."""
+        """Write all recorded data that has not been written."""
 
 
 def recorder(config: DebugConfig, directory: Path, rank: int, device: torch.device) -> Recorder:
@@ -82,7 +82,7 @@ def recorder(config: DebugConfig, directory: Path, rank: int, device: torch.devi
 
 
 class NoRecord:
-    """A recorder of nothing."""
+    """Records nothing."""
 
     def step(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -95,18 +95,18 @@ class NoRecord:
 
 
 class Trace:
-    """The spans of the steps, which the executor always measures, as a Chrome trace."""
+    """Records the spans of steps, which the executor always measures, as a Chrome trace."""
 
     def __init__(self, steps: tuple[int, int], path: Path) -> None:
         self._count, (self._first, self._last), self._path = 0, steps, path
         self._spans: list[Span] = []
 
     def step(self) -> AbstractContextManager[None]:
-        """Return an empty context: spans have their own times."""
+        """Return an empty context, because spans contain their times."""
         return contextlib.nullcontext()
 
     def add(self, result: StepResult) -> None:
-        """Keep the spans of a step; write all after the last step."""
+        """Store the spans of a step; after the last step to record, write all."""
         self._count += 1
         if self._first <= self._count <= self._last:
             self._spans += result.spans
@@ -121,7 +121,7 @@ class Trace:
 
 
 class Window:
-    """A recording by torch between ``start`` and ``stop``, which writes the file."""
+    """A recording that torch makes between calls of ``start`` and ``stop``; ``stop`` writes the file."""
 
     def __init__(self, steps: tuple[int, int], start: Call, stop: Call) -> None:
         self._count, (self._first, self._last) = 0, steps
@@ -129,7 +129,7 @@ class Window:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Start before the first step and stop after the last one."""
+        """Return a context that starts recording before the first step to record and stops it after the last one."""
         self._count += 1
         if self._count == self._first:
             self._start()
@@ -150,7 +150,8 @@ class Window:
 
 
 def _profiler(path: Path, device: torch.device, *, memory: bool = False) -> tuple[Call, Call]:
-    """Return start and stop of torch.profiler; with ``memory`` it also records every allocation with its stack."""
+    """Return the start and stop functions of torch.profiler; with ``memory`` it also records every allocation with its
+    stack."""
     own = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.CPU)
     activities = list(dict.fromkeys([ProfilerActivity.CPU, own]))
     profiler = profile(
@@ -165,7 +166,7 @@ def _profiler(path: Path, device: torch.device, *, memory: bool = False) -> tupl
 
 
 class MemoryTable:
-    """A table of the memory after each step, and every allocation of some steps."""
+    """Records a table of the memory after each step, and every allocation of some steps."""
 
     def __init__(self, allocations: Window, table: Path, device: torch.device) -> None:
         self._allocations, self._device, self._count = allocations, device, 0
@@ -177,7 +178,7 @@ class MemoryTable:
         return self._allocations.step()
 
     def add(self, result: StepResult) -> None:
-        """Append a line: bytes that are held now, and the peak since the engine was built."""
+        """Append a line to the table: bytes held now, and the peak since the engine was built."""
         self._count += 1
         line = {
             "step": self._count,

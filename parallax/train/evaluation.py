@@ -1,4 +1,4 @@
-"""Validation loss: the mean over all held-out rows, or over all counted targets, whatever the batch size."""
+"""Compute the validation loss: the mean over all held-out rows, or over all targets that count, for any batch size."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _ENDS = StopIteration, IndexError, EmptyBatchError
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The ``loss`` of ``batches`` batches. ``truncated``: the source has more batches. ``bad``: index and loss of the
-    first batch whose loss is not finite."""
+    """The mean ``loss`` over ``batches`` batches. ``truncated``: the source has more batches. ``bad``: index and loss
+    of the first batch whose loss is not finite."""
 
     loss: float
     batches: int
@@ -31,14 +31,14 @@ class Evaluated:
 
 
 class HeldOut:
-    """The held-out rows of ``source`` in batches of ``rows``, at most ``most`` batches; None: all."""
+    """The held-out rows of ``source`` in batches of ``rows`` rows; at most ``most`` batches (None: all)."""
 
     def __init__(self, engine: Engine, source: Source, rows: int, most: int | None) -> None:
         self._engine, self._source, self._rows, self._most = engine, source, rows, most
 
     def evaluate(self, progress: Callable[[int, int | None], bool]) -> Evaluated | None:
-        """Return the validation loss; all ranks call it. ``progress(done, count)`` is called after each batch, with
-        None for an unknown count; where it returns False, the evaluation stops and the result is None."""
+        """Return the validation loss; all ranks call it. ``progress(done, count)`` is called after each batch;
+        ``count`` is None if unknown. If it returns False, the evaluation stops and the result is None."""
         total, weights, done, bad = 0.0, 0.0, 0, None
         known = self._known_batches()
         batches = self._batches() if known is None else self._known(known)
@@ -91,7 +91,8 @@ class HeldOut:
             yield batch
 
     def _agreed(self, batch: Rows | None) -> Rows | None:
-        """Return the batch where all ranks have one, None where none has. Raises :class:`DataError` otherwise."""
+        """Return the batch if all ranks have one, None if none has. Raises :class:`DataError` if only some ranks have
+        one."""
         mesh = self._engine.mesh
         have = int(mesh.sum(torch.tensor([float(batch is not None)])).item())
         if have in (0, mesh.plan.world_size):

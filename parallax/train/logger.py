@@ -15,8 +15,8 @@ _EVALUATING_SECONDS = 10.0  # between two lines of a long evaluation
 
 
 class RankZeroLogger:
-    """Prints progress lines and writes metrics on rank 0. On other ranks ``outputs`` is None, and no call has an
-    effect."""
+    """Prints progress lines and writes metrics on rank 0. On other ranks ``outputs`` is None, and every call is a
+    no-op."""
 
     def __init__(self, outputs: tuple[MetricsLog, Progress] | None, unwritten: Unwritten) -> None:
         self._outputs, self._unwritten = outputs, unwritten
@@ -31,7 +31,7 @@ class RankZeroLogger:
                 progress.show(line)
 
     def evaluating(self, step: int, done: int, count: int | None) -> None:
-        """Print a line every ten seconds of an evaluation: ``done`` batches of ``count``, where that is known."""
+        """Print a line every ten seconds of an evaluation: ``done`` batches of ``count`` (None: unknown)."""
         now = time.monotonic()
         if done == 1:
             self._noted = now

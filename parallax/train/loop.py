@@ -249,8 +249,8 @@ class _Run:
             return self._rows_end.fetch(lambda: self._health.fetch(self._fetch))
 
     def _end_of_rows(self, logger: RankZeroLogger) -> None:
-        """Evaluate and save; raise :class:`DataError` if the rows must not end here. If some ranks still have rows, the
-        state of their source is a batch ahead of the weights, so nothing is saved."""
+        """Evaluate and save; raise :class:`DataError` if rows must not end after this step. If some ranks still have
+        rows, the state of their source is a batch ahead of the weights, so nothing is saved."""
         step, metrics = self._engine.completed_steps, dict[str, float | None]()
         self._stopping.exchange()
         if self._rows_end.everywhere:
@@ -283,7 +283,7 @@ class _Run:
         return {**summary, "unwritten": lines}
 
     def _reasons(self, on_drift: OnDrift) -> list[StopReason]:
-        """Return the reasons that may end this run early."""
+        """Return the reasons for which this run may end early."""
 
         at_checkpoints, ends = on_drift is not OnDrift.IGNORE, on_drift is OnDrift.STOP
 

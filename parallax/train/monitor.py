@@ -1,4 +1,4 @@
-"""The output of a run while it trains: a line for people, metrics for programs, curves."""
+"""The output of a run while it trains: a progress line, metrics as JSON, and TensorBoard curves."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from parallax.train.repeats import METRICS, forget_steps
 class LoggerConfig:
     """The logs of a run besides ``metrics.jsonl``.
 
-    ``tensorboard``: curves for TensorBoard. ``events``: every action of every rank, with its times. ``print_every``:
-    where the output is no terminal, one line is printed for this many steps; auto prints the first ten steps and then
+    ``tensorboard``: curves for TensorBoard. ``events``: every action of every rank, with its times. ``print_every``: if
+    the output is not a terminal, one line is printed for this many steps; auto prints the first ten steps and then
     about a hundred lines in a run. ``metrics.jsonl`` has every step.
     """
 
@@ -42,8 +42,8 @@ class LoggerConfig:
 
 
 class Unwritten:
-    """Failed writes of logs, which do not end a run: the first failure of each file is reported at once, all are
-    counted and reported at the end."""
+    """Failed writes of logs. They do not end a run: the first failure of each file is reported at once; all are counted
+    and reported at the end."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[str, int]] = {}
@@ -51,7 +51,7 @@ class Unwritten:
 
     @contextlib.contextmanager
     def trying(self, path: Path | str) -> Iterator[None]:
-        """Suppress and note an OSError of writing to ``path``."""
+        """Suppress an OSError of writing to ``path`` in the block, and record it."""
         try:
             yield
         except OSError as error:
@@ -63,16 +63,16 @@ class Unwritten:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is a failure that has not been reported."""
+        """Whether a failure has not been reported yet."""
         return bool(self._news)
 
     def news(self) -> list[str]:
-        """Return the failures of files that failed for the first time since the last call."""
+        """Return messages about the files that failed for the first time since the last call."""
         news, self._news = self._news, []
         return news
 
     def lines(self) -> list[str]:
-        """Return all failures with their counts."""
+        """Return messages about all failures, with counts."""
         return [
             f"{text} ({f'{count} times' if count > 1 else 'once'})"
             for text, count in self._found.values()
@@ -116,7 +116,7 @@ def _tensorboard(directory: Path) -> Curves:
 
 
 class _ThreadErrors:
-    """An excepthook that leaves out errors of TensorBoard's thread, which its writer raises again."""
+    """An excepthook that ignores errors of TensorBoard's thread, because its writer raises them again."""
 
     def __init__(self, before: Callable[[threading.ExceptHookArgs], object]) -> None:
         self._before = before
@@ -130,8 +130,8 @@ class _ThreadErrors:
 
 
 def load_curves(logger: LoggerConfig) -> None:
-    """Import and use the writer of a :class:`MetricsLog` once, so that its memory is not counted as the stage's, which
-    is watched from then on."""
+    """Import and use the writer of a :class:`MetricsLog` once, before memory is measured, so that the writer's memory
+    is not counted as the stage's."""
     if logger.tensorboard:
         with temporary_folder() as folder:
             curves = _tensorboard(folder)
@@ -207,13 +207,12 @@ _SHOWN_SHARE = 0.005  # of a step: less would be shown as 0%
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLine:
-    """The figures of the line of a step.
+    """The figures in a step's progress line.
 
     ``rate``: units per second. ``peak_bytes`` and ``budget_bytes``: of the rank whose device is fullest.
-    ``offloaded_bytes``: by all ranks; None where no stage swaps. ``overlap``: the share of the transfers' time that no
-    rank waited for. ``stall_seconds``: the longest wait of a rank for swapped data. ``skipped``: skipped steps so far.
-    ``input_share``: the longest wait of a rank for rows, as a share of the step. ``learning_rate``: 0 where it is not
-    known.
+    ``offloaded_bytes``: of all ranks; None if no stage swaps. ``overlap``: the fraction of the transfer time during
+    which no rank waited. ``stall_seconds``: the longest wait of a rank for swapped data. ``skipped``: skipped steps so
+    far. ``input_share``: the longest wait of a rank for rows, as a share of the step. ``learning_rate``: 0 if unknown.
     """
 
     step: int
@@ -231,8 +230,8 @@ class StepLine:
 
 
 class Progress:
-    """A live line on a terminal. Elsewhere plain lines: of the first ten steps, of the last one, and of every
-    ``print_every``-th step, which auto chooses for about a hundred lines.
+    """Shows progress: on a terminal as one line that is updated; elsewhere as plain lines for the first ten steps, the
+    last one, and every ``print_every``-th step (auto: about a hundred lines).
 
     Steps count from ``first_step`` (1 for a new run) to ``total_steps``. The time left is estimated from the last 20
     steps, so a slow first step or a checkpoint does not distort it for long.

@@ -1,7 +1,7 @@
-"""Records of a run over several nodes: spans on one clock, files collected on rank 0.
+"""Records of a run over several nodes: spans on a common clock, and files collected on rank 0.
 
-Each rank writes its events into the run directory of its node. Where nodes share no directory, rank 0 gets the files
-that the summary, ``explain`` and ``calibrate`` read when the run ends. Each host has its own clock, so spans are
+Each rank writes its events into the run directory of its node. If nodes share no directory, rank 0 receives, at the end
+of the run, the files that the summary, ``explain`` and ``calibrate`` read. Each host has its own clock, so spans are
 converted to the clock of rank 0's host.
 """
 
@@ -22,12 +22,12 @@ _MOST_BYTES = 8 * 2**20  # of a rank's events are sent, the last ones
 
 
 def events_path(directory: Path, rank: int) -> Path:
-    """Return the path of a rank's events."""
+    """Return the path of a rank's events file."""
     return directory / f"events-rank{rank}.jsonl"
 
 
 class NodeRecords:
-    """The records of this rank. All ranks construct it together."""
+    """The events and files of this rank. Construction is collective over all ranks."""
 
     def __init__(self, mesh: Mesh, directory: Path) -> None:
         self._rank, self._directory = mesh.rank, directory

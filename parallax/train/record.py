@@ -38,7 +38,7 @@ RECENT = 25  # steps whose spans are kept, among which is the step of median len
 
 
 class RunRecord:
-    """The steps so far. Rank 0 writes for all ranks; failed writes are noted in ``unwritten``."""
+    """The steps recorded so far. Rank 0 writes for all ranks; failed writes are added to ``unwritten``."""
 
     def __init__(self, mesh: Mesh, plan: Plan, directory: Path, unwritten: Unwritten) -> None:
         self._mesh, self._plan, self._directory = mesh, plan, directory
@@ -54,7 +54,7 @@ class RunRecord:
         self.validation_loss: float | None = None
 
     def begin(self, done: int) -> None:
-        """Resume after step ``done``: remove later steps from the run's files, since they are repeated."""
+        """Resume after step ``done``: remove later steps from the run's files, because they are repeated."""
         events, metrics = events_path(self._directory, self._mesh.rank), self._directory / METRICS
         with self._unwritten.trying(events):
             forget_steps(events, done)  # spans count steps from 0
@@ -138,7 +138,7 @@ class RunRecord:
         }
 
     def write_occupancy(self, step: int) -> None:
-        """Write the swap's memory over ``step``, the last one, or remove the file of an earlier plan."""
+        """Write the swap's memory over ``step``, the last step, or remove the file of an earlier plan."""
         if self._last is not None:
             with self._unwritten.trying(occupancy_path(self._directory, self._mesh.rank)):
                 self._write_occupancy(self._last, step)
@@ -205,7 +205,7 @@ class RunRecord:
 
 
 def _spans_of(path: Path) -> list[Span]:
-    """Return the spans that an earlier start measured; empty where the file cannot be read."""
+    """Return the spans that an earlier start measured; empty if the file cannot be read."""
     try:
         return list(read_events(path))
     except ConfigError:
@@ -213,6 +213,6 @@ def _spans_of(path: Path) -> list[Span]:
 
 
 def _terms(plan: Plan, stage: int) -> dict[str, int]:
-    """Return the predicted bytes by term of the fullest rank of a stage; empty where the plan has none."""
+    """Return the predicted bytes by term of the fullest rank of a stage; empty if the plan has no prediction."""
     found = plan.prediction.stages
     return dict(found[stage].memory) if stage < len(found) else {}

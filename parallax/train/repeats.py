@@ -1,4 +1,4 @@
-"""Steps that are repeated after a failure: a run resumes from a checkpoint that is older than the end of its files.
+"""Steps that are repeated after a failure: a run resumes from a checkpoint that is older than its last recorded step.
 
 ::
 
@@ -25,7 +25,7 @@ _REFUSED = "refused"
 
 
 def last_step(path: Path) -> int:
-    """Return the last step in a file of JSON lines; -1 where there is none."""
+    """Return the last step in a file of JSON lines; -1 if there is none."""
     try:
         return next((step for _, step in _from_end(path) if step is not None), -1)
     except OSError:
@@ -96,8 +96,8 @@ def _lines(directory: Path) -> list[bytes]:
 
 
 def _from_end(path: Path) -> Iterator[tuple[int, int | None]]:
-    """Yield the end offset and the step of each whole line, from the last line to the first. Only the lines asked for
-    are read."""
+    """Yield the end offset and the step of each complete line, from last to first. Lines are read only as they are
+    requested."""
     if not path.stat().st_size:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
@@ -109,7 +109,7 @@ def _from_end(path: Path) -> Iterator[tuple[int, int | None]]:
 
 
 def _number(line: bytes, key: str) -> int | None:
-    """Return a number in a line; None where the line is damaged or has none."""
+    """Return a number in a line; None if the line is damaged or has no such number."""
     found = _value(line, key)
     return found if isinstance(found, int) else None
 

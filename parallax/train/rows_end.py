@@ -1,4 +1,4 @@
-"""The end of a data source.
+"""The end of a data source, on which all ranks agree.
 
 A source that has no more rows raises StopIteration. The run then evaluates, saves a checkpoint and ends. An IndexError
 may be the same or a mistake: the run saves a checkpoint and ends with the error. A rank cannot know whether the other
@@ -21,7 +21,8 @@ ENDED = "rows"  # the summary's ``ended`` of such a run
 
 
 class RowsEnd:
-    """The source of one rank. ``everywhere``: after :meth:`fetch` returned None, whether no rank has rows."""
+    """Detects the end of one rank's data source. ``everywhere``: after :meth:`fetch` returned None, whether no rank has
+    rows."""
 
     def __init__(self, mesh: Mesh, rows: int) -> None:
         self._mesh, self._rows = mesh, rows
@@ -29,7 +30,7 @@ class RowsEnd:
         self._here = self.everywhere = False
 
     def fetch(self, get: Callable[[], Rows]) -> Rows | None:
-        """Return the next batch of ``get``, or None on all ranks where any rank has none. All ranks call it."""
+        """Return the batch of ``get()``; None on all ranks if any rank has none. All ranks call it."""
         batch = self._fetch(get)
         ended = self._count(self._here)
         self.everywhere = ended == self._mesh.plan.world_size
@@ -47,8 +48,8 @@ class RowsEnd:
         return None
 
     def refuse(self, step: int) -> None:
-        """Raise :class:`DataError` on all ranks where the rows must not end after ``step``: before the first step, on
-        some ranks alone, or by an IndexError. Called once the step is saved, where it is."""
+        """Raise :class:`DataError` on all ranks if the rows must not end after ``step``: before the first step, on some
+        ranks only, or by an IndexError. Call it after the step has been saved, if it is saved."""
         mistakes = self._count(bool(self._mistake))
         if not self.everywhere or mistakes or not step:
             self._refuse(step, mistakes > 0)

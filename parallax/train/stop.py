@@ -31,15 +31,16 @@ LEAST_DIFFERENCE = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The agreed state of one reason: the maximum ``number`` of all ranks, and the ``message`` of rank 0."""
+    """What the ranks agreed on about one reason: the maximum ``number`` of all ranks, and the ``message`` of rank 0."""
 
     number: int = 0
     message: str = ""
 
 
 class StopReason(Protocol):
-    """One reason. ``name`` is the summary's ``ended``. ``at_checkpoints``: it is evaluated at checkpoints; ``ends``: a
-    text found there ends the run, and ``then`` describes the next action. All are equal on every rank."""
+    """A reason to end a run early. ``name``: the summary's ``ended``. ``at_checkpoints``: it is evaluated at
+    checkpoints. ``ends``: a text that the evaluation returns ends the run; ``then`` describes what happens next. All
+    fields are equal on every rank."""
 
     name: str
     at_checkpoints: bool
@@ -47,7 +48,7 @@ class StopReason(Protocol):
     then: str
 
     def stop_requested(self) -> int:
-        """Return a number above 0 if this rank wants the run to end after this step, such as the number of a signal; 0
+        """Return a positive number, such as that of a signal, if this rank wants the run to end after this step; 0
         otherwise."""
 
     def verdict(self) -> str:
@@ -89,7 +90,7 @@ class Drifted:
         return 0
 
     def verdict(self) -> str:
-        """Evaluate all steps so far."""
+        """Evaluate all steps so far; return why the run should end, or an empty string."""
         return self._evaluate()
 
     def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:  # noqa: ARG002
@@ -98,7 +99,8 @@ class Drifted:
 
 
 def drift(seconds: Sequence[float], predicted: float) -> str:
-    """Return why steps of ``seconds``, in order, show that a prediction is wrong; empty if they do not, or not yet."""
+    """Return why the step times ``seconds``, in order, show that the prediction is wrong; empty if they do not, or not
+    yet."""
     timed = seconds[WARM_UP:]
     if len(timed) < STEPS_TO_EVALUATE or predicted <= 0:
         return ""
@@ -120,7 +122,7 @@ def contradiction(measured: float, predicted: float, steps: int) -> str:
 
 
 class Stopping:
-    """The reasons for which a run may stop early, and which of them all ranks agree on; if several apply, the first
+    """The reasons for which a run may end early, and those that all ranks agree on; if several apply, the first
     counts."""
 
     def __init__(self, reasons: Sequence[StopReason], mesh: Mesh) -> None:
@@ -129,7 +131,7 @@ class Stopping:
 
     @property
     def is_last_step(self) -> bool:
-        """Whether this step is the last."""
+        """Whether the current step is the last one."""
         return any(agreed.number for agreed in self._agreed)
 
     @property
@@ -142,7 +144,8 @@ class Stopping:
         return {f"stop_{n}": reason.stop_requested() for n, reason in enumerate(self._reasons)}
 
     def agree(self, columns: Mapping[str, Sequence[float]]) -> None:
-        """Accept ``columns``, the numbers of all ranks by name, including those of :meth:`columns`."""
+        """Update the agreement with ``columns``, the numbers of all ranks by name, which include those of
+        :meth:`columns`."""
         for n, known in enumerate(self._agreed):
             number = known.number or int(max(columns[f"stop_{n}"]))
             self._agreed[n] = Agreed(number, known.message)
@@ -153,7 +156,7 @@ class Stopping:
             self.agree(self._mesh.gather_columns(self.columns()))
 
     def evaluate(self) -> list[str]:
-        """Return, at a checkpoint, the new texts; all ranks call it."""
+        """Return the new messages at a checkpoint; all ranks call it."""
         found = []
         for index, reason in enumerate(self._reasons):
             known = self._agreed[index]
@@ -166,7 +169,8 @@ class Stopping:
         return found
 
     def summary(self, *, complete: bool) -> dict[str, Any]:
-        """Return ``ended`` and the entries of each reason; no reason ended a run that is ``complete``."""
+        """Return the summary's ``ended`` and the entries of each reason; if the run is ``complete``, no reason ended
+        it."""
         first = None if complete else self._first()
         facts = {
             key: value

@@ -14,14 +14,14 @@ class Watchdog(Protocol):
         """Return the number of the signal that asked this rank to end, or 0."""
 
     def served(self) -> None:
-        """Record that everything is saved, as such a signal demands."""
+        """Record that everything is saved, as the signal demands."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Name the activity inside this context, outside of steps."""
 
 
 class NoWatchdog:
-    """A loop without a watchdog."""
+    """A watchdog that does nothing."""
 
     def stop_requested(self) -> int:
         return 0

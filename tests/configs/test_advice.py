@@ -29,20 +29,20 @@ REFUSED = [
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
+@pytest.mark.parametrize("arguments", REFUSED, ids=" ".join)
 def test_what_a_refusal_says_to_type_works(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-    words: list[str],
+    arguments: list[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["plan", *MODEL, *words]) == 2
+    assert cli.main(["plan", *MODEL, *arguments]) == 2
     (message,) = capfd.readouterr().err.splitlines()
     variants = advised(message)
     assert variants, message
     for variant in variants:
-        assert cli.main(["plan", *MODEL, *words, *variant]) == 0, (
+        assert cli.main(["plan", *MODEL, *arguments, *variant]) == 0, (
             message,
             variant,
             capfd.readouterr().err,

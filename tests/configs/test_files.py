@@ -83,14 +83,14 @@ def test_experiments() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["optimizer=sgd"], ["optimizer.name=sgd"], ["optimizer=sgd", "optimizer.lr=auto"]]
+    "overrides", [["optimizer=sgd"], ["optimizer.name=sgd"], ["optimizer=sgd", "optimizer.lr=auto"]]
 )
-def test_sgd_has_none_of_the_habits_of_adamw(words: list[str]) -> None:
-    sgd = compose(words).optimizer
+def test_sgd_has_none_of_the_habits_of_adamw(overrides: list[str]) -> None:
+    sgd = compose(overrides).optimizer
     assert (sgd.momentum, sgd.weight_decay, sgd.clip_norm, sgd.warmup_steps) == (0.9, 0, 0, 0)
     assert {sgd.rate(step, 100) for step in range(100)} == {0.01}
-    assert sgd == OptimizerConfig(name="sgd") == load(dump(compose(words))).optimizer
-    typed = compose([*words, "optimizer.weight_decay=0.2", "optimizer.lr=1"]).optimizer
+    assert sgd == OptimizerConfig(name="sgd") == load(dump(compose(overrides))).optimizer
+    typed = compose([*overrides, "optimizer.weight_decay=0.2", "optimizer.lr=1"]).optimizer
     assert (typed.weight_decay, typed.lr) == (0.2, 1.0)
 
 

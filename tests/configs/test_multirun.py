@@ -16,15 +16,15 @@ from parallax.config.printed import settings_text
 from parallax.errors import ConfigError, ParallaxError
 
 
-def points(*words: str) -> list[str]:
+def points(*overrides: str) -> list[str]:
     """Each point in one line."""
-    found = Multirun.read(words).points
+    found = Multirun.read(overrides).points
     assert found is not None
     return [" ".join(map(plain, point)) for point in found]
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("overrides", "expected"),
     [
         (["seed=1,2", "swap=off"], ["seed=1 swap=off", "seed=2 swap=off"]),
         (["seed=range(1,4)"], ["seed=1", "seed=2", "seed=3"]),
@@ -40,8 +40,8 @@ def points(*words: str) -> list[str]:
     ],
     ids=str,
 )  # fmt: skip
-def test_points(words: list[str], expected: list[str]) -> None:
-    assert points(*words) == expected
+def test_points(overrides: list[str], expected: list[str]) -> None:
+    assert points(*overrides) == expected
 
 
 def test_what_differs_and_what_is_alike() -> None:
@@ -97,8 +97,8 @@ def test_jobs_of_the_basic_launcher(own: Path) -> None:
     requested = Multirun.read([searchpath(own), "experiment=several"])
     jobs: list[str] = []
 
-    def job(words: list[str]) -> float:
-        jobs.append(" ".join(words))
+    def job(overrides: list[str]) -> float:
+        jobs.append(" ".join(overrides))
         return 0.0
 
     assert requested.points is not None
@@ -110,8 +110,8 @@ def test_jobs_of_the_basic_launcher(own: Path) -> None:
 
 
 def test_a_launcher_or_job_that_fails_says_so_in_one_line(tmp_path: Path) -> None:
-    def job(words: list[str]) -> float:
-        raise OSError(f"disk full for\n{words}")
+    def job(overrides: list[str]) -> float:
+        raise OSError(f"disk full for\n{overrides}")
 
     with pytest.raises(ParallaxError) as caught:
         Multirun.read(["seed=1"]).launch(tmp_path / "out", job, [["seed=1"]])
@@ -158,9 +158,9 @@ def test_a_sweeper_that_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (requested.points, requested.alike) == (None, {"seed"})
     tried: list[int] = []
 
-    def job(words: list[str]) -> float:
-        assert words[0] == "seed=3"
-        tried.append(int(words[1].removeprefix("trainer.steps=")))
+    def job(overrides: list[str]) -> float:
+        assert overrides[0] == "seed=3"
+        tried.append(int(overrides[1].removeprefix("trainer.steps=")))
         return float((tried[-1] - 11) ** 2)
 
     requested.launch(tmp_path / "out", job, [])
@@ -183,15 +183,15 @@ def test_settings_as_text() -> None:
     both = settings_text([], "all", resolve=True, package=None)
     assert both.startswith("hydra:")
     assert "\nmodel:" in both
-    for words, package in ((["modle=gpt"], None), ([], "modle")):
+    for overrides, package in ((["modle=gpt"], None), ([], "modle")):
         with pytest.raises(ConfigError, match="did you mean 'model'"):
-            settings_text(words, "job", resolve=False, package=package)
+            settings_text(overrides, "job", resolve=False, package=package)
 
 
 def test_settings_of_ones_own_options(own: Path) -> None:
-    words = [searchpath(own), "shape=small", "hydra/launcher=basic"]
+    overrides = [searchpath(own), "shape=small", "hydra/launcher=basic"]
     for cfg in ("job", "all"):
-        assert settings_text(words, cfg, resolve=False, package="model.layers") == "1\n"
+        assert settings_text(overrides, cfg, resolve=False, package="model.layers") == "1\n"
 
 
 def test_hydras_own_settings_are_resolved() -> None:

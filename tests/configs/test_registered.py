@@ -74,14 +74,14 @@ def two_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_a_kind_is_a_module_and_an_option(two_kinds: str) -> None:
-    asked = [two_kinds, "model=line", "data=noise", "trainer.steps=1", "trainer.global_batch=4"]
-    config = compose(asked)
+    overrides = [two_kinds, "model=line", "data=noise", "trainer.steps=1", "trainer.global_batch=4"]
+    config = compose(overrides)
     assert load(dump(config)) == config
     assert [len(build_chain(config).blocks), tokens_per_row(config)] == [3, 1]
     batch = first_batch(config, open_source(config))
     assert batch.inputs(0, 2)[0].shape == (2, 4)
     with pytest.raises(ConfigError, match=r"model\.width=x"):
-        compose([*asked, "model.width=x"])
+        compose([*overrides, "model.width=x"])
 
 
 @pytest.mark.parametrize("base", [ModelConfig, DataConfig])

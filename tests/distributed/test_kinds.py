@@ -85,12 +85,12 @@ def make_batch() -> TensorRows:
     return TensorRows(*torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64))
 
 
-def gradients(replicas: tuple[int, ...], cut: int) -> dict[str, Tensor]:
+def gradients(replicas: tuple[int, ...], boundary: int) -> dict[str, Tensor]:
     chain = make_chain()
     plan = make_plan(
         chain,
         replicas=replicas,
-        cuts=[cut] if len(replicas) > 1 else None,
+        cuts=[boundary] if len(replicas) > 1 else None,
         global_batch=ROWS,
         microbatch=3,
     )
@@ -113,9 +113,9 @@ def gradients(replicas: tuple[int, ...], cut: int) -> dict[str, Tensor]:
 def test_tensors_of_any_kind_between_stages(pool: Pool, replicas: tuple[int, ...]) -> None:
     """Complex gradients were dropped without a word."""
     (expected,) = pool.run(gradients, 1, (1,), 0)
-    for cut in range(1, len(make_chain().blocks)):
+    for boundary in range(1, len(make_chain().blocks)):
         found: dict[str, Tensor] = {}
-        for part in pool.run(gradients, sum(replicas), replicas, cut):
+        for part in pool.run(gradients, sum(replicas), replicas, boundary):
             found |= part
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():

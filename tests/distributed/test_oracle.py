@@ -69,8 +69,8 @@ def theirs(schedule: str, pipeline_ranks: int) -> Found:
     plan, device = planned(chain, schedule, pipeline_ranks), torch.device("cpu")
     cuts = {stage: plan.stages[stage] for stage in plan.stages_of(rank)}
     parts = {
-        stage: nn.Sequential(*materialise(chain, cut.start, cut.stop, device))
-        for stage, cut in cuts.items()
+        stage: nn.Sequential(*materialise(chain, partition.start, partition.stop, device))
+        for stage, partition in cuts.items()
     }
     count = len(plan.stages)
     held = [PipelineStage(part, stage, count, device) for stage, part in parts.items()]
@@ -86,9 +86,11 @@ def theirs(schedule: str, pipeline_ranks: int) -> Found:
     inputs = batch.inputs(0, ROWS) if rank == 0 else ()
     runner.step(*inputs, target=batch.targets(0, ROWS) if last else None, losses=losses)
     gradients = [
-        (name, copy.deepcopy(parts[stage][index - cut.start].get_parameter(inner).grad))
-        for stage, cut in cuts.items()
-        for name, (index, inner) in parameter_names(chain, range(cut.start, cut.stop)).items()
+        (name, copy.deepcopy(parts[stage][index - partition.start].get_parameter(inner).grad))
+        for stage, partition in cuts.items()
+        for name, (index, inner) in parameter_names(
+            chain, range(partition.start, partition.stop)
+        ).items()
     ]
     return sum(loss.item() for loss in losses), gradients
 

@@ -45,7 +45,7 @@ def run(here: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("layers", "said"),
+    ("layers", "message"),
     [
         ("bias bias bias", "missing 4.bias, 4.weight (2), extra nothing"),
         ("bias", "missing nothing, extra 3.bias, 3.weight (2)"),
@@ -58,7 +58,7 @@ def test_it_is_refused_before_anything_is_made(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     layers: str,
-    said: str,
+    message: str,
 ) -> None:
     (here / "layers.txt").write_text(layers)
     monkeypatch.setattr(job, "plan_model", None)  # nothing is measured
@@ -67,7 +67,7 @@ def test_it_is_refused_before_anything_is_made(
     assert cli.main(["train", "name=run"]) == 2
     line = one_line(capfd.readouterr().err)
     assert "step-00000001 holds another model" in line
-    assert said in line
+    assert message in line
     assert (
         sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*") if path.is_file())
         == before

@@ -244,8 +244,8 @@ def test_data_without_enough_rows(here: Path, capfd: pytest.CaptureFixture[str])
         ([*own, "data.kwargs.rows=3"], "use trainer.global_batch=3 or less"),
     ):
         tiny = [] if settings[0] == own[0] else ["experiment=tiny"]
-        words = [*tiny, "trainer.steps=3", "trainer.global_batch=8", *settings]
-        assert cli.main(["train", *words]) == 2
+        arguments = [*tiny, "trainer.steps=3", "trainer.global_batch=8", *settings]
+        assert cli.main(["train", *arguments]) == 2
         assert expected in one_line(capfd.readouterr().err)
     assert sorted(path for path in here.rglob("*") if "__pycache__" not in str(path)) == before
 

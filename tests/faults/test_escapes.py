@@ -81,10 +81,17 @@ def test_names_of_tensors_in_the_line_of_an_import(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     save_file({HOSTILE[:-1].replace("\udc80", ""): torch.zeros(1)}, here / "w.safetensors")
-    words = ["import", "w.safetensors", "--from", "safetensors", "name=other", "experiment=tiny"]
-    assert cli.main(words) == 2
+    arguments = [
+        "import",
+        "w.safetensors",
+        "--from",
+        "safetensors",
+        "name=other",
+        "experiment=tiny",
+    ]
+    assert cli.main(arguments) == 2
     assert "b[/red][bold]\\nparallax: all is wel" in one_line(capfd.readouterr().err)
-    assert cli.main(["import", "a\n\x1b\u2028b", "--from", "dcp", *words[4:]]) == 2
+    assert cli.main(["import", "a\n\x1b\u2028b", "--from", "dcp", *arguments[4:]]) == 2
     assert "a\\n\\x1b\\u2028b is no folder of torch" in one_line(capfd.readouterr().err)
 
 
@@ -235,8 +242,8 @@ def test_a_batch_script_runs_no_setting(folder: str, text: str) -> None:
 
 
 def test_a_shell_reads_settings_as_they_were_typed() -> None:
-    words = [f"a={sign}{sign}b" for sign in SIGNS if sign not in "\0\udc80"]
-    lines = SlurmJob(name="n", settings=words, nodes=1, processes=1).script(
+    arguments = [f"a={sign}{sign}b" for sign in SIGNS if sign not in "\0\udc80"]
+    lines = SlurmJob(name="n", settings=arguments, nodes=1, processes=1).script(
         Path("/x"), Path("runs")
     )
     (settings_line,) = re.findall(r"^settings=\(.*?\)$(?=\n\n)", lines, re.DOTALL | re.MULTILINE)
@@ -245,7 +252,7 @@ def test_a_shell_reads_settings_as_they_were_typed() -> None:
         capture_output=True,
         check=True,
     )
-    assert shown.stdout.decode().split("\0")[:-1] == words
+    assert shown.stdout.decode().split("\0")[:-1] == arguments
 
 
 @given(TEXTS)

@@ -255,11 +255,11 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
 
 @pytest.mark.parametrize("how", CHANGES)
 def test_other_weights_are_refused_with_their_names(here: Path, imported: Import, how: str) -> None:
-    change, said = CHANGES[how]
+    change, message = CHANGES[how]
     weights(here / "w.safetensors", change)
     before = sorted(here.rglob("*"))
-    words = ["w.safetensors", "--from", "safetensors", "name=other", *SETTINGS]
-    assert said in one_line(imported(*words, code=2))
+    typed_words = ["w.safetensors", "--from", "safetensors", "name=other", *SETTINGS]
+    assert message in one_line(imported(*typed_words, code=2))
     assert sorted(here.rglob("*")) == before
 
 
@@ -299,7 +299,7 @@ def test_floats_of_eight_bits_become_masters(here: Path, imported: Import, form:
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
+    ("part", "message"),
     [
         ("model.layers.0.up.bias", "parallax: layers.0.up.bias holds 1 number(s) that are NaN"),
         ("optimizer.state.layers.0.up.bias.master", "parallax: layers.0.up.bias holds 1 number(s)"),
@@ -307,7 +307,7 @@ def test_floats_of_eight_bits_become_masters(here: Path, imported: Import, form:
     ],
 )
 def test_non_finite_values_in_a_distributed_folder(
-    here: Path, imported: Import, part: str, said: str
+    here: Path, imported: Import, part: str, message: str
 ) -> None:
     settings = [*SETTINGS, "precision=mixed_bf16"] if part.endswith("master") else SETTINGS
     run = prepared(*settings)
@@ -320,7 +320,7 @@ def test_non_finite_values_in_a_distributed_folder(
         warnings.simplefilter("ignore", UserWarning)
         save(held, checkpoint_id=here / "theirs", no_dist=True)
     line = one_line(imported("theirs", "--from", "dcp", "name=other", *settings, code=2))
-    assert said in line
+    assert message in line
     assert sorted(path.name for path in (here / "runs").iterdir()) == ["run"]
 
 
@@ -349,7 +349,7 @@ def test_weights_with_scales_beside_them_are_quantized(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("typed_words", "message"),
     [
         (["w.safetensors", "--from", "safetensors", "name=taken"], "runs/taken is there already"),
         (["w.safetensors", "--from", "safetensors", "--step", "9"], "accepted is 0 to 8"),
@@ -372,7 +372,7 @@ def test_weights_with_scales_beside_them_are_quantized(here: Path) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_mistakes_are_one_line_and_leave_nothing(
-    here: Path, imported: Import, words: list[str], said: str
+    here: Path, imported: Import, typed_words: list[str], message: str
 ) -> None:
     weights(here / "w.safetensors")
     mark = here / "executed"
@@ -383,8 +383,8 @@ def test_mistakes_are_one_line_and_leave_nothing(
     (here / "runs" / "taken").mkdir(parents=True)
     (here / "runs" / "taken" / "mine").touch()
     before = sorted(here.rglob("*"))
-    named = [] if any(word.startswith("name=") for word in words) else ["name=other"]
-    assert said in one_line(imported(*words, *named, *SETTINGS, code=2))
+    named = [] if any(word.startswith("name=") for word in typed_words) else ["name=other"]
+    assert message in one_line(imported(*typed_words, *named, *SETTINGS, code=2))
     assert sorted(here.rglob("*")) == before
     assert not mark.exists()
 
@@ -405,8 +405,8 @@ def test_a_hostile_index_executes_nothing(here: Path, imported: Import) -> None:
     index = pickle.loads(file.read_bytes())
     index.planner_data = _Payload(mark)
     file.write_bytes(pickle.dumps(index))
-    words = ["out", "--from", "dcp", "name=other", *SETTINGS]
-    line = one_line(imported(*words, code=2))
+    typed_words = ["out", "--from", "dcp", "name=other", *SETTINGS]
+    line = one_line(imported(*typed_words, code=2))
     assert "it names posix.mkdir, which an index does not contain; it is not executed" in line
     assert not mark.exists()
     assert not Path("runs/other").exists()
@@ -415,7 +415,7 @@ def test_a_hostile_index_executes_nothing(here: Path, imported: Import) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "said"),
+    ("typed", "message"),
     [
         (["optimizer=lion"], "and optimizer=lion keeps exp_avg: name the optimizer"),
         (["optimizer=sgd"], "and optimizer=sgd keeps momentum_buffer: name the optimizer"),
@@ -424,13 +424,13 @@ def test_a_hostile_index_executes_nothing(here: Path, imported: Import) -> None:
     ids=str,
 )
 def test_states_of_another_optimizer_are_refused(
-    here: Path, imported: Import, typed: list[str], said: str
+    here: Path, imported: Import, typed: list[str], message: str
 ) -> None:
     run = prepared(*SETTINGS)
     train(run, 1)
     assert cli.main(["export", "run", "--to", "dcp", "--out", "out"]) == 0
-    words = ["out", "--from", "dcp", "name=other", *SETTINGS, *typed]
-    assert said in one_line(imported(*words, code=2))
+    typed_words = ["out", "--from", "dcp", "name=other", *SETTINGS, *typed]
+    assert message in one_line(imported(*typed_words, code=2))
     assert not Path("runs/other").exists()
 
 

@@ -127,9 +127,9 @@ def test_a_run_that_is_planned(here: Path, called: Called) -> None:
     """Its files were changed meanwhile; and infinities of a buffer, as masks have them, are let be."""
     (here / "begins.py").write_text(MODULE)
     save_file(sample(), "w.safetensors")
-    words = [*OWN, "model.weights=w.safetensors"]
-    assert called("train", "--run-dir", str(prepared(*words, name="good")))[0] == 0
-    run = prepared(*words)
+    overrides = [*OWN, "model.weights=w.safetensors"]
+    assert called("train", "--run-dir", str(prepared(*overrides, name="good")))[0] == 0
+    run = prepared(*overrides)
     save_file({**sample(), "2.bias": torch.full((8,), torch.nan)}, "w.safetensors")
     code, _, err = called("train", "--run-dir", str(run))
     assert code == 2

@@ -29,7 +29,7 @@ SETTINGS = ["name=two", *TINY, *SETTLED, "trainer.eval_every=0", "logger.tensorb
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["10.0.0.1:29400", "2"], "usage: torchrun.sh HEAD:PORT NODES PROCESSES key=value ..."),
         (["10.0.0.1:29400", "0", "1"], "torchrun.sh: 0: accepted are whole numbers from 1"),
@@ -37,11 +37,11 @@ SETTINGS = ["name=two", *TINY, *SETTLED, "trainer.eval_every=0", "logger.tensorb
         (["10.0.0.1", "2", "1"], "parallax: 10.0.0.1: accepted is HOST:PORT"),
     ],
 )
-def test_a_wrong_line_ends_in_one(here: Path, arguments: list[str], said: str) -> None:
+def test_a_wrong_line_ends_in_one(here: Path, arguments: list[str], message: str) -> None:
     code, out, err = finish(start([LINE, *arguments], PYTHON=sys.executable))
     assert (code, out) == (2, "")
     (line,) = err.splitlines()
-    assert line.startswith(said)
+    assert line.startswith(message)
 
 
 def two(*settings: str) -> list[subprocess.Popen[str]]:
@@ -74,8 +74,8 @@ def test_a_signal_to_the_script_reaches_its_ranks(here: Path) -> None:
     ended = [finish(each) for each in lines]
     assert [code for code, _, _ in ended] == [0, 0], ended
     words = "".join(err for _, _, err in ended).splitlines(keepends=True)
-    said = one_line("".join(word for word in words if word.startswith("parallax: ")))
-    assert said.startswith("parallax: stopped by SIGUSR1 after step ")
+    message = one_line("".join(word for word in words if word.startswith("parallax: ")))
+    assert message.startswith("parallax: stopped by SIGUSR1 after step ")
     assert len(list_checkpoints(here / "runs/two/checkpoints")) == 1
     assert running(here) == []
     assert temporary() == []

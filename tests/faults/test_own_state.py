@@ -74,7 +74,7 @@ def test_states_of_generators_are_restored(here: Path, called: Called) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keep", "said"),
+    ("keep", "message"),
     [
         ("generator", "(state_dict()) holds a Generator at ['source']['rows']['torch']: accepted"),
         pytest.param(
@@ -85,12 +85,12 @@ def test_states_of_generators_are_restored(here: Path, called: Called) -> None:
     ],
 )
 def test_what_could_not_be_read_again_ends_before_the_first_step(
-    here: Path, called: Called, keep: str, said: str
+    here: Path, called: Called, keep: str, message: str
 ) -> None:
     (here / "own_state.py").write_text(SOURCE)
     run = prepared(*OWN, f"+data.kwargs={{keep:{keep}}}", replicas=(1,))
     code, out, err = called("train", "--run-dir", str(run))
     assert code == 2
-    assert said in one_line(err)
+    assert message in one_line(err)
     assert "step " not in out
     assert list_checkpoints(run / "checkpoints") == []

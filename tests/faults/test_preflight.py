@@ -59,7 +59,7 @@ def needing(folder: Path, size: int, largest: int = 0) -> HostNeeds:
 
 
 @pytest.mark.parametrize(
-    ("name", "mebibytes", "said"),
+    ("name", "mebibytes", "message"),
     [
         pytest.param("RLIMIT_DATA", 300, "340.0 MiB for its process = ", marks=pytest.mark.faults),
         (
@@ -74,14 +74,16 @@ def needing(folder: Path, size: int, largest: int = 0) -> HostNeeds:
         ),
     ],
 )
-def test_limits_below_what_a_rank_needs(here: Path, name: str, mebibytes: int, said: str) -> None:
+def test_limits_below_what_a_rank_needs(
+    here: Path, name: str, mebibytes: int, message: str
+) -> None:
     run = prepared(*TINY)
     before = sorted(run.iterdir())
     command = [sys.executable, "-c", LIMITED, name, str(mebibytes * 2**20)]
     code, out, err = finish(start([*command, "train", "--run-dir", str(run)]))
     assert code == PreflightError.exit_code == 2
     assert out == ""
-    assert said in one_line(err)
+    assert message in one_line(err)
     assert "unlimited" in err
     assert sorted(run.iterdir()) == before
 

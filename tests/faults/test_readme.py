@@ -37,9 +37,9 @@ def test_its_own_model_trains(here: Path, called: Callable[..., tuple[int, str, 
 def test_its_demo_and_its_five_commands_run(
     here: Path, called: Callable[..., tuple[int, str, str]]
 ) -> None:
-    def run(*words: str) -> str:
-        code, out, err = called(*words)
-        assert code == 0, f"{words}: {out}{err}"
+    def run(*arguments: str) -> str:
+        code, out, err = called(*arguments)
+        assert code == 0, f"{arguments}: {out}{err}"
         return out
 
     assert "parallax train experiment=demo\n" in TEXT

@@ -150,16 +150,16 @@ def test_a_stopped_run_resumes_bit_for_bit(
     here: Path, called: Callable[..., tuple[int, str, str]]
 ) -> None:
     settings = [*LONG, "trainer.steps=60", "optimizer.final_rate=1", "trainer.eval_every=0"]
-    whole, cut = prepared(*settings, name="whole"), prepared(*settings, name="cut")
-    process = stepping(cut)
+    whole, interrupted = prepared(*settings, name="whole"), prepared(*settings, name="interrupted")
+    process = stepping(interrupted)
     process.send_signal(signal.SIGTERM)
-    assert is_served(here, cut, process, signal.SIGTERM, 0) < 60
-    for run in (cut, whole):
+    assert is_served(here, interrupted, process, signal.SIGTERM, 0) < 60
+    for run in (interrupted, whole):
         assert called("train", "--run-dir", str(run))[0] == 0
-    check_same_weights(cut, whole)
+    check_same_weights(interrupted, whole)
     losses = [
         [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
-        for run in (whole, cut)
+        for run in (whole, interrupted)
     ]
     assert losses[0] == losses[1]
 

@@ -62,7 +62,7 @@ OWN = [
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (
             ["held_out=12"],
@@ -77,20 +77,20 @@ OWN = [
     ids=str,
 )
 def test_before_anything_is_planned(
-    here: Path, called: Called, settings: list[str], said: str
+    here: Path, called: Called, settings: list[str], message: str
 ) -> None:
     (here / "unlike.py").write_text(MODULE)
-    words = [f"+data.kwargs.{setting}" for setting in settings]
-    code, _, err = called("train", *OWN, *words)
+    overrides = [f"+data.kwargs.{setting}" for setting in settings]
+    code, _, err = called("train", *OWN, *overrides)
     assert code == 2
-    assert said in one_line(err)
+    assert message in one_line(err)
     assert not (here / "runs").exists()
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("replicas", [(1,), (1, 1)], ids=str)
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (
             ["training=12"],
@@ -105,13 +105,13 @@ def test_before_anything_is_planned(
     ids=str,
 )
 def test_in_a_run_that_is_planned(
-    here: Path, called: Called, replicas: tuple[int, ...], settings: list[str], said: str
+    here: Path, called: Called, replicas: tuple[int, ...], settings: list[str], message: str
 ) -> None:
     (here / "unlike.py").write_text(MODULE)
     run = prepared(*OWN, *[f"+data.kwargs.{setting}" for setting in settings], replicas=replicas)
     code, _, err = called("train", "--run-dir", str(run))
     assert code == 2
-    assert said in one_line(err)
+    assert message in one_line(err)
     assert running(here) == []
     assert temporary() == []
 

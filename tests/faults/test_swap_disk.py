@@ -42,11 +42,11 @@ def test_a_disk_that_is_full_ends_the_run_with_path_and_bytes(here: Path, small:
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [("foreign", "is another user's: set swap.directory"), ("unwritable", "Read-only file system")],
 )
 def test_a_folder_that_cannot_be_used_is_refused(
-    here: Path, small: Path, called: Callable[..., tuple[int, str, str]], how: str, said: str
+    here: Path, small: Path, called: Callable[..., tuple[int, str, str]], how: str, message: str
 ) -> None:
     """Root, who may write everywhere, too."""
     folder = small / "swap"
@@ -60,6 +60,6 @@ def test_a_folder_that_cannot_be_used_is_refused(
     assert code != 0
     line = one_line(err)
     assert str(folder) in line
-    assert said in line
+    assert message in line
     assert "step 1/" not in out
     assert list(folder.iterdir()) == []

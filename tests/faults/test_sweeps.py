@@ -32,7 +32,7 @@ EXAMPLE = ["--config-dir", str(ROOT / "examples" / "scaling"), "experiment=scali
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (["-m", "trainer.stepz=1,2"], "(did you mean 'steps'?)"),
         (["-m", "trainer.steps=1,two"], "trainer.steps=two: accepted is a whole number"),
@@ -55,9 +55,9 @@ EXAMPLE = ["--config-dir", str(ROOT / "examples" / "scaling"), "experiment=scali
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_input_starts_nothing(
-    here: Path, capfd: pytest.CaptureFixture[str], words: list[str], expected: str
+    here: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], expected: str
 ) -> None:
-    assert cli.main(["train", *words]) == 2
+    assert cli.main(["train", *arguments]) == 2
     assert expected in one_line(capfd.readouterr().err)
     assert list(here.iterdir()) == []
 
@@ -104,8 +104,8 @@ def test_a_failing_point_ends_nothing_but_itself(
     assert "MiB" in rows[0]["reason"]
     assert float(rows[1]["step_seconds"]) > 0
     assert "plan=single" in (report / "report.html").read_text()
-    for words in (["explain", "s/room-plenty"], ["report", "runs/s/room-plenty"]):
-        assert called(*words)[0] == 0
+    for arguments in (["explain", "s/room-plenty"], ["report", "runs/s/room-plenty"]):
+        assert called(*arguments)[0] == 0
     assert (done / "report" / "report.html").is_file()
     code, _, err = called("train", "name=s", "trainer.steps=3")
     assert code == 2

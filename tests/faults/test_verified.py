@@ -99,8 +99,8 @@ def test_interacting_rows_are_one_line_where_the_plan_splits_them(called: Called
 
 def test_rows_that_interact_in_the_model_have_one_remedy(called: Called) -> None:
     model = "model.target=checked:Centred"
-    cut = "trainer.microbatch=2", "trainer.gather_loss=true"
-    code, _, err = called("train", *OWN, *SMALL, model, *cut)
+    split = "trainer.microbatch=2", "trainer.gather_loss=true"
+    code, _, err = called("train", *OWN, *SMALL, model, *split)
     assert code == 2
     line = one_line(err)
     assert line.startswith(
@@ -168,8 +168,8 @@ def test_remedies_work() -> None:
     model = "model.target=checked:Contrastive"
     whole = plan_of(model, "trainer.microbatch=8", "name=whole")
     assert whole.micro_batches(8) == 1
-    cut = plan_of(model, "trainer.microbatch=2", "model.verify=false", "name=cut")
-    assert cut.micro_batches(8) == 4
+    split = plan_of(model, "trainer.microbatch=2", "model.verify=false", "name=cut")
+    assert split.micro_batches(8) == 4
     gathered = plan_of(model, "trainer.microbatch=2", "trainer.gather_loss=true", "name=gathered")
     assert gathered.micro_batches(8) == 4
     assert gathered.gather_loss

@@ -155,8 +155,8 @@ class Slurm:
 
     def job(self, number: str) -> Mapping[str, str]:
         """What ``scontrol`` knows of a job."""
-        words = self.call("scontrol", "--oneliner", "show", "job", number).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        fields = self.call("scontrol", "--oneliner", "show", "job", number).split()
+        return dict(word.split("=", 1) for word in fields if "=" in word)
 
     def wait_for_job(self, number: str, log: Path, seconds: float) -> Mapping[str, str]:
         """The job at its end, but for one that goes back into the queue."""

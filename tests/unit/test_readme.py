@@ -41,7 +41,7 @@ def commands(page: Path) -> Iterator[tuple[str, str]]:
     yield from ((" ".join(span.split()), _SENTENCE) for span in spans)
 
 
-def words(command: str) -> list[str]:
+def arguments_of(command: str) -> list[str]:
     """What follows `parallax` in a command that begins with it, or that starts its ranks; empty for any other."""
     try:
         typed = shlex.split(command)
@@ -63,7 +63,7 @@ def test_every_command_parses_and_its_settings_exist(
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(ROOT / "examples")
     for command, comment in commands(page):
-        if typed := words(command):
+        if typed := arguments_of(command):
             found = _mistake(typed, in_a_sentence=comment == _SENTENCE)
             wanted = _REFUSED in comment
             assert bool(found) == wanted, f"{command}: {found or 'is not refused'}"

@@ -26,8 +26,8 @@ SHORT = {"devices": "cluster.devices", "nodes": "cluster.nodes"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One combination: its plan and costs, or the reason why there is none. Costs are in the currency of
-    ``cluster.price_per_hour``, zero without prices; tokens are zero where rows are not tokens."""
+    """The outcome for one combination of settings: its plan and costs, or the reason why there is no plan. Costs are in
+    the currency of ``cluster.price_per_hour``, and zero without prices. Tokens are zero if rows are not tokens."""
 
     settings: dict[str, str]
     fits: bool
@@ -131,7 +131,7 @@ def _outcome(settings: dict[str, str], config: RunConfig, plan: Plan, cluster: C
 
 
 def what_if_table(outcomes: Sequence[Outcome]) -> Table:
-    """Return a row per combination; prices where any is known."""
+    """Return a table with a row for each combination, with prices if any is known."""
     priced = any(outcome.cost_per_hour > 0 for outcome in outcomes)
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for key in outcomes[0].settings:

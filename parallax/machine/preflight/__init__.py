@@ -1,1 +1,1 @@
-"""Preflight: compares the resources that the ranks of a run need with those of this host, before the run starts."""
+"""Preflight: compare the resources that a run's ranks need on this host with those it has, before the run starts."""

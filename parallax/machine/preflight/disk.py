@@ -1,4 +1,4 @@
-"""Free bytes in folders: of the file system, of the user's quota, in one file; and the clock of the file system."""
+"""Free bytes in folders, by file system, quota and file-size limit; and the clock of the file system."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Quota(ctypes.Structure):
 
 def quota_free_bytes(folder: Path) -> int | None:
     """Return the free bytes of the user's quota on the file system of ``folder``; None if there is no quota or it
-    cannot be read, as on network file systems. statvfs ignores quotas."""
+    cannot be read, as on network file systems. statvfs does not report quotas."""
     if sys.platform != "linux":
         return None
     found = _Quota()
@@ -62,7 +62,7 @@ def quota_free_bytes(folder: Path) -> int | None:
 
 
 def check_folders(needs: Sequence[FolderNeeds]) -> Iterator[Finding]:
-    """Yield the folders' problems; folders of one file system share its free bytes."""
+    """Yield the problems of folders with too few free bytes. Folders on one file system share its free bytes."""
 
     def device(each: FolderNeeds) -> int:
         return existing_parent(each.folder).stat().st_dev
@@ -97,8 +97,8 @@ def _check_together(needs: Sequence[FolderNeeds]) -> Iterator[Finding]:
 
 
 def check_clock(folder: Path, now: Callable[[], float] = time.time) -> Iterator[Finding]:
-    """Check that the file system of ``folder`` gives a new file the present time, because left-over files are
-    recognised by their age. Unwritable folders are reported elsewhere."""
+    """Yield a problem if the file system of ``folder`` does not give a new file the present time: left-over files are
+    recognised by their age. Unwritable folders are ignored here."""
     place = existing_parent(folder)
     try:
         with tempfile.TemporaryFile(dir=place) as file:

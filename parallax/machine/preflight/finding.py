@@ -17,7 +17,7 @@ class Finding:
 
 
 def refuse(findings: Iterable[Finding], where: str = "this host") -> None:
-    """Raise :class:`PreflightError` in one line if there are findings."""
+    """Raise one :class:`PreflightError` for all ``findings``, in one line; no-op if there are none."""
     problems = [f"{each.what}: {each.remedy}" for each in findings]
     if problems:
         raise PreflightError(f"{where} cannot run it: {'; '.join(problems)}")

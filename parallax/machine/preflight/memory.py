@@ -1,4 +1,4 @@
-"""Memory of all ranks of a host: RAM, control groups, process limits, shared memory."""
+"""Check the memory for all ranks of a host against RAM, control groups, process limits and shared memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LESS = "plan for less (cluster.device_memory)"
 
 
 def check_memory(needs: HostNeeds) -> Iterator[Finding]:
-    """Compare the memory of all ranks with the available RAM and the limits of the control groups."""
+    """Yield a problem if all ranks together need more than the available RAM or the limits of control groups."""
     planned = sum(rank.memory_bytes for rank in needs.ranks)
     wanted = planned + len(needs.ranks) * needs.process_bytes
     available, limit = psutil.virtual_memory().available, "RAM is available"
@@ -42,7 +42,7 @@ def check_memory(needs: HostNeeds) -> Iterator[Finding]:
 
 
 def check_limits(needs: HostNeeds) -> Iterator[Finding]:
-    """Compare the largest rank with the limits that processes inherit."""
+    """Yield the process limits that are too small for the largest rank."""
     planned = max((rank.memory_bytes for rank in needs.ranks if rank.reserved), default=0)
     limits = [("RLIMIT_DATA", "ulimit -d", PROCESS_DATA_BYTES)]
     if not needs.accelerators:  # their drivers reserve huge address ranges
@@ -66,8 +66,8 @@ def check_limits(needs: HostNeeds) -> Iterator[Finding]:
 
 
 def check_shared(needs: HostNeeds) -> Iterator[Finding]:
-    """Check ``/dev/shm``, through which NCCL moves data between devices of one host. Channels between CPU ranks use
-    unnamed memory, which is limited by RAM only."""
+    """Yield a problem if ``/dev/shm`` is too small. NCCL moves data between devices of one host through it; channels
+    between CPU ranks use anonymous memory, which only RAM limits."""
     size = shared_memory_bytes()
     by_shm = needs.accelerators > 1 and os.environ.get("NCCL_SHM_DISABLE", "0") != "1"
     if by_shm and size is not None and size < SHARED_BYTES:

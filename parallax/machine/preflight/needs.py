@@ -1,4 +1,4 @@
-"""Resources that the ranks of a run need on one host, as far as known before they start."""
+"""Data on the resources that a run's ranks need on one host, as far as known before they start."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SHARED_BYTES = 32 * 2**20  # estimate of /dev/shm that NCCL uses between the dev
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankNeeds:
-    """``memory_bytes``: RAM of the plan, for the device if that is RAM, and for the tier if that is RAM.
-    ``reserved``: whether limits of a process's data count it; they ignore pinned and shared memory."""
+    """The needs of one rank. ``memory_bytes``: RAM by the plan, for the device and the tier if these are RAM.
+    ``reserved``: whether process limits on data count this memory; they ignore pinned and shared memory."""
 
     memory_bytes: int
     reserved: bool = True
@@ -29,8 +29,8 @@ class RankNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderNeeds:
-    """``size`` bytes in a folder, ``largest_bytes`` of them in one file. ``what``: description with the arithmetic;
-    ``remedy``: advice if the bytes are not free."""
+    """The need of free bytes in a folder: ``size`` bytes, of which ``largest_bytes`` are in one file. ``what``: a
+    description with the arithmetic; ``remedy``: advice if the bytes are not free."""
 
     folder: Path
     size: int
@@ -41,8 +41,9 @@ class FolderNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostNeeds:
-    """``ranks``: the ranks of this host. ``world``: ranks on all hosts. ``accelerators``: ranks here whose device is
-    not RAM. ``process_bytes``: memory of each process that has not started yet."""
+    """The needs on one host. ``ranks``: the ranks of this host. ``world``: number of ranks on all hosts.
+    ``accelerators``: number of ranks here whose device is not RAM. ``process_bytes``: memory of each process that has
+    not started yet."""
 
     ranks: tuple[RankNeeds, ...]
     world: int

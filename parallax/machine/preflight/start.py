@@ -1,7 +1,8 @@
-"""Preflight: stop a run that this host cannot carry before it starts, in one line with the arithmetic.
+"""Preflight: refuse a run that does not fit this host before it starts, in one line with the arithmetic.
 
-It takes milliseconds and prints nothing if all is well. Needs are those proved by the plan and low estimates of
-the rest, so a refused run would hardly have worked."""
+It takes milliseconds and prints nothing if all is well. Needs are those that the plan proves, and low estimates of all
+others, so a refused run would almost certainly fail.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ def _findings(needs: HostNeeds) -> Iterator[Finding]:
 
 
 def check_process() -> None:
-    """Check the limits of a process before it imports torch, which could not even report the error under such a
-    limit."""
+    """Raise :class:`~parallax.errors.PreflightError` if a process limit is too small to import torch; torch itself
+    could not even report the error."""
     for name, command, own in (
         ("RLIMIT_DATA", "ulimit -d", IMPORT_DATA_BYTES),
         ("RLIMIT_AS", "ulimit -v", IMPORT_ADDRESS_BYTES),

@@ -1,4 +1,4 @@
-"""Tensors of a module that are neither parameters nor buffers: in attributes, lists, dicts and plain objects."""
+"""Find tensors of a module that are neither parameters nor buffers: in attributes, lists, dicts and plain objects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
 def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return these tensors by path; modules that only an attribute refers to are not searched."""
+    """Return path → tensor for these tensors; modules that only an attribute refers to are not searched."""
     seen: set[int] = set()
     found: dict[str, Tensor] = {}
     for name, module in model.named_modules():

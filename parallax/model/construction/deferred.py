@@ -42,7 +42,7 @@ ModelFactory = Callable[[], nn.Module]
 
 
 class Values(Protocol):
-    """Makes the real values of a skeleton's meta tensors."""
+    """Makes the real values of the meta tensors of a skeleton, a model on the meta device."""
 
     def deepcopy_memo(
         self,
@@ -68,8 +68,8 @@ class DeferredModel:
         self.attributes = plain_tensors(model)
 
     def with_attributes(self) -> nn.Module:
-        """Return the skeleton with values in the tensors of ``attributes``, for code that runs outside the stages, such
-        as a loss."""
+        """Return the model with values in the tensors of ``attributes``, for code that runs outside the stages, such as
+        a loss."""
         if not self.attributes:
             return self.model
         held = {id(t): t for t in [*self.model.parameters(), *self.model.buffers()]}
@@ -157,7 +157,7 @@ def _check(model: Any) -> None:
 
 
 def _skeleton(model: nn.Module, log: OperationLog) -> nn.Module:
-    """Return ``model`` with meta tensors in place of tensors from outside."""
+    """Return ``model`` with meta tensors in place of tensors that existed before its constructor."""
     kept: dict[int, Any] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -172,7 +172,7 @@ def _skeleton(model: nn.Module, log: OperationLog) -> nn.Module:
 
 
 def _separate_from_outside(model: nn.Module, log: OperationLog) -> None:
-    """Give the model its own objects for buffers and tensors in attributes: the constructor may keep the originals
+    """Give the model its own objects for buffers and attribute tensors. The constructor may keep the originals
     elsewhere, where they get values."""
     parted: dict[int, Tensor] = {}
     for module in model.modules():

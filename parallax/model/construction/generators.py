@@ -1,8 +1,8 @@
 """The random generators of a recorded constructor.
 
-No numbers are drawn while a constructor is recorded, so a generator's state does not advance. After each draw it is set
-to a unique state, a mark, whose meaning is stored. If the constructor seeds a generator or restores an earlier state,
-the state differs from the last mark, which reveals it.
+No numbers are drawn while a constructor is recorded, so a generator's state does not advance. After each draw the
+generator is set to a unique state, a mark, and the log stores which draw the mark follows. If the constructor seeds a
+generator or restores an earlier state, the state differs from the last mark, which reveals it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Generators:
 
     @contextlib.contextmanager
     def begun(self) -> Iterator[None]:
-        """A context for the constructor; every generator is restored after it."""
+        """A context in which the constructor runs; every generator is restored at its end."""
         with seeded(self._seed):
             self._mark(torch.default_generator, OwnState(0))
             try:
@@ -55,7 +55,8 @@ class Generators:
                     generator.set_state(state)
 
     def next(self, generator: torch.Generator | None, place: int) -> Drawn:
-        """Return the source of operation ``place``'s draw from ``generator`` (None: the default one)."""
+        """Return the random state from which the operation with index ``place`` draws; ``generator``: None for the
+        default one."""
         generator = torch.default_generator if generator is None else generator
         if generator.device.type != "cpu":
             raise Unrecordable(f"random numbers of a generator on {generator.device}")

@@ -37,7 +37,8 @@ _NOWHERE = (Tensor.cpu, Tensor.cuda, Tensor.pin_memory, Tensor.share_memory_)
 
 
 class HostValueInterceptor(TorchFunctionMode):
-    """Answers reads of the tensors of ``recorder``."""
+    """Intercepts functions that read values or the device of a tensor that ``recorder`` has recorded, and returns the
+    results that a plain CPU tensor would give."""
 
     def __init__(self, recorder: OperatorRecorder) -> None:
         super().__init__()
@@ -59,7 +60,8 @@ class HostValueInterceptor(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Handle reads and constructors; all else is intercepted as operators."""
+        """Handle a torch function: reads and constructors are answered here, other functions run and are intercepted as
+        operators."""
         kwargs = kwargs or {}
         if function in _MADE_OF_VALUES:
             args = tuple(self._numbers(part) for part in args)
@@ -75,7 +77,8 @@ class HostValueInterceptor(TorchFunctionMode):
         return self._on_meta(function, *args, **kwargs)
 
     def _on_meta(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a call in which the constructor names the meta device; its tensor has no values there either."""
+        """Run a call in which the constructor requested the meta device; its tensor has no values in a plain run
+        either."""
         before, self._recorder.to_meta = self._recorder.to_meta, True
         try:
             return function(*args, **kwargs)
@@ -89,7 +92,8 @@ class HostValueInterceptor(TorchFunctionMode):
                 raise Unrecordable("it writes into what numpy() of a tensor returned")
 
     def _numbers(self, value: Any) -> Any:
-        """Replace recorded tensors in lists by real ones: torch builds a tensor of them without calling operators."""
+        """Return nested lists with real tensors in place of recorded ones, because torch builds a tensor from lists
+        without calling operators."""
 
         def number(part: Any) -> Any:
             return self._recorder.real(part) if isinstance(part, Tensor) else part
@@ -115,7 +119,7 @@ class HostValueInterceptor(TorchFunctionMode):
         return ((view.cell.number + 1) << 40) + view.offset * view.dtype.itemsize
 
     def _of_one_kind(self, tensor: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert an outside tensor to meta if the other one is recorded."""
+        """Return both tensors, one converted to meta if only the other is recorded."""
         with plain_execution():
             if tensor.is_meta and not value.is_meta:
                 return tensor, self._recorder.log.adopt(value)
@@ -125,14 +129,16 @@ class HostValueInterceptor(TorchFunctionMode):
             return tensor, value
 
     def _set(self, tensor: Tensor, index: Any, value: Any) -> None:
-        """Assign a number as a host tensor; torch would create it on ``tensor``'s device."""
+        """Assign to a tensor at ``index``. A number is assigned as a host tensor, because torch would create it on
+        ``tensor``'s device."""
         if not isinstance(value, Tensor):
             with plain_execution():
                 value = torch.as_tensor(value, dtype=tensor.dtype)
         tensor[self._places(index)] = value
 
     def _places(self, index: Any) -> Any:
-        """Convert index lists to host tensors, for the same reason."""
+        """Return an index with lists converted to host tensors, because torch would create them on the tensor's
+        device."""
         if type(index) is tuple:
             return tuple([self._places(part) for part in index])
         if not isinstance(index, list | range | np.ndarray):
@@ -142,7 +148,8 @@ class HostValueInterceptor(TorchFunctionMode):
             return torch.as_tensor(index, dtype=None if index else torch.int64)
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Handle ``Tensor.to`` without the device, unless it is meta."""
+        """Return ``tensor`` converted to the type and memory format that ``Tensor.to`` was called with. The device is
+        ignored, because all recorded tensors pretend to be on the CPU, unless it is the meta device."""
         copy = bool(kwargs.pop("copy", False))
         if args and isinstance(args[0], Tensor):
             args = (args[0].dtype, *args[1:])
@@ -159,7 +166,7 @@ class HostValueInterceptor(TorchFunctionMode):
 
 
 def _device(_: Tensor) -> torch.device:
-    """Return the CPU; raise for pickling, which would write missing bytes."""
+    """Return the CPU. Raises while pickling, which would write missing bytes."""
     if sys._getframe(2).f_code.co_name == "_reduce_ex_internal":
         raise Unrecordable("it pickles a tensor")
     return CPU

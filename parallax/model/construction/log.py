@@ -21,7 +21,7 @@ _SAMPLES, _SAMPLE_BYTES = 1024, 64  # of outside memory, to detect changes
 
 
 class Unrecordable(Exception):
-    """The constructor does something that a log cannot represent; the model is then built whole."""
+    """Raised if the constructor does something that a log cannot represent; the whole model is then built instead."""
 
 
 class Cell:
@@ -42,7 +42,7 @@ class Cell:
 
     @property
     def written(self) -> bool:
-        """Whether it was ever initialized."""
+        """Whether the storage was ever initialized."""
         return self.constant is not None or bool(self.writes) or self.nbytes == 0
 
 
@@ -79,7 +79,7 @@ class View(NamedTuple):
 
     @property
     def covers(self) -> bool:
-        """Whether it covers its whole storage, each element once."""
+        """Whether the view covers its whole storage, each element once."""
         dense = all(stride or size < 2 for size, stride in zip(self.size, self.stride))
         count = self.nbytes // self.dtype.itemsize
         return dense and self.nbytes == self.cell.nbytes and self.span == count
@@ -87,21 +87,21 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnState:
-    """Draw number ``place`` from generators that the constructor did not seed."""
+    """The random state of draw number ``place`` from generators that the constructor did not seed."""
 
     place: int
 
 
 @dataclass(frozen=True)
 class SeededState:
-    """The state that the constructor set in a generator."""
+    """The random state that the constructor set in a generator."""
 
     state: Tensor
 
 
 @dataclass(frozen=True)
 class StateAfter:
-    """The state after operation ``place``, in a generator that the constructor seeded."""
+    """The random state after operation ``place``, in a generator that the constructor seeded."""
 
     place: int
 
@@ -110,9 +110,9 @@ Drawn = OwnState | SeededState | StateAfter
 
 
 class Operation:
-    """One call. Tensors among ``args`` are :class:`View`. ``reads``: storages whose content it uses; ``writes``: those
-    that it writes in place; ``outputs``: new tensors by index in the results; ``touches``: all of these storages.
-    ``floating``: the default dtype of the call; ``drawn``: the state of its generator."""
+    """One logged operator call. Tensors among ``args`` are :class:`View`. ``reads``: storages whose content it uses;
+    ``writes``: storages that it writes in place; ``outputs``: new tensors by index in the results; ``touches``: all of
+    these storages. ``floating``: torch's default dtype at the call; ``drawn``: the random state that it draws from."""
 
     __slots__ = (
         "args",
@@ -163,8 +163,8 @@ class OperationLog:
         )
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """Register the storage of ``tensor``, and return it on the meta device: itself, or for a tensor from outside,
-        whose memory is held and not copied, its twin."""
+        """Register the storage of ``tensor`` and return ``tensor`` on the meta device. A tensor from outside the
+        constructor is returned as a meta twin; its memory is held and not copied."""
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             raise Unrecordable(f"a tensor of type {tensor.dtype} and layout {tensor.layout}")
         storage = tensor.untyped_storage()
@@ -188,7 +188,7 @@ class OperationLog:
 
 
 def fingerprint(storage: torch.UntypedStorage) -> bytes:
-    """Return a digest of a storage's bytes; of samples, if it is large."""
+    """Return a digest of a storage's bytes; for a large storage, of samples."""
     with without_operator_modes(), without_function_modes():
         held = torch.empty(0, dtype=torch.uint8, device=storage.device)
         held.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -51,7 +51,7 @@ def fill(tensor: Tensor, function: Callable[[Tensor], None]) -> None:
 
 
 class OperatorRecorder(OperatorMode):
-    """Logs the operators in its context; ``seed`` determines values that are requested meanwhile."""
+    """Logs the operators that run in its context; ``seed`` determines values that are requested meanwhile."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class OperatorRecorder(OperatorMode):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """A context for the constructor; all generators are restored after it."""
+        """A context in which the constructor runs; all generators are restored at its end."""
         token = _RECORDING.set(self)
         try:
             with self._draws.begun(), self:
@@ -83,7 +83,7 @@ class OperatorRecorder(OperatorMode):
         self.log.operations.append(operation)
 
     def real(self, tensor: Tensor) -> Tensor:
-        """Return a copy of the current value of ``tensor``."""
+        """Return a real copy of the current value of ``tensor``."""
         with without_function_modes(), without_operator_modes():
             cell = self.log.cell_of(tensor)
             if cell is None:
@@ -99,8 +99,8 @@ class OperatorRecorder(OperatorMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Handle an operator. A tensor subclass with its own dispatch decomposes into operators that are intercepted
-        again."""
+        """Run an operator on meta tensors, log it if it writes, and return its results. An operator on a tensor
+        subclass with its own dispatch first decomposes into plain operators, which arrive here again."""
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented
         with without_function_modes():
@@ -128,7 +128,8 @@ class OperatorRecorder(OperatorMode):
         return self._log(function, kind, args, kwargs)
 
     def _bare(self, part: Any) -> Any:
-        """Without bytes, but for a single number from outside: by those types are decided."""
+        """Return a tensor argument on the meta device, other values unchanged. A tensor of a single number that existed
+        before the constructor keeps its value, because it decides result types."""
         if not isinstance(part, Tensor) or part.is_meta:
             return part
         if part.dim() == 0 and self.log.cell_of(part) is None:
@@ -138,7 +139,8 @@ class OperatorRecorder(OperatorMode):
     def _call_without_values(
         self, function: Any, kind: Operator, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """An operator on a tensor that the constructor put on the meta device itself, where plain ones end, too."""
+        """Run an operator on a tensor that the constructor itself put on the meta device, and return its results, which
+        also have no values."""
         given = {**dict(zip(kind.names, args)), **kwargs}
         written = [t for name in kind.written for t in _all(Tensor, given.get(name))]
         if kwargs.get("device") is not None or (
@@ -173,7 +175,7 @@ class OperatorRecorder(OperatorMode):
         kwargs: dict[str, Any],
         written: list[Tensor],
     ) -> Operation:
-        """Return the operation; called before it runs, because it may resize its arguments."""
+        """Return the log's description of an operator call, made before the call, which may resize its arguments."""
 
         def view(part: Any) -> Any:
             if isinstance(part, Tensor) and self.log.cell_of(part) is not None:
@@ -215,7 +217,7 @@ class OperatorRecorder(OperatorMode):
         return change(results, lambda p: self._bare(p) if isinstance(p, Tensor) else p)
 
     def _run_on_values(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run ``function`` on real tensors, for an operator without a meta kernel, and return the results; its in-place
+        """Run ``function`` on real tensors, for an operator without a meta kernel, and return its results; in-place
         writes are discarded."""
         originals: dict[int, Tensor] = {}
 
@@ -267,9 +269,9 @@ class OperatorRecorder(OperatorMode):
 
 
 def _fills(kind: Operator, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether ``function`` fills its first argument with random values and takes only plain numbers besides, so
-    that its result is that argument. On the
-    meta device torch does this in Python and imports its compiler; on an empty tensor it only checks the numbers."""
+    """Return whether ``function`` fills its first argument with random values, has no other arguments than plain
+    numbers, and so returns that argument. On the meta device torch implements it in Python and imports its compiler; on
+    an empty tensor torch only checks the numbers."""
     return (
         kind.draws
         and kind.overwrites
@@ -279,7 +281,7 @@ def _fills(kind: Operator, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _all(kind: type[T], value: Any) -> Iterator[T]:
-    """Yield every ``kind`` in nested lists, tuples and dicts."""
+    """Yield every instance of ``kind`` in nested lists, tuples and dicts."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, list | tuple):
@@ -339,7 +341,7 @@ class Operator:
 
 @cache
 def operator(function: Any) -> Operator:
-    """Return the properties, from schema and tags of an operator overload."""
+    """Return the properties of an operator overload, from its schema and tags."""
     schema = function._schema
     name = schema.name.rpartition(":")[2]
     arguments, tags = schema.arguments, function.tags

@@ -45,8 +45,9 @@ class Replay:
         self._states: dict[int, Tensor] = {}
 
     def values(self, views: Sequence[View]) -> list[Tensor]:
-        """Return the tensors of ``views`` at the current end of the log. Overlapping views share memory; other partial
-        views are copied, so that no more is held than requested. Constants from outside are copied."""
+        """Return real tensors for ``views``, with the values after the last logged operation. Overlapping views share
+        memory. Other views of a part of a storage are copied, so that the rest can be freed. Constants from outside the
+        constructor are copied."""
         by_cell: dict[Cell, list[View]] = {}
         for view in dict.fromkeys(views):
             by_cell.setdefault(view.cell, []).append(view)
@@ -129,7 +130,8 @@ class _Memory:
         return cell.constant.clone() if cell in self._changed else cell.constant
 
     def put(self, view: View, made: Tensor) -> None:
-        """Store ``made``, the first tensor written to its cell."""
+        """Store ``made``, the first tensor written to the storage of ``view``; its memory is reused if the layouts are
+        equal."""
         storage = made.untyped_storage()
         known = any(storage is held for held in self._held.values())
         same = made.stride() == view.stride and made.storage_offset() == view.offset
@@ -145,13 +147,13 @@ class _Memory:
             view.as_tensor(self.storage_of(view.cell)).copy_(made)
 
     def free(self, cell: Cell) -> None:
-        """Drop the storage of a cell that is no longer needed."""
+        """Drop the storage of a cell that no later operation uses."""
         self._held.pop(cell, None)
 
 
 class _States:
-    """The states of generators that the constructor seeded. ``kept`` outlives this replay; the others are held from the
-    operation that left them to their last use in ``operations``."""
+    """States of generators that the constructor seeded. ``kept`` is a cache that outlives this replay; other states are
+    held from the operation that produced them to their last use in ``operations``."""
 
     def __init__(self, kept: dict[int, Tensor], operations: Sequence[Operation]) -> None:
         self._kept, self._passing = kept, dict[int, Tensor]()
@@ -205,7 +207,7 @@ def _call(operation: Operation, memory: _Memory) -> None:
 
 @contextlib.contextmanager
 def plain_execution() -> Iterator[None]:
-    """A context without gradients and modes, which restores the caller's random state."""
+    """A context without gradients and dispatch modes, which restores the caller's random state."""
     state = torch.default_generator.get_state()
     with without_operator_modes(), without_function_modes(), torch.no_grad():
         try:
@@ -215,8 +217,7 @@ def plain_execution() -> Iterator[None]:
 
 
 def change(value: Any, changed: Callable[[Any], Any]) -> Any:
-    """Return the same nest of lists, tuples and dicts, as operators accept it, with ``changed`` applied to every
-    leaf."""
+    """Return the same nested lists, tuples and dicts with ``changed`` applied to every leaf."""
     kind = type(value)
     if kind is list or kind is tuple:
         return kind([change(part, changed) for part in value])

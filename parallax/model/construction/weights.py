@@ -1,4 +1,4 @@
-"""Weights in safetensors files, read tensor by tensor: a stage reads only its own.
+"""Read weights from safetensors files, tensor by tensor: a stage reads only its own.
 
 A checkpoint is one file, or a folder with ``model.safetensors`` or with ``model.safetensors.index.json`` and the shards
 that it names, as ``save_pretrained`` of transformers writes them. Nothing is unpickled. Names, shapes and shards are
@@ -28,11 +28,11 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class FileLayout(Protocol):
-    """How files store a model's tensors."""
+    """Describes how files name and store a model's tensors."""
 
     def recipes(self, held: Mapping[str, Tensor]) -> dict[str, Recipe]:
-        """Return the recipe of each tensor of the model, by its name, from files that hold ``held`` (without
-        values)."""
+        """Return name → recipe for each tensor of the model. ``held``: the tensors in the files, by name, without
+        values."""
         ...
 
     def may_lack(self, name: str) -> bool:
@@ -44,11 +44,11 @@ class FileLayout(Protocol):
         ...
 
     def saved(self, names: Iterable[str]) -> list[Recipe]:
-        """Return the recipes of the file tensors from the model's tensors ``names``."""
+        """Return the recipes of the file tensors that are made from the model's tensors ``names``."""
         ...
 
     def kept_name(self, names: Sequence[str]) -> str:
-        """Return the name in ``names``, all of one tensor, under which it is saved."""
+        """Return the one of ``names``, all names of one tensor, under which the tensor is saved."""
         ...
 
 
@@ -79,7 +79,7 @@ class OwnLayout:
 
 
 class SafetensorFiles:
-    """The tensors of the safetensors file, or folder of them, at ``path``."""
+    """The tensors at ``path``: a safetensors file, or a folder with such files."""
 
     def __init__(self, path: Path) -> None:
         self._files, held = _contents(path)
@@ -93,8 +93,8 @@ class SafetensorFiles:
 
 
 class CheckpointWeights:
-    """The tensors of the checkpoint at ``path``, stored in ``layout``. ``files``: their reader, if they are no
-    safetensors files."""
+    """The tensors of the checkpoint at ``path``, stored in ``layout``. ``files``: a reader for files that are not
+    safetensors."""
 
     def __init__(self, path: Path, layout: FileLayout, files: TensorFiles | None = None) -> None:
         self._path, self._layout = path, layout
@@ -110,11 +110,13 @@ class CheckpointWeights:
         *,
         made: Collection[str] = (),
     ) -> list[str]:
-        """Check that every name in ``wanted`` exists with its shape and kind of type, under that name or one of its
-        ``aliases``, and that nothing else does except ``ignored``. Raises :class:`CheckpointError` with the names.
+        """Check that the files fit the model: every tensor in ``wanted`` exists, under its name or one of its
+        ``aliases``, with its shape and kind of type, and the files hold no other tensors except ``ignored``. Raises
+        :class:`CheckpointError` with the names of the others.
 
-        Tensors in ``made`` may be missing as a whole: a new head, but not one layer of many; excess tensors are then
-        left unread. Returns one line about each of the two.
+        Tensors in ``made`` may be missing if no similar tensor is in the files: a new head may be missing, but not one
+        layer of many. The files may then also hold unused tensors. Returns one line about missing tensors and one about
+        unused ones, if there are any.
         """
         known = {*wanted, *ignored, *(other for names in aliases.values() for other in names)}
         missing = [name for name in wanted if self.find(name, aliases) is None]
@@ -149,7 +151,8 @@ class CheckpointWeights:
         aliases: Mapping[str, Iterable[str]],
         extra: Collection[str],
     ) -> None:
-        """Raise :class:`CheckpointError` if a tensor's type is of another kind, or quantized with a scale beside it."""
+        """Raise :class:`CheckpointError` if a tensor's type is of another kind, or if the tensor is quantized with a
+        separate scale."""
         for name, tensor in wanted.items():
             if (found := self.find(name, aliases)) is None:
                 continue
@@ -177,19 +180,20 @@ class CheckpointWeights:
                     )
 
     def find(self, name: str, aliases: Mapping[str, Iterable[str]]) -> str | None:
-        """Return the name under which the files hold a tensor; a shared one is saved once."""
+        """Return the name under which the files hold a tensor, or None. A shared tensor is saved under one of its
+        names."""
         return next(
             (other for other in (name, *aliases.get(name, ())) if other in self._recipes), None
         )
 
     def fill(self, tensor: Tensor, name: str) -> None:
-        """Read ``name`` into ``tensor``."""
+        """Read the file tensor ``name`` into ``tensor``."""
         with torch.no_grad():
             tensor.copy_(as_dtype(f"weights {self._path}: {name}", self.read(name), tensor.dtype))
 
     def _new_tensors(self, missing: Iterable[str], made: Collection[str]) -> set[str]:
         """Return the missing tensors that the model's constructor may make, such as a new head. A tensor of a layer
-        whose other layers are in the files is not among them: there the files lack it."""
+        whose other layers are in the files is not one of them."""
         there = {_NUMBER.sub("*", name) for name in self._recipes}
         return {name for name in missing if name in made and _NUMBER.sub("*", name) not in there}
 
@@ -202,7 +206,7 @@ class CheckpointWeights:
         ]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return all shapes, by the model's names."""
+        """Return name → shape of all tensors, by the model's names."""
         return {name: tuple(self._shape(name)) for name in self._recipes}
 
     def without_values(self, name: str) -> Tensor:
@@ -222,7 +226,7 @@ class CheckpointWeights:
 
 
 def _contents(path: Path) -> tuple[dict[str, Path], dict[str, Tensor]]:
-    """Return for every tensor its file, and the tensor on the meta device."""
+    """Return, by tensor name, the file of each tensor and the tensor on the meta device."""
     index = path / INDEX
     if path.is_dir() and index.is_file():
         shards = sorted({path / str(name) for name in _read_index(index).values()})

@@ -51,19 +51,19 @@ _NAMES = 8  # of modules, in an error
 
 
 class AdaptableModelConfig(ModelConfig):
-    """A model that can begin with weights of files, and be trained by adapters in its place."""
+    """Settings of a model that can start from weight files, and whose adapters can be trained instead of the model."""
 
     adapter: dict[str, Any]
 
     @property
     @abc.abstractmethod
     def weights(self) -> str:
-        """The location of its initial weights; empty: they are random."""
+        """The location of the initial weights; empty: they are random."""
 
     @property
     @abc.abstractmethod
     def built_of(self) -> str:
-        """The class or function that makes it."""
+        """The class or function that builds the model."""
 
     @property
     def reads_weights(self) -> bool:
@@ -94,9 +94,9 @@ class AdaptableModelConfig(ModelConfig):
 def adapted(
     model: nn.Module, settings: Mapping[str, Any], weights: str, *, incomplete: bool = False
 ) -> nn.Module:
-    """Return ``model`` with the weights of a file or folder (empty: unchanged), and with the adapters of ``settings``,
-    in peft's own keys. ``incomplete`` files may lack parts such as a new head. Raises :class:`ConfigError` for settings
-    that peft rejects."""
+    """Return ``model`` with weights from a file or folder (empty: unchanged) and with adapters configured by
+    ``settings``, in peft's own keys. With ``incomplete`` the files may lack parts such as a new head. Raises
+    :class:`ConfigError` for settings that peft rejects."""
     config = peft_config(settings)
     _check_targets(model, config)
     if weights:
@@ -171,7 +171,7 @@ def _refusal(method: str, tuner: Any) -> str:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return whether ``model`` has adapters of :func:`adapted`."""
+    """Return whether ``model`` has adapters that :func:`adapted` added."""
     return ADAPTER in getattr(model, "peft_config", {})
 
 
@@ -220,7 +220,8 @@ def _peft() -> Any:
 
 
 def _check_targets(model: nn.Module, config: Any) -> None:
-    """Raise :class:`ConfigError` for a named module that the model lacks: peft accepts a list if one of them exists."""
+    """Raise :class:`ConfigError` for a target module that the model lacks; peft itself accepts a list if one of its
+    modules exists."""
     names = [name for name, _ in model.named_modules() if name]
     for key in ("target_modules", "modules_to_save", "feedforward_modules"):
         wanted = getattr(config, key, None)
@@ -238,7 +239,7 @@ def _check_targets(model: nn.Module, config: Any) -> None:
 
 
 def _check_base(model: nn.Module, before: Iterable[tuple[nn.Parameter, int]], config: Any) -> None:
-    """Raise :class:`ConfigError` if a base parameter or its memory was replaced: then the base has changed."""
+    """Raise :class:`ConfigError` if adding adapters replaced a base parameter or its memory, which changes the base."""
     held = {id(parameter) for parameter in model.parameters()}
     for parameter, memory in before:
         if id(parameter) not in held or parameter.untyped_storage()._cdata != memory:

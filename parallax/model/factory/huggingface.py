@@ -145,7 +145,7 @@ class HuggingFaceConfig(AdaptableModelConfig):
         return next((each for each in classes if each.__name__ in saved), classes[0])
 
     def _check_type(self, kind: Any) -> None:
-        """A type that was named beside a class is the class's own."""
+        """Raise :class:`ConfigError` if a configured model type differs from that of the configured class."""
         typed = self.config.get("model_type", kind.model_type)
         if typed != kind.model_type:
             raise ConfigError(
@@ -233,7 +233,7 @@ def _check_known(path: str, asked: Mapping[str, Any], known: Any) -> None:
 
 
 def _keys(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every key of a nest with its path."""
+    """Yield every key of a nested mapping with its path."""
     for key, value in tree.items():
         yield f"{path}{key}", str(key)
         if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""Names and tensors in weight files of transformers that differ from the model's: other names, and tensors computed
-from the model's, such as the separate experts of a layer.
+"""Convert names and tensors between weight files of transformers and the model, where they differ.
 
-For each kind of model, transformers has the conversion steps from files to model and their reverse
+Files may use other names, or tensors computed from the model's, such as the separate experts of a layer. For each kind
+of model, transformers has the conversion steps from files to model and their reverse
 (:mod:`transformers.conversion_mapping`). These are applied to the requested tensors only.
 """
 
@@ -123,7 +123,7 @@ class PretrainedLayout:
 
 
 def _sorted_out(steps: Iterable[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """Return the renaming steps, the converting steps, and the latter by source pattern."""
+    """Return the renaming steps, the converting steps, and the converting steps by source pattern."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     steps = list(steps)
@@ -147,8 +147,8 @@ def _renamed(name: str, renamings: Iterable[Any]) -> str:
 
 
 def _converting(model: Any, step: Any, first: str, parts: list[tuple[str, str]]) -> Recipe:
-    """Return the recipe of ``step`` for ``parts``, names with the pattern that each matched; ``first`` is the name of
-    its first result."""
+    """Return the recipe of the converting ``step`` for ``parts``, names with the pattern that each matched; ``first``:
+    name of its first result."""
 
     def make(read: Read) -> dict[str, Tensor]:
         fresh = copy.deepcopy(step)  # it stores its inputs

@@ -70,7 +70,7 @@ class _Unpickler(pickle.Unpickler):
     """Resolves the known names and torch's dtypes, and rejects all others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an inert record or a dtype."""
+        """Return an inert record for a known name, or a dtype; raises for any other name."""
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
         found = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
@@ -119,7 +119,7 @@ class DistributedFiles:
         return whole
 
     def _index(self) -> tuple[dict[str, Any], dict[Any, Any]]:
-        """Return the tensors' records by name, and the locations of their chunks."""
+        """Return the tensors' records by name, and the chunk locations."""
         file = self.path / METADATA
         try:
             if file.stat().st_size > LARGEST:

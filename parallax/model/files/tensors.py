@@ -20,7 +20,7 @@ Read = Callable[[str], Tensor]
 
 
 class TensorFiles(Protocol):
-    """Files with tensors; ``held``: meta tensors by name."""
+    """Files with tensors; ``held``: name → meta tensor."""
 
     held: Mapping[str, Tensor]
 
@@ -52,8 +52,8 @@ FORMAT_NAMES = {dtype: name for name, dtype in NUMBER_FORMATS.items()}
 
 @dataclass(frozen=True)
 class Recipe:
-    """A function that makes tensors by name from the ``sources`` of the other side. It also runs on meta tensors, to
-    get names, shapes and types."""
+    """A function that makes tensors by name from the tensors ``sources``: file tensors from the model's, or the
+    reverse. It also runs on meta tensors, to find names, shapes and types."""
 
     sources: tuple[str, ...]
     make: Callable[[Read], dict[str, Tensor]]

@@ -31,7 +31,7 @@ _ACCEPTED = {
 
 
 def is_of_eight_bits(dtype: torch.dtype) -> bool:
-    """Return whether it is one of the float8 types."""
+    """Return whether ``dtype`` is one of the float8 types."""
     return dtype in _OF_EIGHT_BITS
 
 
@@ -43,7 +43,7 @@ def read_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def check_kind(name: str, found: torch.dtype, wanted: torch.dtype) -> None:
     """Raise :class:`CheckpointError` if a file tensor's type cannot be converted to the model's: one is floating-point
-    and the other integer, or it is packed."""
+    and the other integer, or the file's type is packed."""
     if _kind(found) != (kind := _kind(wanted)):
         raise CheckpointError(
             f"{printable(name)} is in {found}, but in the model it is in {wanted}: accepted are "
@@ -81,7 +81,7 @@ def nonfinite_kind(tensor: Tensor) -> str:
 
 
 def nonfinite_text(tensor: Tensor) -> str:
-    """Return how many of its numbers are NaN or infinite, for the end of a message."""
+    """Return a text with the number of NaN or infinite values of a tensor, for the end of a message."""
     count = int((~torch.isfinite(tensor.detach().to(read_dtype(tensor.dtype)))).sum())
     return f"holds {count} number(s) that are NaN or infinite, of {tensor.numel()}"
 
@@ -97,8 +97,8 @@ def check_finite(name: str, tensor: Tensor, *, frozen: bool = False) -> None:
 
 
 def _extremes(tensor: Tensor) -> list[float]:
-    """Return the least and the largest number, NaN if any is, without copying the tensor and in a twentieth of
-    isfinite's time; nothing for integers."""
+    """Return the smallest and the largest value, or NaN if any value is; empty for integers. The tensor is not copied,
+    and this takes a twentieth of isfinite's time."""
     values = tensor.detach()
     if _kind(values.dtype) not in ("float", "complex") or not values.numel():
         return []

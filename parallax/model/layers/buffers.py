@@ -1,4 +1,4 @@
-"""Buffers that a forward changes, under recomputation.
+"""Keep buffers that a forward changes correct under recomputation.
 
 Some forwards update buffers: moving averages of a codebook, a counter, the vectors of a power iteration. A recomputed
 block would update them twice, and compute with other values than the first time. So a recomputation runs on copies of
@@ -34,7 +34,7 @@ Owner = dict[str, Tensor | None]
 
 
 class _BufferSlot(NamedTuple):
-    """The place of a buffer or frozen parameter in its module."""
+    """The location of a buffer or frozen parameter: its module and its name there."""
 
     owner: Owner
     name: str
@@ -83,7 +83,8 @@ class ChangingBuffers:
 
     @contextlib.contextmanager
     def first_forward(self, found: BufferSnapshot) -> Iterator[None]:
-        """A context for a forward that may be recomputed; it fills ``found`` with the buffers' values before it."""
+        """A context for a forward that may be recomputed; it stores in ``found`` the values that the buffers had
+        before."""
         if self._unknown is not None:
             with self._watching(self._unknown, found):
                 yield
@@ -118,7 +119,7 @@ class ChangingBuffers:
                 place.owner[place.name] = tensor
 
     def end_forward(self) -> None:
-        """Call it after the block's operators, in a forward that may be recomputed and in the recomputation."""
+        """Finish a forward that may be recomputed, or its recomputation; call it after the block's operators."""
         if self._fills_saved:
             torch.zeros((), requires_grad=True).exp()
 
@@ -223,7 +224,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _copies(places: Sequence[_BufferSlot]) -> list[tuple[_BufferSlot, Tensor]]:
-    """Return each slot with a copy of its tensor; shared tensors are copied once."""
+    """Return each slot with a copy of its tensor; a shared tensor is copied once."""
     made: dict[Tensor, Tensor] = {}
     for place in places:
         if place.tensor not in made:
@@ -232,7 +233,7 @@ def _copies(places: Sequence[_BufferSlot]) -> list[tuple[_BufferSlot, Tensor]]:
 
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:
-    """Return a copy of ``value``, a Parameter if ``tensor`` is one."""
+    """Return a copy of ``value``, as a Parameter if ``tensor`` is one."""
     copied = value.detach().clone()
     return nn.Parameter(copied, requires_grad=False) if isinstance(tensor, nn.Parameter) else copied
 

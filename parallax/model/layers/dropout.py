@@ -42,7 +42,8 @@ _ALPHA = (
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The random source of one block's forward: the noise of its device, and (seed, step, first row, rows, block)."""
+    """The random source of one block's forward: the noise generator of its device, and the key (seed, step, first row,
+    rows, block)."""
 
     noise: RowNoise
     seed: int
@@ -89,8 +90,8 @@ class RowDropout(TorchFunctionMode):
         *,
         train: bool = True,
     ) -> Tensor | None:
-        """Return the result of a call of ``F.dropout`` or ``torch.dropout``; None if torch's own function must run.
-        The two functions name their flag ``training`` and ``train``."""
+        """Return the result of dropout in place of ``F.dropout`` or ``torch.dropout``; None if torch's own function
+        must run. The two functions name their flag ``training`` and ``train``."""
         if not (training and train and 0 < p < 1):
             return None
         self._calls += 1
@@ -108,7 +109,7 @@ class RowDropout(TorchFunctionMode):
         return self._draws.noise.kept(self._rows(), count, p).view(shape)
 
     def kept_nested(self, x: Tensor, p: float) -> Tensor:
-        """Return the same for a nested tensor, with its row lengths."""
+        """Return a mask like that of :meth:`kept` for a nested tensor, with its row lengths."""
         jagged: Any = x
         sizes = [jagged.size(d) for d in range(1, x.dim())]
         ragged = next(d for d, size in enumerate(sizes) if not isinstance(size, int))
@@ -123,7 +124,7 @@ class RowDropout(TorchFunctionMode):
         )
 
     def _rows(self) -> list[tuple[int, ...]]:
-        """Return the unique key of each row in this call."""
+        """Return the unique random key of each row for this call."""
         draws = self._draws
         rows = range(draws.first, draws.first + draws.rows)
         return [(draws.seed, draws.step, row, draws.block, self._calls) for row in rows]
@@ -146,7 +147,8 @@ def _drop(mode: RowDropout, x: Tensor, p: float) -> Tensor:
 
 
 def _drop_channels(dimensions: int) -> Drop:
-    """Return a dropout of whole channels; ``dimensions`` follow rows and channels."""
+    """Return a dropout function that drops whole channels; ``dimensions``: the number of dimensions after rows and
+    channels."""
 
     def drop(mode: RowDropout, x: Tensor, p: float) -> Tensor | None:
         if x.dim() != dimensions + 2:  # a single row without a batch dimension

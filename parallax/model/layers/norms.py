@@ -1,4 +1,4 @@
-"""BatchNorm under a plan: the rows of its statistics, and recomputation.
+"""BatchNorm under a plan: over which rows statistics are computed, and what recomputation does with them.
 
 A BatchNorm computes statistics over the rows that it gets: those of one micro-batch, on one replica. So its result
 depends on how rows are partitioned, and the user chooses (:class:`~parallax.runtime.replicas.config.ReplicasConfig`).

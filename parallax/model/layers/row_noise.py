@@ -49,7 +49,7 @@ class RowNoise:
     def kept_ragged(
         self, rows: Sequence[tuple[int, ...]], counts: Sequence[int], p: float
     ) -> list[Tensor]:
-        """Return the same with a count per row; the masks are views of one tensor."""
+        """Return masks like :meth:`kept` with ``counts`` values for each row; the masks are views of one tensor."""
         needed = [-(-count // RUN) for count in counts]
         length = min(max(counts), RUN)
         words = np.repeat(_words_of(rows), needed, axis=1)
@@ -76,7 +76,7 @@ class RowNoise:
         return self._places
 
     def _there(self, numbers: np.ndarray[Any, Any]) -> Tensor:
-        """Copy to the device without waiting."""
+        """Return ``numbers`` as a tensor on the device, copied asynchronously."""
         here = torch.from_numpy(numbers.copy())
         if self.device.type in ("cpu", "meta"):
             return here.to(self.device)
@@ -84,7 +84,7 @@ class RowNoise:
 
 
 def _words_of(rows: Sequence[tuple[int, ...]]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Return four words for each row, of shape (words, rows)."""
+    """Return four 64-bit words for each row, of shape (words, rows)."""
     digests = [hashlib.blake2b(repr(row).encode(), digest_size=8 * _WORDS) for row in rows]
     words = np.frombuffer(b"".join(digest.digest() for digest in digests), dtype="<i8")
     return words.astype(np.int64).reshape(len(rows), _WORDS).T
@@ -99,7 +99,7 @@ def _choices(words: Tensor, runs: Tensor, places: Tensor) -> Tensor:
 
 
 def _threshold(p: float) -> int:
-    """Return the signed 32-bit number below which a share ``p`` of all numbers lies."""
+    """Return the signed 32-bit number below which a fraction ``p`` of all 32-bit numbers lies."""
     return min(2**32 - 1, round(p * 2**32)) - 2**31
 
 

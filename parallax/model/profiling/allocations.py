@@ -1,4 +1,4 @@
-"""Measure the bytes that a call allocates on a device."""
+"""Measure the bytes that a function call allocates on a device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from parallax.machine.host import RETURNED_BYTES
 
 
 class Allocations(NamedTuple):
-    """Bytes beyond those before the call: the peak during it (``most``), the rest after it (``left``), and on a CPU the
-    bytes of blocks that an allocator which returns freed memory must map again (``mapped``)."""
+    """Bytes that a call allocated: their peak during the call (``most``), the rest that is still allocated after it
+    (``left``) and, on a CPU, the sum of the large blocks (``mapped``), which an allocator that returns freed memory to
+    the system must map anew each time."""
 
     most: int
     left: int

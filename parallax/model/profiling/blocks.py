@@ -1,4 +1,5 @@
-"""What both profilers share: sizes of blocks, a walk over distinct blocks, and the loss over the whole batch."""
+"""Parts that both profilers share: sizes of blocks, iteration over distinct blocks, and the loss over the whole
+batch."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ class BlockSizes:
 
 
 def tie_costs(chain: Chain, *, trained: bool = True) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield the bytes of each parameter that several blocks share, and those blocks; of trained or of frozen
-    parameters."""
+    """Yield, for each parameter that several blocks share, its bytes and these blocks; ``trained``: of trained or of
+    frozen parameters."""
     for users in chain.ties.values():
         blocks = tuple(sorted({index for index, _ in users}))
         first, name = users[0]
@@ -55,7 +56,7 @@ def tie_costs(chain: Chain, *, trained: bool = True) -> Iterator[tuple[int, tupl
 
 
 class BlockFindings(Protocol):
-    """A result for one block, with its outputs."""
+    """A profiling result for one block, with the block's outputs."""
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
@@ -70,8 +71,8 @@ def block_by_block(
     entering: tuple[Tensor, ...],
     find: Callable[[int, tuple[Tensor, ...], bool], _Found],
 ) -> list[_Found]:
-    """Return ``find(index, entering, last)`` for every block; the outputs of each are the inputs of the next. It is
-    called once per distinct block."""
+    """Return ``find(index, inputs, last)`` for every block; each block's inputs are the outputs of the one before.
+    ``find`` is called once for each distinct block."""
     known: dict[str, _Found] = {}
     found = []
     for index, block in enumerate(chain.blocks):
@@ -107,8 +108,8 @@ Outputs = tuple[int, Sequence[Tensor]]  # number of rows, and their outputs
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLoss:
-    """The loss over the whole batch: bytes of the ``outputs`` of ``rows`` rows, further bytes for the loss (``work``),
-    and its seconds with backward."""
+    """The cost of a loss over the whole batch: bytes of the ``outputs`` of ``rows`` rows, additional bytes for the loss
+    (``work``), and its seconds with backward."""
 
     rows: int
     outputs: int
@@ -121,7 +122,7 @@ NO_LOSS = BatchLoss(rows=0, outputs=0, work=0, seconds=0.0)
 
 
 def repeat_rows(rows: int, few: Outputs, more: Outputs) -> tuple[Tensor, ...]:
-    """Return outputs of ``rows`` rows, made by repeating those of ``more``. A tensor whose length is the same for
+    """Return outputs of ``rows`` rows, made by repeating the rows of ``more``. A tensor whose length is equal for
     ``few`` and ``more`` rows has no rows and is not repeated."""
 
     def whole(less: Tensor, tensor: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _loss_name(loss: Callable[[Any, Tensor], Tensor]) -> str:
-    """Return a text that is equal for the same function in another process."""
+    """Return a text that identifies a loss function across processes."""
     code = getattr(loss, "__code__", None)
     body = (code.co_code.hex(), code.co_names) if code is not None else ()
     return repr(

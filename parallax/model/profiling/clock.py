@@ -27,8 +27,8 @@ EVICTING_BYTES = 16 * 2**20
 
 
 class Clock:
-    """Reads seconds of work on one device; ``undisturbed`` if other users of the machine do not count. On an
-    accelerator it uses events, after the device has warmed up to full speed."""
+    """Measures the seconds of work on one device. ``undisturbed``: time that other users of the machine take does not
+    count. On an accelerator it uses events, after the device has warmed up to full speed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -46,7 +46,7 @@ class Clock:
             self._warm_up()
 
     def now(self) -> float:
-        """Return seconds since some moment, after all work on the device."""
+        """Return seconds on a clock of arbitrary origin, after all work on the device."""
         if self.undisturbed:
             return time.thread_time()  # backward runs on the calling thread too
         if self._device.type != "cpu":
@@ -54,8 +54,8 @@ class Clock:
         return time.perf_counter()
 
     def elapsed(self) -> float:
-        """Return seconds since some moment, including waits for other threads of the process, excluding waits for a
-        core if the system reports these: for work of several threads, without the influence of other users."""
+        """Return seconds on a clock of arbitrary origin that counts waits for other threads of the process but, if the
+        system reports them, not waits for a core: for work of several threads, without the influence of other users."""
         if self._device.type != "cpu":
             return self._device_now()
         return time.perf_counter() - _queued_seconds()
@@ -133,7 +133,7 @@ def disturbance(wall: float, waited: float, references: Sequence[float]) -> floa
 
 
 class NoiseMeter:
-    """Sums wall time and waits of timed parts, with a reference product before each."""
+    """Sums wall time and waits of timed parts, and times a reference matrix product before each."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class NoiseMeter:
 
     @property
     def disturbance(self) -> float:
-        """:func:`disturbance` of all parts so far."""
+        """:func:`disturbance` over all parts so far."""
         return disturbance(self._wall, self._waited, self._references)
 
     def _reference(self) -> float:

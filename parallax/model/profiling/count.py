@@ -54,7 +54,7 @@ def count(
     name: str = "model",
     progress: Callable[[str], None] = lambda text: None,
 ) -> ModelWork:
-    """Return the work of ``chain``. ``sample(n)`` returns inputs and targets of n rows, of which only shape and type
+    """Return the work of ``chain``. ``sample(n)`` returns inputs and targets of n rows, of which only shapes and types
     are used.
 
     The optimizer is AdamW under the recipe of ``precision``. The loss is counted with the last block, or, if it is
@@ -225,7 +225,8 @@ class _Counter:
         )
 
     def whole_loss(self, rows: int, low: _Counted, high: _Counted, targets: Any) -> dict[str, Any]:
-        """Count the loss of ``rows`` rows at once; return fields of the last block's :class:`BlockWork`."""
+        """Count the loss of ``rows`` rows at once, given the counts of the last block at two numbers of rows; return
+        values for the ``gathered`` fields of that block's :class:`BlockWork`."""
         self._progress(f"counting the loss of {rows} row(s)")
         with self._mode:
             aims, meter = transform(targets, _fake), WorkMeter()
@@ -252,7 +253,7 @@ class _Counter:
     def _forward(
         self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Any
     ) -> tuple[Tensor, ...]:
-        """Return the block's outputs, or with ``targets`` their loss."""
+        """Return the block's outputs, or their loss if ``targets`` are given."""
         try:
             with self._precision.autocast("cpu"):
                 outputs = as_tuple(block(*inputs))
@@ -323,7 +324,7 @@ def _entering(leaves: Sequence[Tensor], anchor: Tensor, meter: WorkMeter) -> tup
 
 
 def _fake(tensor: Any) -> Any:
-    """Return a fake CPU tensor with the shape and strides of a tensor, in a storage of its own."""
+    """Return a fake CPU tensor with the shape and strides of ``tensor`` and its own storage."""
     if not isinstance(tensor, Tensor):
         return tensor
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -334,13 +335,14 @@ def _fake(tensor: Any) -> Any:
 
 
 def _tables(block: nn.Module) -> dict[int, Any]:
-    """Return fake CPU tensors for tensors in attributes that are neither parameters nor buffers, by identity."""
+    """Return tensor id → fake CPU tensor, for tensors in the block's attributes that are neither parameters nor
+    buffers."""
     found = [t for t in plain_tensors(block).values() if not isinstance(t, nn.Parameter)]
     return {id(t): torch.empty_like(t, device="cpu") for t in found}
 
 
 def _fill(block: nn.Module, dtype: torch.dtype) -> None:
-    """Replace meta parameters and buffers by fake CPU ones."""
+    """Replace the block's meta parameters and buffers by fake CPU tensors."""
     made: dict[int, Tensor] = {}
 
     def replaced(tensor: Tensor) -> Tensor:

@@ -133,12 +133,12 @@ def measure(
 
 
 class _TooLarge(DescribeError):
-    """The device has too little memory for a measurement."""
+    """Raised if the device has too little memory for a measurement."""
 
 
 @contextlib.contextmanager
 def _fitting(what: str, rows: int, way_out: str) -> Iterator[None]:
-    """A context that turns running out of device memory into one line."""
+    """A context that replaces an out-of-memory error of the device by an error of one line."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -361,7 +361,7 @@ class _Bench:
         }
 
     def whole_loss(self, rows: int, low: _Measured, high: _Measured, targets: Any) -> BatchLoss:
-        """Measure the loss of ``rows`` rows at once, on repeated outputs of the measured rows."""
+        """Measure the loss of ``rows`` rows at once, on repeated outputs of the measured rows ``low`` and ``high``."""
         self._progress(f"measuring the loss of {rows} row(s)")
         aims = with_own_storage(to_device(targets, self._device))
         leaves = repeat_rows(rows, (low.rows, low.outputs), (high.rows, high.outputs))
@@ -420,7 +420,7 @@ class _Bench:
     def forward(
         self, block: nn.Module, inputs: tuple[Tensor, ...], targets: Any
     ) -> tuple[Tensor, ...]:
-        """Return the block's outputs, or with ``targets`` their loss."""
+        """Return the block's outputs, or their loss if ``targets`` are given."""
         with self._precision.autocast(self._device.type):
             try:
                 outputs = as_tuple(block(*inputs))

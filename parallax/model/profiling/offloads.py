@@ -20,13 +20,13 @@ Saving = contextlib.AbstractContextManager[object]
 
 
 class Offloads(Protocol):
-    """The saved activations of one block, offloaded and prefetched."""
+    """Offloads and prefetches the saved activations of one block."""
 
     def saving(self) -> Saving:
         """Return the context for a forward."""
 
     def bring_back(self) -> None:
-        """Wait until all are offloaded, then start prefetching them for the backward."""
+        """Wait until all activations are offloaded, then start prefetching them for the backward."""
 
     @property
     def stall_seconds(self) -> float:
@@ -34,7 +34,7 @@ class Offloads(Protocol):
 
 
 class Offloader(Protocol):
-    """Offloads as a run would."""
+    """Makes :class:`Offloads` that work as in a run."""
 
     @property
     def tier(self) -> str:
@@ -43,7 +43,7 @@ class Offloader(Protocol):
     def of(
         self, block: nn.Module, moved: int, device: torch.device
     ) -> contextlib.AbstractContextManager[Offloads]:
-        """Return a context with the offloading of ``block``, which saves ``moved`` bytes."""
+        """Return a context that offloads the activations of ``block``, which saves ``moved`` bytes."""
 
 
 def slowdown_seconds(
@@ -53,7 +53,7 @@ def slowdown_seconds(
     clock: Clock,
     seconds: float,
 ) -> float:
-    """Return by how much ``forward`` and ``backward`` slow down under offloading, without waits for transfers: the
+    """Return the seconds by which offloading slows ``forward`` and ``backward``, without waits for transfers: the
     median of alternating runs with and without it, for about ``seconds``."""
 
     def plain() -> float:

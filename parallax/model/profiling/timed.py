@@ -23,7 +23,7 @@ class Bench(Protocol):
     """Runs a block in its number format, and the loss after the last one."""
 
     def forward(self, block: nn.Module, entering: Tensors, targets: Any) -> Tensors:
-        """Return the block's outputs, or with ``targets`` their loss."""
+        """Return the block's outputs, or their loss if ``targets`` are given."""
 
     def add_loss(self, outputs: Tensors, targets: Any) -> Tensors:
         """Return the loss of the chain's outputs."""
@@ -65,7 +65,7 @@ class BlockPasses:
             leaf.grad = None
 
     def offloaded(self, saving: Saving) -> Tensors:
-        """Run a forward whose saved tensors are handled by ``saving``; those of the loss are not."""
+        """Run a forward whose saved tensors go through ``saving``, except those of the loss."""
         entering = self.enter()
         with saving:
             results = self._bench.forward(self._block, entering, None)
@@ -108,7 +108,7 @@ class BlockPasses:
 
 
 def optimizer_seconds(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the seconds per parameter byte of a step that do not depend on rows: clearing gradients, their norm,
+    """Return the seconds per parameter byte of an optimizer step, independent of rows: clearing gradients, their norm,
     clipping, and fused AdamW."""
     parameters = [
         nn.Parameter(torch.zeros(2**18, device=device, dtype=dtype)) for _ in range(_OPTIMIZED)

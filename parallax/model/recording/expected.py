@@ -1,8 +1,8 @@
 """The assumptions of a recorded forward, checked with every batch.
 
 If Python branched on values of the sample's integers (whether each row has its image tokens), or on a property of
-floats (that none is NaN), the trace holds the branch that was taken. Beside it stands the query with its answer; a
-batch with another answer stops the run with one line.
+floats (that none is NaN), the trace holds only the branch taken. It also holds the query and its answer. A batch with
+another answer stops the run with a message of one line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from parallax.model.recording.fakes import is_fake
 
 
 class DiffersFromSample(DescribeError):
-    """A batch for which the model's forward would take another branch than for the recorded sample."""
+    """Raised for a batch for which the model's forward would take another branch than for the recorded sample."""
 
 
 def expect_answer(

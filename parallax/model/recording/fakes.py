@@ -1,4 +1,4 @@
-"""Run a meta-device model on fake tensors, temporarily in place of its own.
+"""Run a meta-device model on fake tensors, which temporarily replace its own.
 
 A fake tensor has shape, type and device but no values; torch computes those of every result. Small constants keep their
 values. State that a forward leaves in the model (attributes, function caches) is restored.
@@ -44,8 +44,8 @@ _PLAIN = bool, int, float, complex, str, bytes, type(None)
 
 @dataclass
 class FakeModel:
-    """``model`` with fake tensors. ``names``: their names in the model, by id; ``shared``: ids of those with several
-    names."""
+    """``model`` with fake tensors in place of its own. ``names``: fake tensor id → name in the model; ``shared``: ids
+    of tensors with several names."""
 
     model: nn.Module
     mode: FakeTensorMode
@@ -55,7 +55,7 @@ class FakeModel:
     shared: set[int] = field(default_factory=set)
 
     def value(self, tensor: Tensor) -> Tensor:
-        """Return the constructor's value of a buffer, or of a tensor in an attribute, from its fake tensor."""
+        """Return the value that the constructor gave the buffer or attribute tensor replaced by the fake ``tensor``."""
         return self.value_of(self.bare[id(tensor)]).to(tensor.dtype)
 
     def fake(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -112,7 +112,7 @@ def is_transforming() -> bool:
 
 
 def is_attention_of_nested(function: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether it is attention on nested tensors, which reads their lengths."""
+    """Return whether the call is attention on nested tensors, which reads their lengths."""
     attends = getattr(function, "__name__", "") == F.scaled_dot_product_attention.__name__
     return attends and any(tensor.is_nested for tensor in tensors_in((args, kwargs)))
 
@@ -132,8 +132,8 @@ def run_on_real_values(
     kwargs: Any,
     value_of: Callable[[Tensor], Tensor | None],
 ) -> Any:
-    """Return the result of a ``module`` that branches on values, as fake tensors: it runs on values known to
-    ``value_of``, and on small random numbers for others."""
+    """Return, as fake tensors, the results of a ``module`` that branches on values. It runs on the values that
+    ``value_of`` knows, and on small random numbers in place of others."""
     memo: dict[int, Any] = {}
     real = _with_values(fakes, value_of, memo)
 
@@ -194,7 +194,7 @@ def _with_values(
 
 
 def renested(like: Any, values: Tensor, offsets: Tensor) -> Tensor:
-    """Return a nested tensor of other values with the row lengths of ``like``."""
+    """Return a nested tensor of ``values`` with the row lengths of ``like``."""
     found: Tensor = torch.nested.nested_tensor_from_jagged(
         values,
         offsets,
@@ -206,14 +206,14 @@ def renested(like: Any, values: Tensor, offsets: Tensor) -> Tensor:
 
 
 class KeepsState(Exception):
-    """A module uses a tensor that an earlier forward left in attribute ``name`` of its part ``path``."""
+    """Raised if a module uses a tensor that an earlier forward left in attribute ``name`` of its submodule ``path``."""
 
     def __init__(self, path: str, name: str) -> None:
         super().__init__(f"{path}{'.' if path else ''}{name}")
 
 
 def _again(module: nn.Module, args: Any, kwargs: Any, first: Any) -> bool:
-    """Return whether a second forward gives the ``first`` one's results."""
+    """Return whether a second forward returns the same results as the ``first`` one."""
     with torch.random.fork_rng(devices=[]):
         second = module(*args, **kwargs)
     pairs = zip(tensors_in(first), tensors_in(second), strict=True)
@@ -231,7 +231,7 @@ class AttributeChange:
         self._buffers = {path: dict(module._buffers) for path, module in model.named_modules()}
 
     def changed(self) -> dict[tuple[str, str], Any]:
-        """Return the changed attributes, with their current values, by path and name."""
+        """Return (path, name) → current value of the attributes that were changed."""
         return {
             (path, name): value
             for path, (module, before, _) in self._before.items()
@@ -240,7 +240,7 @@ class AttributeChange:
         }
 
     def replaced(self) -> dict[str, str]:
-        """Return the modules with a replaced buffer, by path, with the buffer's name."""
+        """Return module path → buffer name, for the modules of which a buffer was replaced."""
         return {
             path: name
             for path, (module, _, _) in self._before.items()
@@ -279,7 +279,7 @@ def _same(before: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
 
 
 def _content(container: Any) -> Any:
-    """Return comparable content: plain values themselves, others by id."""
+    """Return a container's content for comparison: plain values as they are, others by id."""
 
     def key(value: Any) -> Any:
         return value if isinstance(value, _PLAIN) else id(value)

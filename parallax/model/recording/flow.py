@@ -27,15 +27,17 @@ CONSTANTS = (
 
 
 class RepeatedModules:
-    """Runs repeated layers once: modules that look the same return tensors of the same shapes for the same inputs, so
-    later ones return copies of the first one's results. Does not apply if a result is an input or a view."""
+    """Runs one of several equal modules and reuses its results: modules that look the same return tensors of the same
+    shapes for the same inputs, so later ones return copies of the first one's results. It does not apply if a result is
+    an input or a view."""
 
     def __init__(self, flow: DataFlow) -> None:
         self._flow = flow
         self._given: dict[Any, Any] = {}
 
     def run(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``call`` of ``module``, which runs only for the first module and arguments of that kind."""
+        """Return a function that calls ``module`` only for the first module and arguments of their kind, and else
+        returns copies."""
 
         def once(*args: Any, **kwargs: Any) -> Any:
             key = self._key(module, args, kwargs)

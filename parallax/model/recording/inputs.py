@@ -20,7 +20,7 @@ Sample = Callable[[int], Any]
 
 @dataclass(frozen=True)
 class SampleShapes:
-    """A sample's nest, and type, shape and row dimension of each tensor; None: it has no rows."""
+    """The structure of a sample, and type, shape and row dimension (None: no rows) of each of its tensors."""
 
     nest: Any
     shapes: tuple[tuple[torch.dtype, tuple[int, ...], int | None], ...]
@@ -34,7 +34,7 @@ class SampleShapes:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes, except the number of rows, that may vary; largest first."""
+        """The variable sizes except the number of rows, largest first."""
         found = {
             size
             for _, shape, rows in self.shapes
@@ -54,7 +54,8 @@ class SampleShapes:
         )
 
     def make(self, fake: Any, rows: int, change: Mapping[int, int] | None = None) -> Any:
-        """Return the nest with ``rows`` rows, made by ``fake(shape, dtype)``; ``change`` maps sizes to other ones."""
+        """Return the sample's structure with ``rows`` rows and tensors made by ``fake(shape, dtype)``; ``change`` maps
+        sizes to other sizes."""
         change = change or {}
         order = iter(self.shapes)
 
@@ -115,8 +116,8 @@ def input_name(path: tuple[Any, ...]) -> str:
 
 
 def sample_shapes(sample: Sample) -> SampleShapes:
-    """Return the shapes of ``sample``. The row dimension follows from comparing one and two rows; if the sample always
-    has one row, it is the first dimension."""
+    """Return the shapes of ``sample``. The row dimension is found by comparing one row with two; it is dimension 0 if
+    the sample always has one row."""
     few, many = sample(1), sample(2)
     check_padded("a sample's inputs", many)
     one, two = _tensors(few), _tensors(many)

@@ -43,14 +43,14 @@ _SORTS = "sort", "argsort"
 
 @dataclass(frozen=True)
 class Number(Slot):
-    """A size that differs between runs: its value in each."""
+    """A size that differs between runs; ``values`` holds its value in each run."""
 
     values: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class Switch(Slot):
-    """A value for training and one for evaluation."""
+    """A value that differs between training and evaluation."""
 
     training: Any
     evaluation: Any
@@ -104,9 +104,9 @@ class ForwardTensor:
 
 @dataclass
 class ForwardProgram:
-    """Steps in order, all tensors, and the return value with slots for tensors. ``evaluates``: whether evaluation runs
-    the same program. ``packs``: see :class:`ForwardTrace`. ``other_mode``: modules in evaluation mode during training,
-    and vice versa."""
+    """The common program of all runs: steps in order, all tensors, and the return value with slots for tensors.
+    ``evaluates``: evaluation runs the same program. ``packs``: see :class:`ForwardTrace`. ``other_mode``: modules that
+    are in evaluation mode during training, and vice versa."""
 
     steps: list[ForwardStep]
     tensors: list[ForwardTensor]
@@ -124,8 +124,8 @@ def merge_traces(
     rows: Sequence[int],
     evaluation: ForwardTrace | None,
 ) -> ForwardProgram:
-    """Return the program of ``runs`` with the given numbers of ``rows``; the first has the inputs of ``evaluation``.
-    Raises :class:`NotTraceable` if they differ in more than sizes."""
+    """Return the program that all ``runs`` have in common; run i had ``rows[i]`` rows. The first run and ``evaluation``
+    have equal inputs. Raises :class:`NotTraceable` if the runs differ in more than sizes."""
     base = runs[0]
     others = [_Correspondence(base, run) for run in runs]
     evaluated = _Correspondence(base, evaluation) if evaluation is not None else None
@@ -235,7 +235,7 @@ def _merge(
     late: Any,
     evaluated: _Correspondence | None,
 ) -> Any:
-    """Return one nest of the arguments of all runs."""
+    """Return the arguments common to all runs, with slots for values that differ."""
     columns = list(zip(*(parts(nest) for nest in nests), strict=True))
     lates: Iterator[Any] = iter(parts(late)) if evaluated is not None else iter(())
     merged = []
@@ -325,7 +325,7 @@ def _mark_orders(steps: Sequence[ForwardStep], tensors: Sequence[ForwardTensor])
 
 
 def _along_rows(step: ForwardStep, tensors: Sequence[ForwardTensor]) -> bool:
-    """Return whether a step sorts along the rows."""
+    """Return whether a step sorts along the row dimension."""
     source = tensors[step.uses[0]]
     given = step.kwargs.get("dim", next((a for a in step.args[1:] if type(a) is int), -1))
     dims = len(source.shapes[0])

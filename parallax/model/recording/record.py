@@ -145,7 +145,7 @@ def _partition(
 
 
 class _ForwardRuns:
-    """Runs a model until its program is known."""
+    """Runs a model on fake tensors until all runs agree on one program."""
 
     def __init__(
         self, fakes: FakeModel, shapes: SampleShapes, values: SampleValues, *, vary: bool
@@ -178,7 +178,7 @@ class _ForwardRuns:
             self._whole.add(owner)
 
     def _merge(self, traced: frozenset[str]) -> ForwardProgram:
-        """Return one program of all runs."""
+        """Return the program common to all runs if the modules ``traced`` are traced."""
         first = self._first(traced)
         evaluation = self._evaluation(traced)
         runs, rows = self._rows(traced, first)
@@ -217,7 +217,7 @@ class _ForwardRuns:
     def _rows(
         self, traced: frozenset[str], first: ForwardTrace
     ) -> tuple[list[ForwardTrace], list[int]]:
-        """Return runs for several numbers of rows."""
+        """Return traces for several numbers of rows, and these numbers."""
         for rows in ROWS:
             try:
                 runs = [first, *(self._run(traced, count) for count in rows[1:])]
@@ -257,7 +257,7 @@ class _ForwardRuns:
         )
 
     def _first(self, traced: frozenset[str]) -> ForwardTrace:
-        """Return the first run, after checking that a second one would be the same: the model keeps no state in
+        """Return the first trace, after checking that a second run would give the same one: the model keeps no state in
         Python."""
         before = AttributeChange(self._model)
         try:
@@ -357,7 +357,7 @@ def _refused(model: nn.Module, why: str) -> DescribeError:
 
 
 class WorkShares:
-    """Each module's share of the model's work and parameters."""
+    """Each module's fraction of the model's operations and of its parameters."""
 
     def __init__(self, model: nn.Module, flops: Mapping[str, int]) -> None:
         self._numel = {
@@ -369,12 +369,12 @@ class WorkShares:
         self._all_numel = max(1, self._numel[""])
 
     def share_of(self, path: str) -> float:
-        """Return the larger of a module's two shares."""
+        """Return the larger of a module's two fractions."""
         numel = self._numel.get(path, 0) / self._all_numel
         return max(numel, self._flops.get(path, 0) / self._all_flops)
 
     def share_of_step(self, step: ForwardStep) -> float:
-        """Return the share of the module that a step calls; a product with a parameter counts 1/PARTS."""
+        """Return the fraction of the module that a step calls; a product with a parameter counts 1/PARTS."""
         if step.module is None:
             return 1 / PARTS if step.heavy else 0.0
         return self.share_of(step.target.path)
@@ -437,7 +437,8 @@ def disable_kv_cache(model: nn.Module) -> None:
 
 
 def disable_own_checkpointing(model: nn.Module) -> None:
-    """Disable gradient checkpointing of a model of transformers: the plan decides per block what is recomputed."""
+    """Disable gradient checkpointing of a transformers model: the plan decides for each block whether it is
+    recomputed."""
     modules: Iterator[Any] = model.modules()
     flagged = [m for m in modules if getattr(m, "gradient_checkpointing", False) is True]
     for module in flagged:

@@ -166,8 +166,8 @@ class ForwardRecorder(TorchFunctionMode):
             self._module_stack.pop()
 
     def _check_left(self, path: str) -> None:
-        """Raise :class:`ChangedByCaller` if code around an untraced part set attributes that the part's last forward
-        left: such code is not recorded."""
+        """Raise :class:`ChangedByCaller` if code outside an untraced submodule set attributes that the submodule's last
+        forward had left: such code is not recorded."""
         for (owner, name), tensor in self._left.items():
             if owner == path or owner.startswith(f"{path}."):
                 held = vars(self._fakes.model.get_submodule(owner))
@@ -177,7 +177,7 @@ class ForwardRecorder(TorchFunctionMode):
                     )
 
     def _has_its_own(self, module: nn.Module, path: str) -> bool:
-        """Return whether a module holds its own tensors, and is not called with others in their place."""
+        """Return whether a module holds only tensors of its own, and is not called with others in their place."""
         prefix = f"{path}."
         own = self._fakes.names
         held = [*module.named_parameters(), *module.named_buffers()]
@@ -187,7 +187,7 @@ class ForwardRecorder(TorchFunctionMode):
         return id(tensor) in own and (own[id(tensor)] == name or id(tensor) in self._fakes.shared)
 
     def _whole(self, original: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
-        """Return a module as one call; if it needs values, it runs on real ones."""
+        """Return a function that calls a module as one instruction; a module that needs values runs on real ones."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -293,7 +293,7 @@ class ForwardRecorder(TorchFunctionMode):
         return value
 
     def _note_longest(self, name: str, made: Instruction) -> None:
-        """Pad rows that the model packed to the longest of them."""
+        """Make an instruction that unpacks rows pad them to the longest row of the micro-batch."""
         if name == "_pad_packed_sequence" and total_length() is None:
             sizes = made.args[1]
             if isinstance(sizes, TensorSlot):
@@ -302,7 +302,8 @@ class ForwardRecorder(TorchFunctionMode):
     def _run(
         self, run: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: Any
     ) -> tuple[Any, Answer | None]:
-        """Return a call's result, and the oracle's answer if the result depends on values."""
+        """Run one torch call on fake tensors. Return its result and, if the result depends on tensor values, the
+        :class:`Answer` of the value oracle."""
         self._quiet += 1
         try:
             return run(*args, **kwargs), None
@@ -373,7 +374,7 @@ class ForwardRecorder(TorchFunctionMode):
         return change(value, replace)
 
     def _argument(self, tensor: Tensor) -> int:
-        """Return the number of a tensor that is used."""
+        """Return the number in the trace of a tensor that a call uses."""
         if id(tensor) in self._numbers:
             return self._numbers[id(tensor)]
         name = self._fakes.names.get(id(tensor))
@@ -390,7 +391,7 @@ class ForwardRecorder(TorchFunctionMode):
         return self._know(tensor, Origin.OUTSIDE, "", tensor)
 
     def _number(self, tensor: Tensor) -> int:
-        """Return the number of a tensor that a call returned, a new one unless the tensor is known."""
+        """Return the number in the trace of a tensor that a call returned; a new number unless the tensor is known."""
         if id(tensor) in self._numbers:
             return self._numbers[id(tensor)]
         if id(tensor) in self._fakes.names:

@@ -84,7 +84,8 @@ class SizeOf(TensorSlot):
 
 
 def size_of(size: torch.SymInt, nested: Iterable[tuple[int, Tensor]]) -> SizeOf | None:
-    """Return the first dimension of some numbered nested tensors with that symbolic size."""
+    """Return a placeholder for the symbolic ``size`` of a dimension of one of the ``nested`` tensors, given as (number,
+    tensor); None if none has that size."""
     for number, tensor in nested:
         for dimension, own in enumerate(tensor.shape):
             if isinstance(own, torch.SymInt) and bool(own == size):
@@ -137,7 +138,8 @@ def draws(name: str) -> bool:
 
 
 def change(value: Any, replace: Callable[[Any], Any]) -> Any:
-    """Apply :func:`transform`, descending into slices and sizes too."""
+    """Return the same nested value with ``replace`` applied to each leaf; unlike :func:`transform` it descends into
+    slices and sizes."""
 
     def deeper(part: Any) -> Any:
         if isinstance(part, torch.Size):
@@ -162,7 +164,7 @@ def parts(value: Any) -> list[Any]:
 
 
 def shape_of(value: Any) -> Any:
-    """Return the structure of a nest, with None for every leaf, for comparison."""
+    """Return the structure of a nested value, with None for every leaf, for comparison."""
     if isinstance(value, Mapping):
         return type(value).__name__, {key: shape_of(part) for key, part in value.items()}
     if isinstance(value, slice):
@@ -189,7 +191,8 @@ def split_and_join(
     join_args: tuple[Any, ...],
     join_kwargs: Mapping[str, Any],
 ) -> Any:
-    """Call ``join`` with the parts of a tensor in place of :class:`ListSlot`."""
+    """Split a tensor and return ``join`` of its parts: ``split(*args, **kwargs)`` returns the parts, and ``join`` is
+    called with the list of parts at each :class:`ListSlot` in its arguments."""
     found = list(split(*args, **kwargs))
 
     def put(part: Any) -> Any:
@@ -226,7 +229,7 @@ def fuse_lists(trace: ForwardTrace) -> None:
 
 
 def _lists(instruction: Instruction, numbers: list[int]) -> int:
-    """Return how often the list of ``numbers`` is an argument."""
+    """Return how often the list of tensors ``numbers`` occurs among an instruction's arguments."""
     return sum(
         _is_list(value, numbers) for value in (*instruction.args, *instruction.kwargs.values())
     )

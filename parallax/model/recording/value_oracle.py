@@ -57,7 +57,7 @@ _FILLINGS = (
 
 
 class NotTraceable(Exception):
-    """The forward of module ``owner`` does something that a trace cannot represent."""
+    """Raised if the forward of module ``owner`` does something that a trace cannot represent."""
 
     def __init__(self, owner: str, why: str) -> None:
         super().__init__(why)
@@ -65,11 +65,12 @@ class NotTraceable(Exception):
 
 
 class ChangedByCaller(NotTraceable):
-    """The forward of ``owner`` sets an attribute of a part that the part's next forward uses."""
+    """Raised if the forward of module ``owner`` sets an attribute of one of its submodules that the submodule's next
+    forward reads."""
 
 
 class WritesParameter(Exception):
-    """The forward changes the parameter of that name."""
+    """Raised if the forward changes the parameter of that name."""
 
 
 OWN_ERRORS = NotTraceable, WritesParameter, KeepsState, HangError
@@ -82,7 +83,7 @@ def user_line(frames: Iterable[traceback.FrameSummary]) -> str:
 
 
 def follows_from_lengths(target: Any) -> bool:
-    """Return whether a call packs or pads rows, so that the sizes of its results follow from lengths."""
+    """Return whether a call packs or pads rows, so that its result sizes depend on the rows' lengths."""
     return getattr(target, "__name__", "") in ("_pack_padded_sequence", "_pad_packed_sequence")
 
 
@@ -113,7 +114,7 @@ def _draw_counts() -> tuple[int, int]:
 
 
 def without_values(fakes: FakeModel, flow: DataFlow, answer: Any, given: Any) -> Any:
-    """Return an answer with fake tensors, which depend on the inputs that the tensors in ``given`` depend on."""
+    """Return ``answer`` with fake tensors. These depend on the same inputs as the tensors in ``given``."""
     sources = list(tensors_of(given))
     follows = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources)
 
@@ -131,7 +132,7 @@ def without_values(fakes: FakeModel, flow: DataFlow, answer: Any, given: Any) ->
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to a query. ``assumed``: another batch might give another one."""
+    """The answer to a query for values. ``assumed``: another batch might have another answer."""
 
     value: Any
     assumed: bool
@@ -176,7 +177,7 @@ class ValueOracle:
         return Answer(found[0], replay.assumed)
 
     def value(self, tensor: Tensor) -> Tensor | None:
-        """Return the value of one tensor; None if it is unknown."""
+        """Return the value of ``tensor``; None if it is unknown."""
         number = self._numbers.get(id(tensor))
         if number is None:
             return None
@@ -199,8 +200,8 @@ class ValueOracle:
         return self._trace
 
     def is_unknown(self, number: int) -> bool:
-        """Return whether a tensor that no instruction makes is a parameter, or a floating-point input that is no
-        mask."""
+        """Return whether tensor ``number``, which no instruction makes, has an unknown value: a parameter, or a
+        floating-point input that is no mask."""
         traced = self._trace.tensors[number]
         if traced.origin is Origin.INPUT:
             with without_modes():
@@ -208,7 +209,7 @@ class ValueOracle:
         return isinstance(self._held.get(number), nn.Parameter)
 
     def source(self, number: int) -> Tensor:
-        """Return the value of a tensor that no instruction makes."""
+        """Return the value of tensor ``number``, which no instruction makes."""
         traced = self._trace.tensors[number]
         if traced.origin is Origin.INPUT:
             return self._given(traced.name).clone()
@@ -223,10 +224,10 @@ class ValueOracle:
 
 
 class _TraceReplay:
-    """The part of a trace that some tensors depend on, run with fillings for unknown values.
+    """The part of a trace on which some tensors depend, run with fillings in place of unknown values.
 
-    ``unknown``: floating-point tensors that depend on parameters or activations; they are filled, not computed.
-    ``assumed``: whether inputs or a filling were used; ``drawn``: whether random numbers were.
+    ``unknown``: floating-point tensors that depend on parameters or activations, which are filled instead of computed.
+    ``assumed``: inputs or a filling were used. ``drawn``: random numbers were used.
     """
 
     def __init__(self, known: ValueOracle, requested: list[int]) -> None:

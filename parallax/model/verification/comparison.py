@@ -40,7 +40,7 @@ REMEDIES = (
 
 
 class CannotRun(Exception):
-    """The model's own forward or its loss failed on the given rows."""
+    """Raised if the model's own forward or its loss fails on the given rows."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class _Ran:
 
 
 class _Differs(Exception):
-    """A difference. ``kind``: outputs, loss, gradient, buffer or block; ``name``: of the tensor; ``how`` it differs."""
+    """Raised for a difference. ``kind``: outputs, loss, gradient, buffer or block; ``name``: of the tensor; ``how``:
+    the difference."""
 
     def __init__(self, where: _Setting, kind: str, name: str, how: str) -> None:
         super().__init__(f"{kind} {name}: {how}")
@@ -228,7 +229,7 @@ class _Comparison:
         return _Ran(outputs, {"": loss.detach()}, given, buffers)
 
     def _loss_of(self, results: Any, targets: Any) -> Tensor:
-        """Return the loss of a model's return value. If user-defined blocks return no such nest, it is computed from
+        """Return the loss of the model's return value. If user-defined blocks do not return such a value, the loss gets
         the tensors."""
         if self._chain.template is None:
             results = self._chain.results(flatten(results)[0])
@@ -243,7 +244,7 @@ class _Digests:
     seen: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
 
     def add(self, found: Any) -> None:
-        """Add all tensors of a nest."""
+        """Add all tensors of a nested value."""
         for tensor in map(plain_rows, flatten(found)[0]):
             if not tensor.is_meta:
                 self.seen.setdefault(tensor.numel(), []).append(_digest(tensor))

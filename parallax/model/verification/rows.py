@@ -37,7 +37,7 @@ _LOOSER = 10.0  # than for equal rows, because other shapes select other kernels
 
 @dataclass(frozen=True)
 class _Summed:
-    """Loss and gradients of a step; ``drew``: whether random numbers were drawn."""
+    """Loss and gradients of a step; ``drew``: random numbers were drawn."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -47,16 +47,16 @@ class _Summed:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of the checks, apart from errors. ``coupled``: how a batch split into micro-batches differs from a
-    whole one; ``gathered``: how it differs if their outputs are gathered for one loss. Empty: no difference, or
-    unknown."""
+    """Whether rows of a batch interact, so that splitting it changes the loss. ``coupled``: how a batch split into
+    micro-batches differs from a whole one; ``gathered``: how it differs if the outputs are gathered for one loss.
+    Empty: no difference, or unknown."""
 
     coupled: str = ""
     gathered: str = ""
 
 
 def find_coupling(blocks: BlocksInOrder, loss: Loss, batch: SampleRows) -> Verdict:
-    """Return a verdict on interactions between rows of ``batch``, in the loss or before it."""
+    """Return the :class:`Verdict` on interactions between rows of ``batch``, in the loss or before it."""
     for bounds in _BOUNDS:
         if bounds[-1] > len(batch):
             continue
@@ -110,7 +110,8 @@ class _Parts:
         return ""
 
     def _of_targets(self, results: Any) -> str:
-        """Compare the loss alone, with more targets than the rows that the model ran on."""
+        """Return how the loss alone differs if it gets more targets than the rows that the model ran on; empty if it
+        does not."""
         rows, few = min(len(self._batch), _ROWS_OF_LOSS), self._bounds[-1]
         tensors = list(tensors_in(results))
         fits = sum(t.numel() for t in tensors) * rows <= _LARGEST_OUTPUTS * few
@@ -168,7 +169,7 @@ class _Parts:
         return _Summed(total, gradients(blocks), detached, draws.drew())
 
     def _weighted_loss(self, results: Any, low: int, high: int, rows: int) -> Tensor:
-        """Return a part's share of the step's loss."""
+        """Return a micro-batch's part of the step's loss."""
         targets = self._batch.targets(low, high)
         value = self._counting.value(results, targets, lambda: self._batch.inputs(low, high))
         if self._count is not None:

@@ -35,7 +35,7 @@ class SampleRows(Protocol):
 
 
 class BlockFails(Exception):
-    """Block ``index`` raises ``error``."""
+    """Raised if block ``index`` raised ``error``."""
 
     def __init__(self, index: int, error: Exception) -> None:
         super().__init__(str(error))
@@ -96,7 +96,8 @@ class BlocksInOrder:
         return {name: t for name, t in self._held().items() if not isinstance(t, nn.Parameter)}
 
     def _held(self) -> dict[str, Tensor]:
-        """Return all parameters and persistent buffers; looked up each time, as a forward may replace buffers."""
+        """Return all parameters and persistent buffers by name. They are looked up on each call, because a forward may
+        replace buffers."""
         states = [block.state_dict(keep_vars=True) for block in self.blocks]
         return {name: states[i][inner] for name, (i, inner) in self._names.items()}
 
@@ -159,7 +160,7 @@ def _fill_zeros(block: nn.Module) -> None:
 
 
 def _keep_to_this_process(module: nn.Module) -> None:
-    """Use BatchNorm's forward for SyncBatchNorm, which would wait for other ranks."""
+    """Replace SyncBatchNorm's forward by BatchNorm's, because the former would wait for other ranks."""
     for part in module.modules():
         if isinstance(part, nn.SyncBatchNorm):
             vars(part)["forward"] = nn.BatchNorm2d.forward.__get__(part)

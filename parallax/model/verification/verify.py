@@ -132,7 +132,7 @@ def _store_verdict(path: Path, found: Verdict) -> None:
 
 
 def _codes(chain: Chain, loss: Loss) -> Iterator[str]:
-    """Yield hashes of the source files of the model's classes and the loss; libraries are covered by their versions."""
+    """Yield hashes of the source files of the model's classes and of the loss. Versions cover the libraries."""
     kinds: list[Any] = [base for m in chain.model.modules() for base in type(m).__mro__]
     names = {getattr(kind, "__module__", None) or "" for kind in [*kinds, loss, type(loss)]}
     for name in names:

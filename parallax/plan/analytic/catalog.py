@@ -41,7 +41,7 @@ number covers those runs."""
 
 @dataclass(frozen=True, kw_only=True)
 class CatalogClusterConfig:
-    """Machines to plan for without having them. Lists describe several sorts of nodes, one entry each.
+    """Machines to plan for that are not available. Lists have one entry for each sort of nodes.
 
     ``device``: a kind such as a100-80. ``nodes`` with ``devices_per_node`` each; ``devices``: the total number, on as
     many nodes as they need, or spread evenly over the ``nodes`` given. ``device_memory``: the budget of each device,
@@ -96,12 +96,13 @@ class CatalogClusterConfig:
 
     @property
     def kind(self) -> DeviceKind:
-        """Return the first kind of device, the one of the profile."""
+        """Return the kind of device of the first sort of nodes, for which the profile is computed."""
         return device_kind(_listed(self.device)[0])
 
     def build(self, *, dtype: str = "bf16", tier: str = AUTO, weight_bytes: int = 4) -> Cluster:
-        """Return the cluster. ``dtype`` of matrix products is the one in which kinds of devices are compared; ``tier``
-        receives offloaded data (auto, or a tier's name); a parameter takes ``weight_bytes``."""
+        """Return the cluster. ``dtype``: type of the matrix products in which the speeds of kinds of devices are
+        compared. ``tier``: the tier that receives offloaded data (a name, or auto). ``weight_bytes``: bytes of a
+        parameter."""
         check_tier("swap.tier", tier)
         nodes: list[Node] = []
         kinds = [device_kind(name) for name in _listed(self.device)]
@@ -156,8 +157,8 @@ class CatalogClusterConfig:
         return [[devices // nodes] * nodes]
 
     def _device(self, kind: DeviceKind, count: int, tier: str, weight_bytes: int) -> Device:
-        """Return one of ``count`` devices of a node, with its share of the host. A CPU's memory has no caching
-        allocator."""
+        """Return one of ``count`` devices of a node, with its part of the host's memory, disk and bandwidth. A CPU
+        device has no caching allocator."""
         caching = kind.host_link != DISK.link
         offload_tier = usual_tier(device_is_ram=not caching) if tier == AUTO else tier_named(tier)
         link = (
@@ -213,6 +214,6 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _entry(value: Any, sort: int) -> Any:
-    """Return the value for one sort of nodes; a single value is for all."""
+    """Return the entry of ``value`` for one sort of nodes; a value that is no list is valid for all."""
     listed = _listed(value)
     return listed[sort if len(listed) > 1 else 0]

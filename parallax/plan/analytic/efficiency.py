@@ -1,13 +1,13 @@
-"""Convert a model's work into seconds on a kind of device, with a few coefficients that measurements correct.
+"""Convert a model's work into seconds on a kind of device, with a few coefficients that measurements can refine.
 
 A device reaches a share of its peaks: ``matmul`` of its operations per second in large matrix products, ``attention``
 of them in attention, and ``bandwidth`` of its memory's bytes per second in everything else.
 
 Products of narrow matrices reach less: they are computed in tiles, of which the last in each direction is partly empty,
 and each tile fills and drains a pipeline. A product of ``inner`` numbers per token into ``outer`` reaches the share
-matmul / (1 + tile · (1/inner + 1/outer)). Since its operations are 2 · tokens · inner · outer, that is the time of 2 ·
-tile more operations for each of its tokens · (inner + outer) input and output activations, its ``operands``, so the
-time of several products is a sum over them.
+matmul / (1 + tile · (1/inner + 1/outer)). Since its operations are 2 · tokens · inner · outer, this equals the time of
+2 · tile more operations for each of its tokens · (inner + outer) input and output activations, its ``operands``. So the
+time of several products is a sum over their operands.
 
 Small kernels reach less too. A kernel that starts and ends in ``kernel_seconds`` reaches e(w) = w / (w + w₀) of the
 rate of large ones, w being its work and w₀ the device's work in those seconds; since w / e(w) = w + w₀, its time is
@@ -39,24 +39,24 @@ from parallax.plan.work import BlockWork, ModelWork, Work
 
 
 def _share(default: float, *, spread: float, most: float = 1.0) -> float:
-    """Return a field for a share of a peak. Before any measurement, its logarithm is known to within ``spread`` (a
-    standard deviation), and software reaches at most ``most``."""
+    """Return a dataclass field for a fraction of a peak. ``spread``: the standard deviation of its logarithm before any
+    measurement. ``most``: the largest fraction that software reaches."""
     return field(default=default, metadata={"spread": spread, "most": most, "share": True})
 
 
 def _seconds(default: float) -> float:
-    """Return a field for seconds of software, whose order of magnitude is known."""
+    """Return a dataclass field for seconds of software overhead, of which only the order of magnitude is known."""
     return field(default=default, metadata={"spread": 1.0, "most": math.inf, "share": False})
 
 
 def _size(default: float) -> float:
-    """Return a field for a size of a matrix, in numbers."""
+    """Return a dataclass field for a matrix size, in elements."""
     return field(default=default, metadata={"spread": 0.3, "most": math.inf, "share": False})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """The share of a device's peaks that software reaches.
+    """The fractions of a device's peak rates that software reaches, and the overheads in seconds.
 
     ``matmul``            share of peak operations per second in large matrix products
     ``tile``              width in numbers at which a square matrix product reaches a third of ``matmul``
@@ -200,14 +200,15 @@ def describe_figures(kind: str) -> str:
 
 
 def explain_figures(profile: ModelProfile | None) -> list[str]:
-    """Return the software and the error of the catalog's figures, if the profile was computed from them."""
+    """Return sentences on the software and the error of the catalog's figures; empty unless the profile was computed
+    from them."""
     if profile is None or profile.source != "analytic":
         return []
     return [describe_figures(profile.device)]
 
 
 def default_efficiency(kind: DeviceKind) -> Efficiency:
-    """Return the default coefficients of a kind; kinds without an entry in :data:`DEFAULTS` get the class's."""
+    """Return the default coefficients of a kind: its entry in :data:`DEFAULTS`, otherwise those of the class."""
     return DEFAULTS.get(kind.name, Efficiency())
 
 
@@ -241,7 +242,7 @@ def price(work: ModelWork, kind: DeviceKind, efficiency: Efficiency | None = Non
 
 @dataclass(frozen=True, slots=True)
 class _Rate:
-    """Reached operations and bytes per second, and the further cost of a kernel."""
+    """Rates that the device reaches, in operations and bytes per second, and the overhead of a kernel."""
 
     flops: float
     attention: float
@@ -249,7 +250,7 @@ class _Rate:
     reached: Efficiency
 
     def seconds(self, *works: Work) -> Affine:
-        """Return the seconds of works that run one after the other."""
+        """Return the seconds of works that run one after another."""
         kernels = sum(work.kernels for work in works)
         return Affine(
             fixed=kernels * self.reached.kernel_seconds
@@ -259,8 +260,8 @@ class _Rate:
         )
 
     def _busy(self, work: Work, part: str) -> float:
-        """Return the seconds of the ``part`` (fixed or per_row) of one work in which the device computes or moves
-        bytes."""
+        """Return the seconds for which one work occupies the device with computing or moving bytes; ``part`` is fixed
+        or per_row."""
         flops, attention, operands, moved = (
             getattr(figure, part)
             for figure in (work.flops, work.attention_flops, work.operands, work.bytes)
@@ -303,7 +304,7 @@ def _update_traffic(work: ModelWork) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A measurement in seconds above zero, and a function that predicts it."""
+    """A measurement in seconds (above zero), and a function that predicts it from coefficients."""
 
     predict: Callable[[Efficiency], float]
     seconds: float
@@ -363,7 +364,8 @@ Vector = NDArray[np.float64]
 
 
 class _Fit:
-    """One calibration. A point is the logarithm of each coefficient relative to its start."""
+    """One calibration by least squares. A point holds, for each coefficient, the logarithm of its ratio to the
+    start."""
 
     def __init__(
         self, start: Efficiency, observations: Sequence[Observation], names: tuple[str, ...]
@@ -393,7 +395,7 @@ class _Fit:
         return np.asarray((np.log(predicted) - self.measured) / NOISE)
 
     def jacobian(self, point: Vector) -> Vector:
-        """Return the derivatives of the residuals, shape (observations, coefficients); one-sided where a share is at
+        """Return the derivatives of the residuals, shape (observations, coefficients); one-sided for a coefficient at
         its bound."""
         columns = []
         for index in range(len(point)):
@@ -411,7 +413,7 @@ class _Fit:
         return float(huber.sum() + (self.precision * point**2).sum())
 
     def solve(self) -> Efficiency:
-        """Return the best result of the descents from every start."""
+        """Return the best coefficients found by the descents from all starts."""
         launch = np.array([float(name == "launch_seconds") for name in self.names])
         starts = [
             math.log(multiple) * launch for multiple in (LAUNCHES if launch.any() else LAUNCHES[:1])
@@ -420,7 +422,8 @@ class _Fit:
         return self.at(min(ends, key=lambda end: end[0])[1])
 
     def descend(self, point: Vector) -> tuple[float, Vector]:
-        """Step until nothing improves; a step that does not improve is shortened by more damping."""
+        """Repeat damped steps until none improves the loss; return the loss and the point. A step that does not improve
+        is repeated with more damping."""
         residuals, damping = self.residuals(point), 1e-2
         loss = self.loss(point, residuals)
         for _ in range(ITERATIONS):
@@ -441,14 +444,15 @@ class _Fit:
         return loss, point
 
     def slope(self, point: Vector, residuals: Vector) -> tuple[Vector, Vector]:
-        """Return half of the loss's curvature, by Gauss and Newton, and half of its gradient."""
+        """Return half of the loss's curvature, in the Gauss–Newton approximation, and half of its gradient."""
         slopes = self.jacobian(point)
         weights = OUTLIER / np.maximum(OUTLIER, np.abs(residuals))
         curvature = slopes.T @ (weights[:, None] * slopes) + np.diag(self.precision)
         return curvature, slopes.T @ (weights * residuals) + self.precision * point
 
     def step(self, point: Vector, curvature: Vector, gradient: Vector, damping: float) -> Vector:
-        """Return the point after a damped step; a share at its bound with an outward gradient stays there."""
+        """Return the point after a damped step. A coefficient at its bound stays there if its gradient points
+        outward."""
         free = (point < self.highest) | (gradient > 0)
         system = (curvature + damping * np.diag(np.diag(curvature)))[np.ix_(free, free)]
         step = np.zeros_like(point)

@@ -1,4 +1,4 @@
-"""Figures of devices and links from data sheets, by kind, to plan for machines that are not available.
+"""Figures of devices and links from data sheets, by kind, for planning with machines that are not available.
 
 Peaks are for dense matrices with fp32 accumulation where the vendor distinguishes the two; the share that training
 reaches is in :mod:`parallax.plan.analytic.efficiency`. Device memory is CUDA's total, which is a little below the size
@@ -103,24 +103,25 @@ _TREE_AND_RING = (
 
 
 def collective_bytes(channels: int = CHANNELS) -> int:
-    """Return the device bytes of one communicator in which ranks sum tensors: buffers of all protocols."""
+    """Return the device bytes of one communicator for all-reduces: buffers of all protocols."""
     return channels * _TREE_AND_RING * (_SIMPLE + _LL + _LL128)
 
 
 def edge_bytes(channels: int = EDGE_CHANNELS) -> int:
-    """Return the device bytes of one direction between two ranks: LL128 carries no point-to-point messages."""
+    """Return the device bytes of a point-to-point connection in one direction between two ranks; LL128 has no buffers
+    there."""
     return channels * (_SIMPLE + _LL)
 
 
 def usual_context(name: str) -> int:
-    """Return the context bytes of a device by its name; for an unknown kind the largest known."""
+    """Return the context bytes of the device called ``name``; for an unknown device, the largest of all known kinds."""
     plain, known = name.lower().replace(" ", ""), _with_context()
     alike = [kind for kind in known if kind.name.split("-")[0] in plain]
     return max(kind.context_bytes for kind in alike or known)
 
 
 def usual_contexts() -> tuple[int, int]:
-    """Return the least and the most bytes of a context of the known kinds."""
+    """Return the smallest and the largest context bytes of the known kinds."""
     found = [kind.context_bytes for kind in _with_context()]
     return min(found), max(found)
 
@@ -130,13 +131,13 @@ def _with_context() -> list[DeviceKind]:
 
 
 def device_kind(name: str) -> DeviceKind:
-    """Return the device of that name; raises :class:`ConfigError` naming the nearest."""
+    """Return the kind of device called ``name``. Raises :class:`ConfigError` with the most similar name."""
     check_choice("device kind", name, DEVICE_KINDS)
     return DEVICE_KINDS[name]
 
 
 def link_kind(name: str) -> LinkKind:
-    """Return the link of that name; raises :class:`ConfigError` naming the nearest."""
+    """Return the kind of link called ``name``. Raises :class:`ConfigError` with the most similar name."""
     check_choice("link kind", name, LINK_KINDS)
     return LINK_KINDS[name]
 

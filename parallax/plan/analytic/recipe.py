@@ -1,4 +1,4 @@
-"""Number formats: the bytes of a parameter and of an activation under a recipe for training.
+"""Bytes of a parameter and of an activation under each recipe for mixed or full precision.
 
 There are two kinds of mixed precision. Megatron's (Narayanan et al. 2021; Micikevicius et al. 2018) keeps parameters
 and gradients in two bytes and a full-precision copy with the optimizer; torch autocast keeps parameters and gradients
@@ -69,6 +69,7 @@ RECIPES: dict[str, BytesPerParameter] = {
 
 
 def recipe(precision: str) -> BytesPerParameter:
-    """Return the recipe of that name; raises :class:`~parallax.errors.ConfigError` naming the nearest."""
+    """Return the recipe called ``precision``. Raises :class:`~parallax.errors.ConfigError` with the most similar
+    name."""
     check_choice("precision", precision, RECIPES)
     return RECIPES[precision]

@@ -1,4 +1,4 @@
-"""The work of a decoder of a given size, from its shapes alone.
+"""The work of a transformer decoder, computed from its sizes alone.
 
 A block is a list of operations, each with its operations, memory traffic and saved bytes; everything else is a sum.
 All figures are for one row, that is one sequence of ``sequence`` tokens.
@@ -144,7 +144,7 @@ class _Op:
 
 
 class _Shape:
-    """The blocks of one model under one recipe: first the operations, then the lists of them."""
+    """The blocks of one model under one recipe: methods for single operations, then methods that sum them to blocks."""
 
     def __init__(self, config: TransformerConfig, how: BytesPerParameter) -> None:
         self.c, self.how = config, how
@@ -153,12 +153,13 @@ class _Shape:
         self.mask = float(config.hidden * self.tokens) if config.dropout else 0.0
 
     def numbers(self, per_token: int) -> float:
-        """Return the bytes of ``per_token`` numbers for every token, in the type of matrix products."""
+        """Return the bytes of ``per_token`` elements for every token of a row, in the type of matrix products."""
         return float(self.how.compute * per_token * self.tokens)
 
     def linear(self, inner: int, outer: int, *, saves: bool = True, bias: bool = True) -> _Op:
-        """Return a matrix product of ``inner`` numbers per token into ``outer``. Its input is saved unless another
-        operation saves it. The product adds the bias, whose gradient is a sum over the output's gradient."""
+        """Return a matrix product from ``inner`` to ``outer`` elements per token. Its input is saved unless another
+        operation saves it. With ``bias`` the product adds a bias, whose gradient is a sum over the output's gradient.
+        """
         flops = 2.0 * self.tokens * inner * outer
         biased = bias and self.c.bias
         return _Op(
@@ -173,8 +174,8 @@ class _Shape:
         )
 
     def norm(self) -> _Op:
-        """Return a norm of the stream into the type of matrix products; its input is saved, two statistics per token
-        are resident."""
+        """Return a norm of the residual stream, with output in the type of matrix products. Its input is saved; two
+        statistics per token stay resident."""
         out = self.numbers(self.c.hidden)
         return _Op(
             traffic=(self.stream + out, 2 * self.stream + out, self.stream + out),
@@ -185,7 +186,7 @@ class _Shape:
         )
 
     def residual(self) -> _Op:
-        """Return dropout and addition to the stream; the mask of one byte per number is saved."""
+        """Return dropout and addition to the residual stream; the mask of one byte per element is saved."""
         out = self.numbers(self.c.hidden)
         return _Op(
             traffic=(2 * self.stream + out + self.mask, self.stream + out + self.mask, 0.0),
@@ -193,8 +194,8 @@ class _Shape:
         )
 
     def attention(self) -> _Op:
-        """Return scores, softmax and the weighted sum of values: in one kernel, or one by one with all scores in
-        memory.
+        """Return scores, softmax and the weighted sum of values: as one kernel (``flash``), or one by one with all
+        scores in memory (``full``).
 
         Besides its saved softmax, ``full`` attention allocates its input scores and their gradients.
         """
@@ -225,25 +226,26 @@ class _Shape:
         )
 
     def rotation(self) -> _Op:
-        """Return the rotary turns of queries and keys (Su et al. 2021); nothing but the angles is saved."""
+        """Return the rotary embedding of queries and keys (Su et al. 2021); only the angles are saved."""
         moved = 2 * self.numbers(self.c.hidden + self.c.kv_width)
         return _Op(traffic=(moved, moved, 0.0), kernels=(2, 2, 0))
 
     def activation(self) -> _Op:
-        """Return GELU of the wide numbers, or SiLU of the gate times them, in one kernel; its inputs are saved."""
+        """Return the MLP's activation, GELU or the gate's SiLU times the other half, as one kernel; its inputs are
+        saved."""
         wide, inputs = self.numbers(self.c.width), 2 if self.c.gated else 1
         return _Op(traffic=((inputs + 1) * wide, (2 * inputs + 1) * wide, 0.0), saved=inputs * wide)
 
     def loss(self) -> _Op:
-        """Return cross-entropy: largest logit, sum and softmax, which is kept in full precision; backward its
-        difference from the targets, in the type of the logits."""
+        """Return cross-entropy: the largest logit, the sum, and the softmax, which is kept in full precision; the
+        backward computes softmax minus targets, in the type of the logits."""
         logits, softmax = self.numbers(self.c.vocabulary), self.softmax()
         return _Op(
             traffic=(2 * logits + softmax, softmax + logits, 0.0), kernels=(3, 2, 0), scratch=logits
         )
 
     def softmax(self) -> float:
-        """Return the bytes that the loss keeps."""
+        """Return the bytes of the softmax that the loss keeps."""
         return float(max(STATISTIC, self.how.compute) * self.tokens * self.c.vocabulary)
 
     def embedding(self) -> BlockWork:
@@ -295,9 +297,10 @@ class _Shape:
         )
 
     def block(self, name: str, ops: Sequence[_Op], *, entering: float, leaving: float) -> BlockWork:
-        """Return the sum of operations. In backward, every saved tensor gets a gradient of its size and every parameter
-        one that is then added to the others of the step (three times its bytes of traffic). Autocast casts weights
-        forward, keeps the casts, and casts their gradients back."""
+        """Return the block with the summed work of ``ops``. In the backward, each saved tensor gets a gradient of its
+        size, and each parameter's gradient is added to the step's sum (three times its bytes of traffic). Autocast
+        casts weights in the forward, keeps the casts, and casts their gradients back. ``entering``, ``leaving``: bytes
+        of input and output."""
         how = self.how
         weights, parameters = (
             sum(op.weights for op in ops),

@@ -1,4 +1,4 @@
-"""Charts of a sweep; each is drawn only where its points have the data for it.
+"""Charts of a sweep. A chart is drawn only if its points have the data for it.
 
 Lines join the best measured points; dashed lines are perfect scaling or predictions. Texts of users are escaped:
 matplotlib takes text between two dollars for mathematics.
@@ -26,7 +26,7 @@ _MOST_NOTES = 24  # points that have their name beside them
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart: the name of its file, its title, the data it needs, and the function that draws it."""
+    """A chart: its file name, its title, the data it needs, and the function that draws it."""
 
     file: str
     title: str
@@ -153,7 +153,8 @@ def _draw_frontier(axes: Any, found: list[Series]) -> None:
 
 
 def frontier(places: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points of (bytes, rate) that no other point beats in both, by bytes."""
+    """Return the Pareto front of (bytes, rate) ``places``, ordered by bytes: the points that no other point beats in
+    both."""
     best: list[tuple[float, float]] = []
     for place in sorted(places, key=lambda each: (each[0], -each[1])):
         if not best or place[1] > best[-1][1]:

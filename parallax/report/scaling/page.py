@@ -1,4 +1,4 @@
-"""A page of a sweep in one file: charts inside of it, no network, a script that sorts the table."""
+"""Write a sweep as one HTML file: it contains the charts, uses no network, and sorts its table by a script."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ for (const head of document.querySelectorAll("th")) {
 
 
 def page(results: SweepResults, charts: Mapping[Chart, str], missing: Mapping[str, str]) -> str:
-    """Return the page. ``charts`` are SVG texts; ``missing``: the data that other charts need."""
+    """Return the page as HTML. ``charts``: their SVG texts; ``missing``: for the other charts, the data that they
+    need."""
     name = _shown(results.name)
     done = sum(point.status == "done" for point in results.points)
     figures = "\n".join(_figure(chart, svg) for chart, svg in charts.items())
@@ -95,7 +96,7 @@ peaks are of each rank, measured / predicted. A click on a heading sorts.</p>
 
 
 def _shown(text: str) -> str:
-    """Return a user's text, escaped, on one line."""
+    """Return a user's text, HTML-escaped, on one line."""
     return html.escape(printable(text))
 
 

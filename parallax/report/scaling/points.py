@@ -1,6 +1,6 @@
 """Points of a sweep: series of comparable points, and their speed-up with more devices.
 
-A series has points that do the same work with different numbers of devices, however these share it:
+The points of a series do the same work on different numbers of devices, with any plan:
 
 ::
 
@@ -27,9 +27,10 @@ class RankPeak:
 
 @dataclass(frozen=True, kw_only=True)
 class PointResult:
-    """The result of one point. ``swept``: its settings that differ between points. ``workload``: all settings that
-    define the work of a step; ``model``: those of model and data. ``layout``: its stages and replicas as text.
-    ``per_second``: of ``unit``. ``seconds``: of its whole run. Unknown values, as of failed points, are None."""
+    """The result of one point. ``swept``: those of its settings that differ between points. ``workload``: all settings
+    that define the work of a step; ``model``: those of model and data. ``layout``: its stages and replicas as text.
+    ``per_second``: speed in ``unit`` per second. ``seconds``: duration of the whole run. Unknown values, as for failed
+    points, are None."""
 
     name: str
     number: int = 0
@@ -76,7 +77,8 @@ class Gain:
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one series by number of devices. ``common``: swept settings that are equal in all of them."""
+    """Points of one series, ordered by number of devices. ``common``: the swept settings that are equal in all of
+    them."""
 
     common: Mapping[str, str]
     points: tuple[PointResult, ...]
@@ -87,13 +89,13 @@ class Series:
         return " ".join(f"{key}={value}" for key, value in self.common.items())
 
     def point_label(self, point: PointResult) -> str:
-        """Return the settings of one of its points that others lack, as text."""
+        """Return as text the swept settings in which ``point`` differs from others of the series."""
         own = {key: value for key, value in point.swept.items() if key not in self.common}
         return " ".join(f"{k.rpartition('.')[2]}={v}" for k, v in own.items()) or point.layout
 
     @property
     def smallest(self) -> PointResult:
-        """Return the point that the others are compared with."""
+        """Return the point with which the others are compared: the one with the fewest devices."""
         fewest = min(point.devices or 0 for point in self.points)
         return max(
             (point for point in self.points if point.devices == fewest),
@@ -102,11 +104,11 @@ class Series:
 
     @property
     def scales(self) -> bool:
-        """Whether there are points of several numbers of devices."""
+        """Whether the points have different numbers of devices."""
         return len({point.devices for point in self.points}) > 1
 
     def gain(self, point: PointResult) -> Gain:
-        """Return the gain of one of its points."""
+        """Return the speed-up and efficiency of ``point``, which is in the series."""
         first = self.smallest
         speedup = (point.per_second or 0.0) / (first.per_second or 1.0)
         return Gain(speedup, speedup * (first.devices or 1) / (point.devices or 1))
@@ -126,11 +128,11 @@ class SweepResults:
         return [point for point in self.points if point.timed]
 
     def strong(self) -> list[Series]:
-        """Return series of the same work on more devices."""
+        """Return the series of points with equal work per step, for strong scaling."""
         return _series(self.timed, lambda p: (p.workload, p.unit, p.global_batch))
 
     def weak(self) -> list[Series]:
-        """Return series with work in proportion to the devices."""
+        """Return the series of points with equal rows per device, for weak scaling."""
 
         def share(point: PointResult) -> Fraction:
             return Fraction(point.global_batch or 0, point.devices or 1)
@@ -138,18 +140,18 @@ class SweepResults:
         return _series(self.timed, lambda p: (p.workload, p.unit, share(p)))
 
     def batches(self) -> list[Series]:
-        """Return series of the same layout with more rows."""
+        """Return the series of points with equal layout and different numbers of rows."""
         full = [point for point in self.timed if point.peak is not None]
         return _series(full, lambda p: (p.workload, p.devices, p.layout))
 
     def models(self) -> list[Series]:
-        """Return series of the same model and data, trained in any way."""
+        """Return the series of points with equal model and data, under any other settings."""
         full = [point for point in self.timed if point.peak is not None]
         return _series(full, lambda p: (p.model, p.unit))
 
 
 def _series(points: Iterable[PointResult], key: Callable[[PointResult], Hashable]) -> list[Series]:
-    """Return the points by ``key``, in the order of their first points."""
+    """Return the points grouped by ``key``, in the order of the groups' first points."""
     found: dict[Hashable, list[PointResult]] = {}
     for point in points:
         found.setdefault(key(point), []).append(point)

@@ -25,7 +25,7 @@ MOST_RANKS = 4  # whose peaks a cell lists
 
 @dataclass(frozen=True)
 class TableCell:
-    """A text and the number to sort it by; None where there is none."""
+    """The text of a table cell, and the number by which it is sorted; None if there is none."""
 
     text: str
     number: float | None = None
@@ -41,7 +41,7 @@ def headings(results: SweepResults) -> list[str]:
 
 
 def rows(results: SweepResults) -> Iterator[list[TableCell]]:
-    """Return a row for each point."""
+    """Yield the cells of a row for each point."""
     strong, weak = _gains(results, weak=False), _gains(results, weak=True)
     has_weak = _has_weak(results)
     for point in results.points:
@@ -117,8 +117,8 @@ def results_csv(results: SweepResults) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text that no spreadsheet takes for a formula, which could read files or call programs; numbers are
-    unchanged."""
+    """Return ``text`` such that no spreadsheet takes it for a formula, which could read files or run programs; numbers
+    are unchanged."""
     text = printable(text)
     with contextlib.suppress(ValueError):
         float(text)
@@ -127,7 +127,7 @@ def _plain(text: str) -> str:
 
 
 def _gains(results: SweepResults, *, weak: bool) -> dict[str, Gain]:
-    """Return the gains by name of point; series with one number of devices have none."""
+    """Return name of point → speed-up and efficiency. Series with a single number of devices have none."""
     found = results.weak() if weak else results.strong()
     return {point.name: each.gain(point) for each in found if each.scales for point in each.points}
 
@@ -154,7 +154,7 @@ def _rate(point: PointResult) -> TableCell:
 
 
 def _peaks(point: PointResult) -> TableCell:
-    """Return the peaks of the first ranks, and of the fullest rank where there are more."""
+    """Return a cell with the peaks of the first ranks and, if there are more, of the fullest rank."""
     if point.peak is None:
         return TableCell(NONE)
     shown = point.peaks[:MOST_RANKS] if len(point.peaks) <= MOST_RANKS else (point.peak,)

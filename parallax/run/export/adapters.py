@@ -10,7 +10,7 @@ from parallax.run.export.form import Contents, Trained
 
 
 class PeftForm:
-    """The adapters alone, as ``PeftModel.from_pretrained(base, folder)`` loads them."""
+    """A folder with the adapters alone, which ``PeftModel.from_pretrained(base, folder)`` loads."""
 
     name, takes_adapters = "peft", True
 

@@ -2,8 +2,8 @@
 
 The state dict is that of ``torch.distributed.checkpoint.state_dict``: ``model`` by name, each tied weight under all of
 its names; ``optimizer`` with ``state`` by parameter name and the ``param_groups`` of the ``torch.optim`` optimizer in
-the run's settings. ``master`` is a weight in full precision, where the model's own format is shorter. One tensor is in
-memory at a time; each is a file of its own.
+the run's settings. The state ``master`` is a weight in full precision, present if the model's own format is shorter.
+Tensors are read one at a time.
 
 torch's own writer makes the files. Their index, ``.metadata``, is a pickle of torch's classes, and torch's readers
 execute such a file, so its receiver must trust its author. ``parallax import`` does not execute it
@@ -73,7 +73,8 @@ class DistributedForm:
 
 
 def _states(trained: Trained, names: Iterable[str]) -> dict[str, dict[str, Tensor]]:
-    """Return the state of each parameter without values; parameters that never had a gradient have none."""
+    """Return parameter name → states, as tensors without values; a parameter that never had a gradient has no
+    states."""
     found: dict[str, dict[str, Tensor]] = {}
     known = set(names)
     for held, tensor in trained.reader.held().items():
@@ -84,24 +85,24 @@ def _states(trained: Trained, names: Iterable[str]) -> dict[str, dict[str, Tenso
 
 
 class _Planner(DefaultSavePlanner):
-    """A save planner for tensors without values, which are read when they are written."""
+    """A save planner for meta tensors: it reads each tensor from the checkpoint when the writer asks for its bytes."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
         super().__init__()
         self._read = read
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the tensor with its values; other objects as they are."""
+        """Return the tensor with its values; return any other object unchanged."""
         found = super().lookup_object(index)
         return self._read(index.fqn) if isinstance(found, Tensor) else found
 
 
 class _Writer(FileSystemWriter):
-    """Writes files of about :data:`PART_BYTES`, since torch's writer keeps all tensors of a file in memory, and leaves
-    this machine's paths out."""
+    """Writes files of about :data:`PART_BYTES` each, because torch's writer keeps all tensors of a file in memory. It
+    omits this machine's paths from the index."""
 
     def storage_meta(self) -> StorageMeta:
-        """Return no metadata: torch's has this machine's path."""
+        """Return no metadata, because torch's would contain this machine's path."""
         return StorageMeta()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -116,7 +117,7 @@ class _Writer(FileSystemWriter):
 
 
 def _runs(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Yield consecutive items of about :data:`PART_BYTES` together."""
+    """Yield groups of consecutive items of about :data:`PART_BYTES` each."""
     run, size = list[WriteItem](), 0
     for item in items:
         run.append(item)
@@ -131,7 +132,7 @@ def _runs(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
 
 
 def _groups(trained: Trained) -> Iterator[dict[str, Any]]:
-    """Return the groups of the optimizer with the names of their parameters."""
+    """Yield the param groups of the optimizer, with parameter names in place of the parameters."""
     names = {names[0] for names in trained.names()}
     parameters = {n: p for n, p in trained.model.named_parameters() if n in names}
     stand_ins = {

@@ -1,8 +1,8 @@
 """Write the last checkpoint of a run in another format.
 
-Tensors are read, converted and written one after the other, so only tensors that are converted together, such as the
-experts of one layer, are in memory at once. The contents of the files follow from the checkpoint's headers, so they are
-known before anything is written.
+Tensors are read, converted and written one by one. Only tensors that are converted together, such as the experts of one
+layer, are in memory at once. The contents of the files follow from the checkpoint's headers, so they are known before
+anything is written.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from parallax.runtime.checkpoint import CheckpointReader, list_checkpoints
 
 
 def export(run: StoredRun, form: ExportForm, out: Path | None) -> Exported:
-    """Write the last checkpoint of ``run`` in ``form`` to the folder ``out``, by default one in the run's directory
-    with the step's name. Afterwards the folder is complete, or not there."""
+    """Write the last checkpoint of ``run`` in the format ``form`` to the folder ``out``; by default, to a folder in the
+    run's directory named after the step. The folder is either written completely or not at all."""
     checkpoint = _last(run)
     out = out or run.directory / form.name / checkpoint.name
     _check_free(out)
@@ -62,7 +62,7 @@ def _last(run: StoredRun) -> Path:
 
 
 def _history(checkpoint: Path) -> tuple[float, str]:
-    """Return the order of checkpoints: those of the latest start, and among them the last step."""
+    """Return a sort key for checkpoints: the latest start comes last, and within a start the last step."""
     try:
         return CheckpointReader(checkpoint).started, checkpoint.name
     except CheckpointError:
@@ -70,8 +70,7 @@ def _history(checkpoint: Path) -> tuple[float, str]:
 
 
 def _check_free(out: Path) -> None:
-    """Raise :class:`ConfigError` where ``out`` is a file or a folder with files, so that an export holds one run
-    alone."""
+    """Raise :class:`ConfigError` if ``out`` is a file, or a folder with files: a folder holds one export only."""
     taken = "it is no folder" if out.exists() and not out.is_dir() else ""
     if out.is_dir() and any(out.iterdir()):
         taken = "it is not empty"

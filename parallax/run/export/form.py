@@ -1,4 +1,4 @@
-"""The parts of an export: the last checkpoint of a run with its model, and the format to write."""
+"""The parts of an export: the last checkpoint of a run, its model, and the output format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parallax.runtime.checkpoint import CheckpointReader
 
 @dataclass(frozen=True)
 class Exported:
-    """The folder, step, bytes of tensors and ``files`` of an export, and ``remarks`` on missing parts."""
+    """The result of an export: folder, step, bytes of tensors, ``files``, and ``remarks`` on missing parts."""
 
     directory: Path
     step: int
@@ -28,7 +28,8 @@ class Exported:
 
 @dataclass(frozen=True)
 class Contents:
-    """The bytes that will be written, and ``write(folder)``, which returns the remarks for the user."""
+    """The contents of an export that is not written yet: its bytes, and ``write(folder)``, which returns remarks for
+    the user."""
 
     size: int
     write: Callable[[Path], list[str]]
@@ -36,7 +37,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint with its model, which has no values. ``settings``: those of the run."""
+    """A checkpoint with its model, which is on the meta device. ``settings``: those of the run."""
 
     model: nn.Module
     reader: CheckpointReader
@@ -49,17 +50,17 @@ class Trained:
 
     @property
     def beginning(self) -> Path | None:
-        """Return the folder of transformers that the run began with."""
+        """Return the transformers folder that the run started from; None if there is none."""
         folder = self.config.exported_from
         return Path(folder).expanduser() if folder else None
 
     def names(self) -> list[list[str]]:
-        """Return all names of each tensor of the model that is saved, the checkpoint's first."""
+        """Return, for each saved tensor of the model, all its names, first the one used by the checkpoint."""
         return all_names(self.model)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the model's tensors in the checkpoint, without values. Raises :class:`CheckpointError` for a
-        checkpoint of another model."""
+        """Return name → tensor, without values, for the model's tensors in the checkpoint. Raises
+        :class:`CheckpointError` for a checkpoint of another model."""
         known, found = self.model.state_dict(keep_vars=True), self.reader.model_tensors()
         due = {names[0]: known[names[0]].shape for names in self.names()}
         wrong = [
@@ -76,23 +77,25 @@ class Trained:
         return found
 
     def read(self, name: str) -> Tensor:
-        """Return one tensor of the model."""
+        """Return the values of one tensor of the model."""
         return self.reader.read(f"model/{name}")
 
 
 class ExportForm(Protocol):
-    """A format of another library. ``takes_adapters``: it can hold adapters, whose checkpoints lack the base."""
+    """A file format of another library. ``takes_adapters``: the format can hold adapters, whose checkpoints lack the
+    base."""
 
     name: str
     takes_adapters: bool
 
     def contents(self, trained: Trained) -> Contents:
-        """Return the contents of an export of ``trained``. Raises :class:`ConfigError` where it has no such format."""
+        """Return the contents of an export of ``trained``. Raises :class:`ConfigError` if the model cannot be exported
+        in this format."""
         ...
 
 
 def all_names(model: nn.Module) -> list[list[str]]:
-    """Return all names of each saved tensor of ``model``, the first one first."""
+    """Return, for each saved tensor of ``model``, all its names in the order of the model."""
     aliases = tied_names(model)
     others = {other for names in aliases.values() for other in names}
     known = model.state_dict(keep_vars=True)

@@ -36,7 +36,7 @@ _PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 
 
 class HuggingFaceForm:
-    """A folder for ``from_pretrained``, with the tokenizer's files of the folder that the run began with."""
+    """A folder for ``from_pretrained``, with the tokenizer's files from the folder that the run started from."""
 
     name, takes_adapters = "huggingface", False
 
@@ -60,7 +60,7 @@ class HuggingFaceForm:
 
 
 def _write_beside(model: Any, source: Path | None, folder: Path) -> list[str]:
-    """Write configuration, tokenizer and processor; return the remarks for the user."""
+    """Write configuration, tokenizer and processor; return remarks for the user."""
     settings, dtype = model.config, model.dtype
     parts = [getattr(settings, key, None) for key in settings.sub_configs]
     for part in (settings, *(each for each in parts if getattr(each, "dtype", None))):
@@ -81,8 +81,8 @@ def _write_beside(model: Any, source: Path | None, folder: Path) -> list[str]:
 
 
 def _check_as_configured(model: Any) -> None:
-    """Raise :class:`ConfigError` where a factory changed the model, by adapters or another head: its configuration
-    would load another model."""
+    """Raise :class:`ConfigError` if a factory changed the model, for example by adapters or another head: its
+    configuration would then load another model."""
     kind = class_of_transformers(model)
     due = deferred_init(lambda: kind(copy.deepcopy(model.config)), seed=1).model
     shapes, wanted = (
@@ -101,7 +101,7 @@ def _check_as_configured(model: Any) -> None:
 
 
 def _usual_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """Return the most frequent floating dtype."""
+    """Return the floating-point dtype of most of the tensors."""
     sizes: dict[torch.dtype, int] = {}
     for tensor in tensors:
         if tensor.is_floating_point():
@@ -110,7 +110,7 @@ def _usual_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
 
 
 def _carry(source: Path, folder: Path) -> None:
-    """Copy tokenizer, processor and chat templates from a folder of transformers."""
+    """Copy tokenizer, processor and chat templates from the transformers folder ``source``."""
     for path in sorted(source.iterdir()):
         left = path.name.startswith(".") or path.name in _LEFT_NAMES
         if path.is_file() and not left and not path.name.lower().endswith(_LEFT_ENDS):

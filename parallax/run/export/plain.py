@@ -10,7 +10,7 @@ from parallax.run.export.shards import Shards
 
 
 class SafetensorsForm:
-    """The weights alone, under the model's own names: what ``model=custom model.weights=`` reads."""
+    """The weights alone, under the model's own names. ``model=custom model.weights=`` reads such files."""
 
     name, takes_adapters = "safetensors", False
 

@@ -1,4 +1,4 @@
-"""Weights as safetensors files: a single one, or shards with their index."""
+"""Write weights as safetensors files: a single one, or shards with an index."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 class Shards:
-    """The tensors of ``trained`` converted to ``layout``, in safetensors files."""
+    """The tensors of ``trained``, converted to ``layout``, as safetensors files."""
 
     def __init__(self, trained: Trained, layout: FileLayout) -> None:
         tensors = trained.tensors()
@@ -38,7 +38,7 @@ class Shards:
 
 @dataclass
 class Shard:
-    """One file: its tensors without values, how they are made, and its bytes."""
+    """One file: its tensors without values, the recipes that make them, and its bytes."""
 
     held: dict[str, Tensor] = field(default_factory=dict)
     recipes: list[Recipe] = field(default_factory=list)
@@ -46,8 +46,8 @@ class Shard:
 
 
 def split_into_shards(recipes: Sequence[Recipe], held: Mapping[str, Tensor]) -> list[Shard]:
-    """Return the files, of :data:`SHARD_BYTES`; larger elements come first, so that all tensors are aligned to their
-    size."""
+    """Return the files of about :data:`SHARD_BYTES` each. Tensors with larger elements come first, so that all tensors
+    are aligned to their element size."""
     made = [(recipe, recipe.make(held.__getitem__)) for recipe in recipes]
     made.sort(key=lambda pair: -max(tensor.itemsize for tensor in pair[1].values()))
     shards = [Shard()]
@@ -62,7 +62,7 @@ def split_into_shards(recipes: Sequence[Recipe], held: Mapping[str, Tensor]) -> 
 
 
 def write_shards(folder: Path, shards: Sequence[Shard], read: Read) -> None:
-    """Write the files, with an index where there are several."""
+    """Write the files, and an index if there are several."""
     count = len(shards)
     stem = SINGLE.removesuffix(".safetensors")
     names = [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]

@@ -1,4 +1,5 @@
-"""From a source to the directory of a run with one checkpoint, which ``parallax train name=…`` resumes."""
+"""Convert weights of another library into a run directory with one checkpoint, which ``parallax train name=…``
+resumes."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ from parallax.train.data.text import TextSource
 
 @dataclass(frozen=True)
 class Imported:
-    """The directory of the run, the step of its checkpoint, the bytes of weights and optimizer states, and ``remarks``
-    on parts that the source lacks."""
+    """The result of an import: directory of the run, step of its checkpoint, bytes of weights and optimizer states, and
+    ``remarks`` on parts that the source lacks."""
 
     directory: Path
     step: int
@@ -44,7 +45,7 @@ class Imported:
 
 
 def import_settings(path: Path, form: str, overrides: Sequence[str]) -> RunConfig:
-    """Return the settings of the new run. A folder of transformers sets the model, unless the user does."""
+    """Return the settings of the new run. A transformers folder determines the model, unless the user sets it."""
     keys = ("model.pretrained", "model.architecture")
     named = any(configuration.said(overrides, key) for key in keys)
     completed = list(overrides)
@@ -64,9 +65,9 @@ def import_run(
     weights_only: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Imported:
-    """Make the run of ``config`` with the checkpoint of ``step`` from the files at ``path``, whose format is one of
-    :data:`SOURCES`. ``weights_only``: without optimizer states. Nothing is written where names or shapes differ from
-    the model, or the disk is too small."""
+    """Create the run ``config`` with one checkpoint, of step ``step``, from the files at ``path``, whose format
+    ``form`` is one of :data:`SOURCES`. ``weights_only``: without optimizer states. Nothing is written if names or
+    shapes differ from the model, or if the disk is too small."""
     directory = _free_directory(config)
     steps = config.trainer.steps
     if step < 0 or 0 < steps <= step:
@@ -96,7 +97,7 @@ def import_run(
 
 
 class _Import:
-    """The conversion of ``source`` into a checkpoint of ``chain``, whose number format is that of the masters."""
+    """Converts ``source`` into a checkpoint of ``chain``, which has the number format of the master weights."""
 
     def __init__(
         self, config: RunConfig, chain: Chain, source: ImportSource, *, states: bool
@@ -114,7 +115,7 @@ class _Import:
 
     def check(self) -> list[str]:
         """Raise :class:`CheckpointError` with the names of tensors that are missing, superfluous, or of another shape
-        or type; return the remarks for the user."""
+        or type; return remarks for the user."""
         weights = self._source.weights
         buffers = {name for name, _ in self._chain.model.named_buffers()}
         remarks = weights.check(self._wanted, self._aliases, buffers)
@@ -139,7 +140,7 @@ class _Import:
         )
 
     def write(self, folder: Path, step: int, state: dict[str, Any]) -> None:
-        """Write the checkpoint of ``step`` below ``folder``."""
+        """Write the checkpoint of ``step`` into a folder in ``folder``."""
         partial = checkpoint.partial_folder(folder, step)
         checkpoint.begin(partial)
         try:
@@ -171,8 +172,8 @@ class _Import:
                     )
 
     def _weight(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor in the checkpoint's dtype: the source's master weight, else the source's weight, else the
-        value of the model's constructor."""
+        """Return a tensor in the checkpoint's dtype: the source's master weight; if there is none, the source's weight;
+        if there is none, the value of the model's constructor."""
         held = self._source.weights.find(name, self._aliases)
         if MASTER in self._source.states.get(name, {}):
             value = self._source.read_state(name, MASTER)
@@ -200,7 +201,7 @@ class _Import:
 
 
 def _free_directory(config: RunConfig) -> Path:
-    """Return the directory of the new run. Raises :class:`ConfigError` where it exists."""
+    """Return the directory of the new run. Raises :class:`ConfigError` if it exists."""
     check_name(config.name)
     directory = RUNS / config.name
     saved = config.checkpoint.folder(directory, config.name)
@@ -213,14 +214,15 @@ def _free_directory(config: RunConfig) -> Path:
 
 
 def _in_masters(config: RunConfig) -> RunConfig:
-    """Return the same model in the number format of its masters, which loses nothing."""
+    """Return the same configuration with the model in the number format of its master weights, which loses no
+    precision."""
     masters = config.precision.masters
     precision = replace(config.precision, parameters=masters, compute=masters, loss_scale="auto")
     return replace(config, precision=precision)
 
 
 def _rows_from(config: RunConfig, step: int) -> dict[str, Any]:
-    """Return the state of the data source: after ``step`` batches of text, at the beginning for a user's source."""
+    """Return the state of the data source: for text, after ``step`` batches; for a user's source, at its start."""
     source = open_source(config)
     state = source.state_dict()
     if isinstance(source, TextSource):

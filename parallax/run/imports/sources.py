@@ -27,8 +27,8 @@ _OF_OPTIMIZER = ("optimizer.state.", "optim.state.")
 
 @dataclass(frozen=True)
 class ImportSource:
-    """``weights`` by the model's names. ``states``: for each parameter, the name in ``files`` of each of its states.
-    ``unread``: names in the files that are not understood."""
+    """Source files of an import. ``weights``: by the model's names. ``states``: parameter → state → its name in
+    ``files``. ``unread``: names in the files that are not recognized."""
 
     weights: CheckpointWeights
     files: TensorFiles
@@ -36,7 +36,7 @@ class ImportSource:
     unread: Sequence[str] = ()
 
     def without_values(self, name: str) -> dict[str, Tensor]:
-        """Return the states of a parameter without values."""
+        """Return state → tensor without values, for one parameter."""
         return {key: self.files.held[held] for key, held in self.states.get(name, {}).items()}
 
     def read_state(self, name: str, key: str) -> Tensor:
@@ -61,7 +61,8 @@ def _of_files(path: Path, layout: FileLayout) -> ImportSource:
 
 
 def _distributed(path: Path, chain: Chain) -> ImportSource:
-    """Open torch's distributed checkpoint format: a model's state dict, alone or with an optimizer's."""
+    """Open a folder in torch's distributed checkpoint format, with the state dict of a model and, optionally, of an
+    optimizer."""
     files = DistributedFiles(path)
     wanted = set(chain.model.state_dict(keep_vars=True))
     prefix = max(_OF_MODEL, key=lambda each: len(wanted & _below(files.held, each).keys()))
@@ -81,7 +82,7 @@ SOURCES: dict[str, Callable[[Path, Chain], ImportSource]] = {
 
 
 class _Renamed:
-    """Some tensors of ``files`` under other names."""
+    """Some tensors of ``files``, under other names."""
 
     def __init__(self, files: TensorFiles, names: Mapping[str, str]) -> None:
         self._files, self._names = files, names
@@ -93,12 +94,12 @@ class _Renamed:
 
 
 def _below(names: Collection[str], prefix: str) -> dict[str, str]:
-    """Return names that begin with ``prefix``: without it → whole."""
+    """Return name without prefix → full name, for the names that begin with ``prefix``."""
     return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
 
 
 def _states(path: Path, names: Collection[str]) -> dict[str, dict[str, str]]:
-    """Return the names of the states of each parameter."""
+    """Return parameter → state → full name, from the full ``names`` of the optimizer states."""
     found: dict[str, dict[str, str]] = {}
     for prefix in _OF_OPTIMIZER:
         for rest, whole in _below(names, prefix).items():

@@ -20,8 +20,8 @@ _KEYS = {"adamw": {_STEP, "exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}, 
 def check_states(
     source: ImportSource, trained: Mapping[str, nn.Parameter], optimizer: OptimizerConfig
 ) -> list[str]:
-    """Raise :class:`CheckpointError`, with names, where ``source`` has states that ``optimizer`` does not have for the
-    parameters ``trained``; return a remark on missing states."""
+    """Raise :class:`CheckpointError`, with names, if ``source`` has states that ``optimizer`` does not use for the
+    parameters ``trained``; return remarks on missing states."""
     unknown = sorted(set(source.states) - set(trained))
     if unknown:
         raise CheckpointError(
@@ -58,8 +58,8 @@ def check_states(
 def state_as_kept(
     what: str, key: str, value: Tensor, parameter: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return a state as checkpoints hold it: counters in torch's format, other tensors in ``dtype``. ``what``: its name
-    in an error."""
+    """Return an imported state in the form of checkpoints: counters in torch's format, other tensors in ``dtype``.
+    ``what``: the name of the state in errors."""
     check_finite(what, value)
     if key == _STEP:
         return value.reshape(()).to(torch.float32)

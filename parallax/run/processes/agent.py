@@ -142,8 +142,8 @@ class Agent:
         return 0 if well and not early else None
 
     def _say_stopped(self, number: int, report: FailureReport | None) -> int:
-        """Print the progress of a run that was asked to end, by signal ``number`` to this process or by a signal to its
-        ranks, which reported it; return the exit code."""
+        """Print the progress of a run that was asked to end, and return the exit code. ``number``: the signal that this
+        process received; 0 if the ranks received one, which ``report`` names."""
         report = report or FailureReport(0, FailureKind.STOPPED, "", "before the first step")
         if number:
             code = exit_code(number, saved=report.saved)

@@ -37,7 +37,8 @@ _LEAVING_SECONDS = 20.0
 
 
 def patience_seconds() -> float:
-    """Return the seconds for which ranks of the previous start may still hold a directory."""
+    """Return the seconds to wait for a directory's lock, which ranks of the previous start may still hold while they
+    end."""
     return _LEAVING_SECONDS if _is_restarted() else 0.0
 
 
@@ -45,7 +46,7 @@ def present_settings(overrides: Sequence[str], nodes: Nodes) -> list[str]:
     """Return the overrides on the command line, completed for the ranks of this start; every rank calls it.
 
     ``cluster.devices`` is the number of ranks unless the user sets it. A run without a name keeps the name of its first
-    start. Where the stages and replicas of an option do not fit the number of ranks, the planner chooses.
+    start. If configured stages and replicas do not fit the number of ranks, the planner chooses them.
     """
     devices = len(nodes.of)
     found = [f"cluster.devices={devices}", *_named(overrides)]

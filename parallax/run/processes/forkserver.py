@@ -1,4 +1,4 @@
-"""Fork server: a warm process from which the ranks of a run are forked. Importing torch needs seconds, a fork needs
+"""A fork server: a process with torch imported, from which the ranks are forked. Importing torch takes seconds, a fork
 milliseconds.
 
 ::
@@ -56,8 +56,8 @@ class ServerLost(Exception):
 
 
 class ForkServer:
-    """The launcher's side. All ranks get ``environment``; ``directory`` is the run's; the server imports ``libraries``
-    in addition to Parallax."""
+    """The launcher's side of the fork server. ``environment``: variables of all ranks; ``directory``: the run's;
+    ``libraries``: modules that the server imports in addition to Parallax."""
 
     def __init__(
         self, directory: Path, environment: Mapping[str, str], libraries: Sequence[str] = ()
@@ -162,7 +162,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _has_ended(pid: int) -> bool:
-    """Return whether a process has ended and its parent has not reaped it."""
+    """Return whether a process has ended but its parent has not reaped it."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     return True

@@ -71,7 +71,7 @@ def _drifted(directory: Path) -> str:
 
 
 def _contradicted(run: PreparedRun) -> str:
-    """Return a message if the run shows that the cached profile of its model is wrong."""
+    """Return a message if the run shows that the cached profile of its model is wrong, else an empty string."""
     return drop_contradicted(run.directory, run.config, _summary(run.directory))
 
 
@@ -133,7 +133,7 @@ def _replanned(run: PreparedRun, reason: str, console: Console) -> PreparedRun:
 
 
 def _blocks_of(plan: Plan, rank: int) -> str:
-    """Return the blocks that a rank holds, as text."""
+    """Return a text with the blocks that a rank holds."""
     if rank >= plan.world_size:
         return "nothing"
     stage = plan.stages[plan.coordinate(rank).pipeline_rank]
@@ -164,8 +164,8 @@ def _start(
 
 
 def _libraries(config: RunConfig) -> tuple[str, ...]:
-    """Return libraries that ranks import late, for the fork server to import. None for accelerators: a library may
-    query devices at import, and a process that did so cannot be forked."""
+    """Return the modules that ranks import late, for the fork server to import. None of them for accelerators: a module
+    may query devices at import, and a process that did so cannot be forked."""
     curves = ("tensorboard.summary",) if config.logger.tensorboard else ()
     return (*curves, *config.model.libraries)
 

@@ -143,7 +143,7 @@ def _join_ranks() -> None:
 
 
 def _give_up(number: int) -> None:
-    """End this rank, which was asked to end while it waits for other ranks."""
+    """End this rank after signal ``number``, which arrived while it waited for other ranks."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         what = "while it waited for the other ranks"
         send_report(
@@ -214,7 +214,7 @@ def _end(run: PreparedRun, nodes: Nodes, summary: Mapping[str, Any]) -> int:
 
 
 def _place(run: PreparedRun, nodes: Nodes, transports: Mapping[str, str]) -> None:
-    """Write the placement of ranks and their transports; print it if there are several nodes."""
+    """Write the placement of ranks and the transports between them; print it if there are several nodes."""
     by_edge = {
         edge: transport
         for found in all_gather_result(lambda: transports)
@@ -290,8 +290,8 @@ def _limits(run: PreparedRun) -> tuple[float, float, float]:
 
 
 def _on_drift(config: RunConfig) -> OnDrift:
-    """Return the launcher's setting; ranks without Parallax's launcher can only report drift. Recorded steps are slower
-    than any prediction, so they are not compared."""
+    """Return the launcher's setting for drift. Ranks without Parallax's launcher can only report drift. Recorded steps
+    are slower than any prediction, so they are not compared."""
     if config.debug.record != "off":
         return OnDrift.IGNORE
     usual = OnDrift.NOTE if config.plan.replan == AUTO else OnDrift.IGNORE

@@ -35,7 +35,7 @@ class Failure:
     def of(
         cls, codes: dict[int, int], report: FailureReport | None, early: Collection[int] = ()
     ) -> Failure:
-        """Build it from exit codes by rank, in the order of arrival, and the ``report`` of the ranks. Only a
+        """Return the failure, given exit codes by rank in the order of arrival, and the ``report`` of the ranks. Only a
         rank's parent knows the signal that ended it, and no rank can report if none was alive. Ranks that ended
         ``early`` have exit code 0; restarting would not help."""
         if early and (report is None or report.how is FailureKind.LOST):
@@ -62,8 +62,8 @@ class Failure:
 
     @classmethod
     def of_server(cls, code: int, report: FailureReport | None) -> Failure:
-        """Build it from the end of the fork server, which ends all ranks; ``report`` tells the reason if the launcher
-        killed it."""
+        """Return the failure of a fork server that ended with exit code ``code``, and all ranks with it. ``report``:
+        the reason, if the launcher killed the server."""
         who = "the process that starts the ranks"
         lost = FailureReport(-1, FailureKind.LOST, who, _ended(code))
         return cls(report=report or lost, exit_code=code)
@@ -99,7 +99,7 @@ def _ended_early(rank: int, report: FailureReport | None) -> FailureReport:
 
 
 def _ended(code: int) -> str:
-    """Return how a process ended, as the continuation of its name."""
+    """Return how a process ended, as the second half of a sentence about it."""
     if code >= 0:
         return f"ended with exit code {code}"
     if -code in REQUESTS:
@@ -122,8 +122,8 @@ class Restarts:
         return self.limit - self._left
 
     def refused(self, failure: Failure, *, stop_requested: bool) -> str | None:
-        """Record ``failure``, and return the message if nothing restarts after it; None if all ranks must restart.
-        ``stop_requested``: they were asked to end. Call it once for each failure."""
+        """Record ``failure``. Return None if all ranks must restart, otherwise a message, possibly empty, on how to
+        continue. ``stop_requested``: the ranks were asked to end. Call it once for each failure."""
         step = last_step(self._metrics)
         same = self._before is not None and failure.same_as(self._before) and step == self._step
         self._times = self._times + 1 if same else 0

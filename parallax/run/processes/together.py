@@ -1,4 +1,4 @@
-"""Prepare a run together by its ranks, on one or several nodes, under the user's own torchrun.
+"""Prepare a run on all of its ranks, on one or several nodes, under the user's own torchrun.
 
 Rank 0 composes the configuration and plans for the cluster of all nodes; the other ranks read its files from the run's
 directory. On nodes that do not share that directory, the files are sent, and each node has a directory of its own::
@@ -94,8 +94,8 @@ def compare(run: PreparedRun) -> None:
 
 
 def compare_rows(source: Source, nodes: Nodes) -> None:
-    """Check that every rank has the same rows, as far as their source identifies them (``fingerprint``): each rank
-    opens them on its own host, where the files may differ."""
+    """Check that every rank has the same rows, if their source identifies them (``fingerprint``): each rank opens the
+    source on its own host, where files may differ."""
     mine = str(getattr(source, "fingerprint", ""))
     for rank, found in enumerate(prints := all_gather_result(lambda: mine)):
         if found != prints[0]:
@@ -122,7 +122,7 @@ def _distributed(directory: Path, nodes: Nodes, held: contextlib.ExitStack) -> P
 
 
 def _blame_least(error: InfeasiblePlan, joined: Joined, nodes: Nodes) -> None:
-    """Raise :class:`UnfitHostError` if one host has clearly less memory per device than another, since the plan gives
+    """Raise :class:`UnfitHostError` if one host has clearly less memory per device than another, because the plan gives
     every device the memory of the smallest."""
     least = min(joined.device_bytes)
     if least < _CLEARLY_LESS * max(joined.device_bytes):
@@ -148,7 +148,7 @@ def _join(config: RunConfig, nodes: Nodes) -> Joined:
 
 
 def _checked(config: RunConfig) -> RunConfig:
-    """Check that a configuration sets the number of steps and requests available devices; return it."""
+    """Return ``config`` after checking that it sets the number of steps and requests available devices."""
     config.trainer.check_steps()
     local_cluster(config)
     return config

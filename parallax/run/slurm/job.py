@@ -1,4 +1,4 @@
-"""A run as a job of Slurm: the batch script that starts it on its nodes, and queues it again where it was ended early.
+"""Run training as a Slurm job: a batch script starts it on its nodes, and queues it again if it ended early.
 
 Slurm gives a job its nodes for a limited time. The script asks for them, starts one torchrun on each (``body.sh``), and
 gets a signal before the time is over; the run saves, the job returns to the queue under its own name, and the run
@@ -30,12 +30,12 @@ _SUBMIT_SECONDS = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """The run ``name``, trained with ``settings`` by ``processes`` ranks on each of ``nodes``.
+    """A Slurm job that trains the run ``name`` with ``settings``, by ``processes`` ranks on each of ``nodes`` nodes.
 
-    ``gpus``: devices of each node; 0 for ranks on CPUs. ``cpus`` of each node; 0 asks for whole nodes. ``time``:
-    Slurm's limit in Slurm's format; empty for the partition's. ``grace_seconds``: the time that the run may need to
-    save. ``options``: further options of sbatch, after the others. ``points``: the settings of each task of a job
-    array, whose runs are ``name-0``, ``name-1``, …; empty for a job of one run.
+    ``gpus``: devices of each node; 0 for ranks on CPUs. ``cpus``: cores of each node; 0 requests whole nodes. ``time``:
+    the limit in Slurm's format; empty for the partition's. ``grace_seconds``: the time that the run may need to save.
+    ``options``: further options of sbatch, after the others. ``points``: the settings of each task of a job array,
+    whose runs are ``name-0``, ``name-1``, …; empty for a job of one run.
     """
 
     name: str
@@ -62,11 +62,11 @@ class SlurmJob:
 
     @property
     def runs(self) -> list[str]:
-        """Return the names of its runs."""
+        """Return the names of the job's runs."""
         return [f"{self.name}-{index}" for index in range(len(self.points))] or [self.name]
 
     def script(self, folder: Path, runs: Path) -> str:
-        """Return the batch script for the folder ``folder`` with run directories in ``runs`` below it."""
+        """Return the batch script that starts in ``folder`` and keeps run directories in ``runs`` inside it."""
         if not str(folder).isprintable():
             raise ConfigError(
                 f"--slurm: the folder {printable(str(folder))} has control characters in its name, which end a line of "
@@ -76,7 +76,7 @@ class SlurmJob:
         return "\n".join([*head, "set -euo pipefail", "", *self._variables(), "", BODY.read_text()])
 
     def submit(self, folder: Path, runs: Path) -> str:
-        """Write the script into its run directory and submit it; return the job's number."""
+        """Write the script into its run directory and submit it; return Slurm's job number."""
         path = runs / self.name / SCRIPT
         try:
             for name in self.runs:  # Slurm makes no folder for the log
@@ -91,8 +91,8 @@ class SlurmJob:
         return _sbatch(folder / path)
 
     def _asked(self, folder: Path, runs: Path) -> list[str]:
-        """Return the options of sbatch. One torchrun starts all ranks of a node, so a node has one task with all its
-        cores and devices."""
+        """Return the options for sbatch. One torchrun starts all ranks of a node, so each node has one task with all
+        its cores and devices."""
         log = f"{runs}/{self.name}{'-%a' if self.points else ''}/{LOG}"
         grace = self.grace_seconds or _USUAL_GRACE_SECONDS
         options = {
@@ -127,8 +127,7 @@ class SlurmJob:
 
 
 def _sbatch(path: Path) -> str:
-    """Submit a script; return the job's number. Raises :class:`ConfigError` with Slurm's message where it is
-    refused."""
+    """Submit a script; return Slurm's job number. Raises :class:`ConfigError` with Slurm's message if it is refused."""
     command = ["sbatch", "--parsable", str(path)]
     try:
         done = subprocess.run(

@@ -1,1 +1,1 @@
-"""Many runs from one command: the points of a sweep, each in a process of its own, and their outcomes."""
+"""Run the points of a sweep from one command, each in its own process, and record their outcomes."""

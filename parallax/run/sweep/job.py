@@ -1,10 +1,10 @@
-"""One point as a process of its own, ``parallax train``: its memory is not that of the point before.
+"""Run one point of a sweep as its own process, ``parallax train``, so that it does not share memory with other points.
 
 ::
 
     sweep, or a launcher's job ──> parallax train name=SWEEP/POINT ... ──> ranks
           │                            output.log
-          └── SIGTERM, Ctrl-C, ... are handed on; the run saves and ends
+          └── forwards SIGTERM, Ctrl-C, ...; the run saves and ends
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _STOPPED = {exit_code(number) for number in REQUESTS}
 
 @dataclass
 class SweepProgress:
-    """Prints which point of a sweep runs, how the others ended, and the expected remaining time. ``total`` is 0 if it
-    is unknown; ``quiet``: another process prints it."""
+    """Prints which point of a sweep is running, how the others ended, and an estimate of the remaining time. ``total``:
+    number of points; 0 if unknown. ``quiet``: another process prints."""
 
     total: int = 0
     left: int = 0
@@ -70,7 +70,7 @@ class SweepProgress:
         )
 
     def note(self, point: Point, text: str) -> None:
-        """Something else about a point."""
+        """Print a further message ``text`` about a point."""
         self.left = max(0, self.left - 1)
         self._print(f"{self._which(point)} {text}")
 
@@ -89,10 +89,11 @@ def _speed(directory: Path) -> str:
 
 @dataclass(frozen=True)
 class PointJob:
-    """What a launcher calls for each point of ``sweep``, wherever it does; see :data:`parallax.config.multirun.Job`.
+    """The function that a launcher calls, in any process, for each point of ``sweep``; see
+    :data:`parallax.config.multirun.Job`.
 
-    ``alike``: keys that are the same in all points. ``numbers``: of the points by name, as far as they are known.
-    ``added``: overrides that say where options are. ``process``: that of the sweep, which a request to end stops.
+    ``alike``: keys that are equal in all points. ``numbers``: point name → number, as far as known. ``added``:
+    overrides that name folders of options. ``process``: the process id of the sweep, which a request to end stops.
     """
 
     sweep: str
@@ -103,7 +104,7 @@ class PointJob:
     progress: SweepProgress
 
     def __call__(self, overrides: list[str]) -> float:
-        """Run it, unless it is done; the validation loss."""
+        """Run the point unless it is already done; return its validation loss."""
         point = self._point(overrides)
         directory = RUNS / self.sweep / point.name
         if is_locked(directory):  # an earlier command's
@@ -132,7 +133,7 @@ class PointJob:
         return replace(point, number=number)
 
     def _run(self, point: Point, directory: Path) -> tuple[PointStatus, str, int]:
-        """Run the point's process; return how it ended, why, and the signal that ended it, or 0."""
+        """Run the point's process. Return how it ended, the reason, and the signal that ended it, or 0."""
         overrides = [*self.added, *point.overrides, f"name={self.sweep}/{point.name}"]
         command = [sys.executable, "-m", "parallax", "train", *overrides]
         with (directory / OUTPUT).open("ab") as log:
@@ -162,7 +163,8 @@ class PointJob:
 
 
 class _PointSignals:
-    """A handler that hands requests to end on to a point's process, which saves, and is impatient itself."""
+    """A signal handler that forwards every request to end to the process of a point. That process saves and ends; it
+    ends at once after a second Ctrl-C."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -170,7 +172,7 @@ class _PointSignals:
 
     @property
     def process(self) -> subprocess.Popen[bytes] | None:
-        """The process, once there is one."""
+        """The point's process; None before it has started."""
         return self._process
 
     @process.setter
@@ -186,15 +188,16 @@ class _PointSignals:
             self._process.send_signal(number)
 
     def send(self, number: int) -> None:
-        """Ask it to end, and wait until it has."""
+        """Forward signal ``number`` to the process, and wait until it has ended."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
             self._process.wait()
 
 
 def _bind_to_parent() -> Callable[[], object] | None:
-    """What a child does before anything else: it is to save and end where its parent is killed, and not to die of a
-    signal that a batch system sends to all processes of a job, and only the launcher's understands."""
+    """Return a function to run first in the child process, or None. It makes the child save and end if its parent is
+    killed. It also ignores a signal that a batch system sends to all processes of a job, and that only the launcher
+    handles."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)
@@ -207,7 +210,7 @@ def _bind_to_parent() -> Callable[[], object] | None:
 
 
 def _reason(log: Path, start: int) -> str:
-    """Return why a run ended: its own last message, or else the last line of its output."""
+    """Return why a run ended: its own last message, otherwise the last line of its output."""
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(start, size - _READ))

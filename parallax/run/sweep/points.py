@@ -39,7 +39,7 @@ class PointStatus(StrEnum):
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep: its ``overrides`` as typed, of which ``swept`` differ between points."""
+    """One run of a sweep: its ``overrides`` as typed. ``swept``: those that differ between points."""
 
     number: int
     overrides: tuple[str, ...]
@@ -47,14 +47,14 @@ class Point:
 
     @classmethod
     def of(cls, number: int, overrides: Sequence[str], alike: Collection[str]) -> Point:
-        """Return the point of ``overrides``, of which all keys but ``alike`` differ between points."""
+        """Return the point with these ``overrides``. Keys in ``alike`` are equal in all points; all others differ."""
         pairs = [word.lstrip("+").partition("=") for word in overrides]
         return cls(number, tuple(overrides), {k: v for k, _, v in pairs if k not in alike})
 
     @property
     def name(self) -> str:
-        """Return the differences as the name of a folder: ``model-gpt_devices-2``. Where they are too long or have
-        characters that a name may not have, a hash is part of it."""
+        """Return the differing overrides as a folder name, such as ``model-gpt_devices-2``. If it would be too long, or
+        contains characters that a run name may not have, a hash replaces a part of it."""
         short = {key: key.rpartition(".")[2] for key in self.swept}
         parts = [
             f"{key if list(short.values()).count(word) > 1 else word}-{self.swept[key]}"
@@ -74,7 +74,7 @@ class Point:
 
 @dataclass(frozen=True)
 class PointOutcome:
-    """The outcome of a point. ``seconds``: the time of this attempt; ``reason``: why it is not done."""
+    """The outcome of a point. ``seconds``: duration of this attempt; ``reason``: why it is not done."""
 
     point: Point
     status: PointStatus
@@ -87,7 +87,7 @@ class PointOutcome:
 
     @classmethod
     def load(cls, directory: Path) -> PointOutcome | None:
-        """Read an outcome; None where there is none."""
+        """Return the stored outcome; None if there is none."""
         tree = read_json(directory / POINT)
         if tree is None:
             return None
@@ -106,7 +106,7 @@ class PointOutcome:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file of ours; None where there is none."""
+    """Return the content of a JSON file that Parallax wrote; None if it does not exist."""
     try:
         return documents.read_json(path, documents.DOCUMENT_BYTES)
     except FileNotFoundError:
@@ -116,7 +116,7 @@ def read_json(path: Path) -> Any:
 
 
 def summary_of(directory: Path) -> dict[str, Any] | None:
-    """Return the summary of a run; None where it has not ended."""
+    """Return the summary of a run; None if the run has not ended."""
     summary = read_json(directory / "summary.json")
     if summary is not None and not isinstance(summary, dict):
         raise _damaged(directory / "summary.json", ValueError("it holds no keys"))
@@ -124,7 +124,7 @@ def summary_of(directory: Path) -> dict[str, Any] | None:
 
 
 def outcomes(folder: Path) -> dict[str, PointOutcome]:
-    """Return the outcomes of the points of a sweep so far, by name, in their order."""
+    """Return name → outcome of the points of a sweep so far, in the order of the points."""
     found = {
         path.parent.name: outcome
         for path in folder.glob(f"*/{POINT}")
@@ -139,5 +139,5 @@ def _damaged(path: Path, error: Exception) -> ConfigError:
 
 
 def is_complete(summary: Mapping[str, Any] | None) -> bool:
-    """Whether a run with this summary has taken all of its steps, or used all of its rows."""
+    """Whether a run with this summary has run all its steps, or used all its rows."""
     return summary is not None and summary.get("ended") in ("steps", "rows")

@@ -65,7 +65,7 @@ def _status(folder: Path) -> PointStatus:
 
 
 def _result(name: str, directory: Path, outcome: PointOutcome) -> PointResult:
-    """Return the result of a point; for a failed point at least the reason."""
+    """Return the result of a point; for a failed point it has at least the reason."""
     swept = dict(outcome.point.swept)
     try:
         measured = dict(_measured(directory))
@@ -95,7 +95,7 @@ _PLANNED = ("workload", "model", "unit", "global_batch", "devices", "layout")
 
 
 def _measured(directory: Path) -> Iterator[tuple[str, Any]]:
-    """Return the fields of a point's result from its settings, plan and summary, as far as they exist."""
+    """Yield the fields of a point's result from its settings, plan and summary, as far as they exist."""
     if not (directory / STORED).is_file():
         return
     settings = leaves(plain_yaml(read_stored(directory)))
@@ -126,7 +126,7 @@ def _measured(directory: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _shapes(key: str) -> bool:
-    """Whether a setting changes the work of a step, whatever the devices and rows."""
+    """Whether the setting ``key`` changes the work of a step, apart from devices and rows."""
     besides = key.startswith(_BESIDES) and key not in _STILL
     return key not in _HOW_MANY and not besides
 

@@ -1,8 +1,7 @@
-"""A sweep: all points are checked before the first one starts, finished points are skipped, a failed point ends only
-itself.
+"""Run a sweep: all points are checked before the first one starts, finished points are skipped, and a failed point does
+not end the others.
 
-The same command under the same name continues the sweep: a point that was interrupted resumes from its checkpoint, as
-any run does.
+The same command with the same name continues the sweep: an interrupted point resumes from its checkpoint, like any run.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ _SHOWN = 6  # points that the last line lists
 
 
 def sweep(overrides: Sequence[str], console: Console) -> int:
-    """Run the points of ``overrides``; return the exit code. Raises :class:`ConfigError` before anything is started or
-    written where a point is invalid."""
+    """Run the points that ``overrides`` define; return the exit code. Raises :class:`ConfigError`, before anything is
+    started or written, if a point is invalid."""
     with handling_requests(interrupt):
         with console.status("reading the points"):
             multirun = Multirun.read(overrides)
@@ -75,7 +74,7 @@ def sweep(overrides: Sequence[str], console: Console) -> int:
 def _launch(
     multirun: Multirun, folder: Path, points: Sequence[Point], left: Sequence[Point]
 ) -> None:
-    """Run the points that are ``left`` and show their progress."""
+    """Run the points ``left``, which are not done yet, and show their progress."""
     job = PointJob(
         sweep=folder.name,
         alike=multirun.alike,
@@ -89,7 +88,7 @@ def _launch(
 
 
 def _launched(point: Point, multirun: Multirun) -> tuple[str, ...]:
-    """Return a point's overrides in Hydra's form."""
+    """Return a point's overrides in Hydra's syntax."""
     return (multirun.points or ())[point.number - 1]
 
 
@@ -99,8 +98,8 @@ def _check_folder(folder: Path) -> None:
 
 
 def _points(multirun: Multirun) -> list[Point]:
-    """Return all points of Hydra's basic sweeper. For a sweeper that chooses points as it goes, check the settings that
-    all its points share, and return none."""
+    """Return all points of Hydra's basic sweeper. For a sweeper that chooses points during the sweep, return none, but
+    check the settings that all its points share."""
     if multirun.points is None:
         plain_overrides = [plain(word) for word in multirun.overrides]
         compose(
@@ -117,7 +116,8 @@ def _points(multirun: Multirun) -> list[Point]:
 
 
 def _check_point(point: Point, sweep_name: str, multirun: Multirun) -> bool:
-    """Return whether a point is done with its present settings; raise :class:`ConfigError` if they are invalid."""
+    """Return whether a point is already done with its present settings. Raises :class:`ConfigError` if they are
+    invalid."""
     overrides = [*multirun.options.overrides, *point.overrides, f"name={sweep_name}/{point.name}"]
     try:
         config = settings(overrides, RUNS).config
@@ -140,7 +140,7 @@ def _is_done(directory: Path, config: RunConfig) -> bool:
 def _write(
     folder: Path, overrides: Sequence[str], points: Sequence[Point], done: Sequence[Point]
 ) -> None:
-    """Write the overrides for readers of the sweep, and the outcomes that a killed process could not write."""
+    """Write the overrides of the sweep, and the outcomes of points that a killed process could not write."""
     for point in done:
         outcome = PointOutcome.load(folder / point.name)
         if outcome is None or outcome.status is not PointStatus.DONE:
@@ -153,7 +153,7 @@ def _write(
 def _watching(
     folder: Path, left: Sequence[Point], multirun: Multirun, progress: SweepProgress
 ) -> Iterator[None]:
-    """Print the outcomes that points in other processes write."""
+    """Print, while the block runs, the outcomes that points in other processes write."""
     if multirun.in_turn:
         yield
         return
@@ -184,7 +184,7 @@ def _watching(
 
 
 def _say_stopped(number: int, folder: Path, multirun: Multirun) -> int:
-    """Print how to continue; return the exit code."""
+    """Print how to continue a sweep that signal ``number`` ended; return the exit code."""
     found = outcomes(folder)
     done = sum(outcome.status is PointStatus.DONE for outcome in found.values())
     many = f"{done} of {len(multirun.points)}" if multirun.points else f"{done}"
@@ -201,12 +201,12 @@ def _say_stopped(number: int, folder: Path, multirun: Multirun) -> int:
 
 
 def _without_command(reason: str) -> str:
-    """Return a run's last message without the command that resumes that run alone."""
+    """Return a run's last message without the command that resumes only that run."""
     return re.sub(r"^stopped by SIG\w+ ", "", reason.partition("; `parallax train")[0])
 
 
 def _tell(folder: Path, points: Sequence[Point], console: Console) -> int:
-    """Print the table and the unfinished points; return the exit code."""
+    """Print the table of results and the unfinished points; return the exit code."""
     results = read_results(folder)
     console.print(results_table(results))
     console.print(

@@ -1,10 +1,10 @@
 """Channels over gloo: between hosts, and for device tensors that are staged through the host.
 
 A message is packed behind a header that describes it. Shapes rarely change, so the receiver posts the buffer of the
-next message ahead, on the guess that it is like the last one but for its number of rows; the bytes then arrive while
-the receiver computes. The sender makes the same guess. A message that fits is sent into that buffer; for a larger one
-only the start of the header is, and the whole message follows. Header and payload share one buffer because gloo's cost
-is per message, not per byte: apart, a round trip took three times as long.
+next message ahead, on the guess that only its number of rows differs from the last one; the bytes then arrive while the
+receiver computes. The sender makes the same guess. A message that fits is sent into that buffer. Of a larger message
+only the start of the header is sent into it, and the whole message follows. Header and payload share one buffer because
+gloo's cost is per message, not per byte: as two messages, a round trip took three times as long.
 
 gloo carries host buffers only. Device tensors are staged (:mod:`parallax.runtime.channels.staging`) where devices have
 no link, or ranks share one device. For devices with links: :mod:`parallax.runtime.channels.direct_channel`.
@@ -35,7 +35,8 @@ from parallax.runtime.channels.staging import Lease, Staging
 
 
 class _Guess:
-    """The size of the next message that both ends guess: that of the last one, with another number of rows."""
+    """The guessed layout of the next message, equal at both ends: that of the last message, with another number of
+    rows."""
 
     def __init__(self) -> None:
         self._spec: Spec = ()
@@ -69,7 +70,7 @@ class Address:
 
 
 class Underway:
-    """Sent messages that the peer may not have received yet: their buffers must stay unchanged."""
+    """Messages that the peer may not have received yet. Their buffers must stay allocated and unchanged."""
 
     def __init__(self) -> None:
         self._sent: deque[tuple[list[tuple[dist.Work, Tensor]], Callable[[], object]]] = deque()
@@ -77,11 +78,11 @@ class Underway:
     def add(
         self, sent: list[tuple[dist.Work, Tensor]], received: Callable[[], object] = lambda: None
     ) -> None:
-        """Add a message; ``received`` is called when the peer has it."""
+        """Add the message ``sent``, as works and their buffers; ``received`` is called when the peer has it."""
         self._sent.append((sent, received))
 
     def wait(self, left: int) -> None:
-        """Wait until at most ``left`` messages are under way, the oldest first: gloo cannot be polled."""
+        """Wait, oldest first, until at most ``left`` messages are unreceived: gloo cannot be polled."""
         while len(self._sent) > left:
             sent, received = self._sent.popleft()
             for work, _ in sent:
@@ -113,7 +114,7 @@ class GroupSender:
         self._staging.send(tensors, layout.views(last, header.numel()), lambda: self._post(buffers))
 
     def flush(self) -> None:
-        """Wait until the peer has all messages; the caller has drained the staging."""
+        """Wait until the peer has all messages. The caller has already drained the staging."""
         self._underway.wait(0)
 
     def _post(self, buffers: list[Lease]) -> None:

@@ -51,7 +51,7 @@ def aligned(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of tensors, one after the other: the first byte of each, and the bytes of all.
+    """The layout of consecutive tensors: the byte offset of each, and the total bytes.
 
     ``numbers`` is the description for :func:`read_numbers`.
     """
@@ -62,8 +62,8 @@ class Layout:
     size: int
 
     def views(self, buffer: Tensor, offset: int = 0) -> list[Tensor]:
-        """Return the tensors at byte ``offset`` of ``buffer``, whose memory is aligned. Each has its own version
-        counter, as if it had its own memory."""
+        """Return the tensors that start at byte ``offset`` of ``buffer``, as views; the buffer's memory is aligned.
+        Each view has its own version counter, as if it had its own memory."""
         storage, first = buffer.untyped_storage(), buffer.storage_offset() + offset
         return [
             torch.empty(0, dtype=dtype, device=buffer.device).set_(
@@ -79,7 +79,7 @@ _NO_GRADIENT = torch.empty(0, dtype=torch.bool)
 
 
 def packed(gradients: Gradients) -> Tensors:
-    """Return gradients as tensors, with a placeholder for None."""
+    """Return ``gradients`` with a placeholder tensor for each None."""
     return tuple([_NO_GRADIENT if each is None else each for each in gradients])
 
 
@@ -95,7 +95,7 @@ def spec_of(tensors: Sequence[Tensor]) -> Spec:
 
 @lru_cache(maxsize=256)
 def lay_out(spec: Spec) -> Layout:
-    """Return the layout of tensors of this spec."""
+    """Return the layout of tensors with these types and shapes."""
     numbers = [len(spec)]
     for dtype, shape in spec:
         if not all(type(size) is int for size in shape):
@@ -127,8 +127,8 @@ def read_numbers(numbers: tuple[int, ...]) -> Layout:
 
 @lru_cache(maxsize=256)
 def header_of(spec: Spec) -> Tensor:
-    """Return the bytes before the payload: the size of the whole message, the count of the layout's numbers, and
-    these."""
+    """Return the header of a message: the bytes of the whole message, the count of the layout's numbers, and these
+    numbers."""
     layout = lay_out(spec)
     count = _header_bytes(len(layout.numbers))
     numbers = torch.zeros(count // 8, dtype=torch.int64)
@@ -138,7 +138,7 @@ def header_of(spec: Spec) -> Tensor:
 
 
 def read_header(buffer: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Return the size of the whole message, and the numbers of its layout, as far as ``buffer`` holds them."""
+    """Return the bytes of the whole message and the numbers of its layout, as many as ``buffer`` holds."""
     numbers = buffer[:LEAST].view(torch.int64).tolist()
     whole, count = numbers[:2]
     if 2 + count > len(numbers):
@@ -147,7 +147,7 @@ def read_header(buffer: Tensor) -> tuple[int, tuple[int, ...]]:
 
 
 def header_size(buffer: Tensor) -> int:
-    """Return the bytes of the whole header at the start of ``buffer``."""
+    """Return the bytes of the header at the start of ``buffer``."""
     return _header_bytes(int(buffer[8:16].view(torch.int64)))
 
 

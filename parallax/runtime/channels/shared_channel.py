@@ -1,9 +1,9 @@
 """Channels between two processes of one host, through memory that both have mapped.
 
-A process group sends bytes through the kernel with a thread of its own: each message wakes that thread, and then the
-thread that waits for the message. Here the sender copies its tensors into a free slot of a shared ring and writes one
-byte, the slot's number, to a Unix socket; the receiver copies them out and writes one byte back. The layout is sent
-ahead only when it has changed, and a larger ring is made when a message does not fit. ::
+A process group sends bytes through the kernel on a thread of its own, so each message wakes two threads: that one and
+the receiving one. Here the sender copies its tensors into a free slot of a shared ring and writes one byte, the slot's
+number, to a Unix socket; the receiver copies them out and writes one byte back. The layout is sent ahead only when it
+has changed, and a larger ring is made when a message does not fit. ::
 
     sender                          socket                     receiver
     copy into slot 3                ring, layout, 3  ->        copy out of slot 3
@@ -12,7 +12,7 @@ ahead only when it has changed, and a larger ring is made when a message does no
 Received tensors are in the receiver's own memory: they may be saved, swapped and freed as any other.
 
 The ring is an anonymous file in memory, whose descriptor is passed through the socket, and the socket's name is
-abstract: however a process ends, nothing remains in the file system, and its peer reads the end of the stream at once.
+abstract: however a process ends, no file remains, and its peer reads end-of-file at once.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ os.register_at_fork(after_in_child=_close_all)
 
 
 class Contact(NamedTuple):
-    """The address of a process: two processes with the same ``place`` can share memory; senders connect to
-    ``listener``."""
+    """The address of a process. Processes with the same ``place`` can share memory; senders connect to ``listener``."""
 
     place: str | None
     listener: str
@@ -90,7 +89,7 @@ class Listener:
             self._socket.listen(socket.SOMAXCONN)
 
     def accept(self, route: Route, process: int) -> socket.socket:
-        """Return the connection of ``route``, whose sender is ``process``."""
+        """Accept and return the connection of ``route``; its sender is the process with id ``process``."""
         while route not in self._connections:
             self._wait(process)
             found, _ = self._socket.accept()
@@ -103,7 +102,7 @@ class Listener:
         return self._connections[route]
 
     def _wait(self, process: int) -> None:
-        """Wait for any connection, but no longer than ``process`` lives."""
+        """Wait for a connection, but no longer than ``process`` lives."""
         connected, either, events = select.poll(), select.poll(), [(0, 0)]
         connected.register(self._socket, select.POLLIN)
         with contextlib.suppress(ProcessLookupError), _open_process(process) as life:
@@ -161,7 +160,7 @@ class SharedSender:
         """No-op: sent messages are in memory that the peer has mapped."""
 
     def _settle(self) -> None:
-        """Free the slots of received messages; wait for one where none is free."""
+        """Free the slots of received messages; wait for a received message if no slot is free."""
         full = len(self._sent) == self._slots
         try:
             received = self._socket.recv(_MOST, 0 if full else socket.MSG_DONTWAIT)
@@ -177,7 +176,7 @@ class SharedSender:
                 self._free.append(slot)
 
     def _describe(self, spec: Spec) -> None:
-        """Send the layout of the messages that follow, and a larger ring where the last one is too small."""
+        """Send the layout of the next messages, and a larger ring if the present one is too small."""
         layout = lay_out(spec)
         if self._ring is None or layout.size > self._ring.size:
             self._ring = self._grow(layout.size)
@@ -187,7 +186,8 @@ class SharedSender:
         self._targets = self._ring.views(layout)
 
     def _grow(self, count: int) -> _Ring:
-        """Return a new ring. The peer keeps the old one until all messages in it are received."""
+        """Return a new ring whose slots hold ``count`` bytes. The peer keeps the old one until it has received all
+        messages in it."""
         size = 1 << max(12, (count - 1).bit_length())  # untouched pages use no memory
         file = os.memfd_create("parallax-ring")
         try:
@@ -203,7 +203,7 @@ class SharedSender:
 
 
 class SharedReceiver:
-    """The receiving end of one channel. It accepts the connection when the first message is asked for, so that ranks
+    """The receiving end of one channel. It accepts the connection when the first message is requested, so that ranks
     cannot deadlock by making their channels in different orders."""
 
     posts = False  # messages wait in the ring
@@ -247,8 +247,8 @@ class SharedReceiver:
         return found[0]
 
     def _wait(self, connection: socket.socket) -> bytes:
-        """Wait for a byte. While the peer answers within microseconds, as it did the last time, poll and yield the core
-        instead of sleeping."""
+        """Return the byte that the peer sends. If the last wait took microseconds, poll and yield the core instead of
+        sleeping."""
         start = time.perf_counter()
         while self._awake and time.perf_counter() < start + _PATIENCE:
             os.sched_yield()
@@ -261,7 +261,7 @@ class SharedReceiver:
         return found
 
     def _learn(self, connection: socket.socket, what: int) -> None:
-        """Read a new ring or a new layout."""
+        """Read a new ring or a new layout from the socket, depending on the message kind ``what``."""
         if what == _RING:
             sizes, (file,), _, _ = socket.recv_fds(connection, _SIZES.size, 1)
             try:
@@ -276,7 +276,7 @@ class SharedReceiver:
 
 
 class _Ring:
-    """Slots in memory that two processes share; each process has an object of its own."""
+    """A ring of slots in memory that two processes map; each process has its own object."""
 
     def __init__(self, file: int, slots: int, size: int) -> None:
         self.size = size
@@ -305,7 +305,7 @@ class _Views(dict[int, list[Tensor]]):
 
 
 def _place() -> str | None:
-    """Return a string that is equal for processes that can share memory; None where memory cannot be shared at all."""
+    """Return a string that is equal for processes that can share memory; None if memory cannot be shared at all."""
     try:
         os.close(os.memfd_create("parallax"))
         os.close(os.pidfd_open(os.getpid()))
@@ -335,14 +335,14 @@ def _read(connection: socket.socket, count: int) -> bytes:
 
 
 def _new_socket() -> socket.socket:
-    """Return a socket whose waits fail after the timeout of process groups."""
+    """Return a socket whose operations time out after the timeout of process groups."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     _limit_waits(made)
     return made
 
 
 def _limit_waits(connection: socket.socket) -> None:
-    """Set timeouts in the kernel: Python's own would cost another call for each wait."""
+    """Set the socket's timeouts in the kernel: Python's own would cost another system call for each wait."""
     _sockets.add(connection)
     limit = struct.pack("ll", int(mesh.TIMEOUT.total_seconds()), mesh.TIMEOUT.microseconds)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -350,7 +350,7 @@ def _limit_waits(connection: socket.socket) -> None:
 
 
 def _is_own(connection: socket.socket) -> bool:
-    """Whether the process at the other end belongs to the same user: any user may connect to the name."""
+    """Whether the process at the other end belongs to this user. Any user may connect to an abstract socket name."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(found)[1] == os.geteuid())
 

@@ -1,9 +1,9 @@
-"""The messages on the edges of one rank's stages: which rows go to and come from which rank, and in what form.
+"""The messages on the edges of one rank's stages: which rows are exchanged with which rank, and in what form.
 
 Replicas at the two ends of an edge partition a micro-batch's rows differently, so a channel carries the overlap of two
 row intervals (:mod:`parallax.plan.rows`). A tensor without rows, such as a table of positions, is sent whole to every
-peer; the first peer's copy is used, and gradients are summed instead of concatenated. A gradient that is None, because
-the loss ignores a tensor, is sent as None: a parameter without a gradient is not updated at all.
+peer; the receiver uses the copy of its first peer, and gradients are summed instead of concatenated. A gradient is None
+if the loss ignores a tensor. It is sent as None, so that a parameter without a gradient is not updated at all.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _GRADIENTS = (Kind.RECEIVE_GRADIENT, Kind.SEND_GRADIENT)
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """This rank's part of the micro-batches of one size: its first row, counted from the micro-batch's; its number of
-    rows; and, by the stage at the other end of an edge, the rows that it shares with each replica there, counted
-    from its own first."""
+    """This rank's rows of any micro-batch of one size: the first row, relative to the micro-batch; their number; and,
+    for the stage at the other end of each edge, the rows shared with each replica there, relative to this rank's first
+    row."""
 
     start: int
     rows: int
@@ -61,7 +61,7 @@ class StageIO:
                 self._open(edge, edge.sender, Kind.RECEIVE_GRADIENT, Kind.SEND_ACTIVATION)
 
     def _open(self, edge: Edge, stage: int, receives: Kind, sends: Kind) -> None:
-        """Open the channels of ``edge`` at one of its ends, ``stage``."""
+        """Open the channels of ``edge`` for ``stage``, which is one of its two ends."""
         mine, backward = self._mesh.rank, sends is Kind.SEND_GRADIENT
         others = self._mesh.plan.ranks(_other_end(edge, stage))
         self._edges[receives, stage] = self._edges[sends, stage] = edge
@@ -95,7 +95,7 @@ class StageIO:
 
     @property
     def posts(self) -> bool:
-        """Whether any channel posts receives ahead."""
+        """Whether any channel can post a receive before the message is needed."""
         return any(receiver.posts for ends in self._receivers.values() for receiver in ends)
 
     def post(self, action: Action) -> None:
@@ -105,8 +105,8 @@ class StageIO:
             ends[other].post(high - low)
 
     def receive(self, action: Action, copy: Copy = torch.clone) -> Tensors | None:
-        """Wait for the tensors of ``action`` and return them; None where this rank has no rows. ``copy`` makes the
-        caller's tensor from the channel's; it is used where there is one peer."""
+        """Wait for the tensors of ``action`` and return them; None if this rank has no rows. ``copy`` turns a tensor in
+        the channel's memory into the caller's own; it is used if there is only one peer."""
         ends, shares = self._receivers[action.kind, action.stage], self._shares(action)
         if not shares:
             return None
@@ -127,7 +127,7 @@ class StageIO:
         )
 
     def receive_gradients(self, action: Action) -> Gradients | None:
-        """Wait for the gradients of ``action``. Where some peers' rows have none, these are zeros."""
+        """Wait for the gradients of ``action`` and return them, with zeros for the rows of peers that sent None."""
         ends, shares = self._receivers[action.kind, action.stage], self._shares(action)
         if not shares:
             return None
@@ -162,7 +162,8 @@ class StageIO:
             ends[other].send(pieces, high - low)
 
     def send_gradients(self, action: Action, gradients: Gradients) -> None:
-        """Send gradients to all peers; those without rows only to the first peer, whose tensor was used."""
+        """Send gradients to all peers. Gradients of tensors without rows go only to the first peer, whose tensor was
+        used."""
         ends, shares = self._senders[action.kind, action.stage], self._shares(action)
         if len(shares) == 1:
             other, (low, high) = shares[0]
@@ -179,7 +180,7 @@ class StageIO:
             ends[other].send(packed(tuple(pieces)), high - low)
 
     def floating(self, edge: Edge, tensors: Tensors) -> list[Tensor]:
-        """Return the ``tensors`` on ``edge`` whose gradients travel back."""
+        """Return those ``tensors`` on ``edge`` for which the receiver sends gradients back."""
         places = [index for index, tensor in enumerate(tensors) if can_require_grad(tensor)]
         if edge not in self._summed:
             self._summed[edge] = frozenset(
@@ -188,7 +189,7 @@ class StageIO:
         return [tensors[index] for index in places]
 
     def flush(self) -> None:
-        """Wait until every message is received, or is in memory that cannot change any more."""
+        """Wait until each sent message is received, or copied to memory that can no longer change."""
         self._channels.drain()
         for senders in self._senders.values():
             for sender in senders:
@@ -206,7 +207,7 @@ class StageIO:
         return self._rowless[edge]
 
     def _part(self, size: int) -> _Part:
-        """Return this rank's part of a micro-batch of ``size`` rows; a step has at most two sizes."""
+        """Return this rank's part of a micro-batch of ``size`` rows. A step has at most two sizes."""
         if size not in self._parts_by_size:
             count, replica, plan = self._mesh.replica_count, self._mesh.replica, self._mesh.plan
             start, stop = replica_rows(size, count, replica)
@@ -223,7 +224,7 @@ def _other_end(edge: Edge, stage: int) -> int:
 
 
 def _laid_together(action: Action, parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate the rows of several peers."""
+    """Return ``parts``, the rows from several peers, concatenated."""
     sizes = list(dict.fromkeys(tuple(part.shape[1:]) for part in parts))
     if len(sizes) > 1:
         raise TransportError(
@@ -235,7 +236,7 @@ def _laid_together(action: Action, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _joined(parts: Gradients, counts: Sequence[int]) -> Tensor | None:
-    """Concatenate gradients of ``counts`` rows each; zeros for None, or None where all are."""
+    """Return gradients of ``counts`` rows each, concatenated, with zeros for None; return None if all are None."""
     known = next((part for part in parts if part is not None), None)
     if known is None:
         return None
@@ -249,7 +250,7 @@ def _joined(parts: Gradients, counts: Sequence[int]) -> Tensor | None:
 
 
 def _summed(parts: Gradients) -> Tensor | None:
-    """Sum the gradients of a tensor without rows."""
+    """Return the summed gradients of a tensor without rows; None if all are None."""
     present = [part for part in parts if part is not None]
     return torch.stack(present).sum(0) if present else None
 

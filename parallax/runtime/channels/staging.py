@@ -1,8 +1,8 @@
 """Staging of messages between a device and a process group that carries host memory alone.
 
-Each end of a channel keeps its host buffers: pinning one takes milliseconds, and torch's own pinned memory comes in
-powers of two. A message gets a free buffer that is large enough; where there is none, one more is made, in place of
-free ones that were too small.
+Each end of a channel reuses its host buffers, because pinning one takes milliseconds and torch rounds pinned memory up
+to powers of two. A message leases a free buffer that is large enough. If there is none, a new buffer replaces the free
+ones that are too small.
 
 A received message is copied to the device on a stream of its channel, into device memory that the channel keeps. Such a
 copy waits only for the last reader of that memory, and overlaps with queued computation. A copy into newly allocated
@@ -28,7 +28,7 @@ _PARTS = 8  # buffer sizes between a power of two and the next
 
 
 class Lease(NamedTuple):
-    """A leased buffer of one message: the first bytes of ``arena``."""
+    """The lease of a buffer for one message: ``data``, the first bytes of ``arena``."""
 
     data: Tensor
     arena: Arena
@@ -43,7 +43,7 @@ class Buffers:
         self._released: deque[tuple[Arena, Event]] = deque()
 
     def acquire(self, count: int) -> Lease:
-        """Lease a buffer of ``count`` bytes. Raises :class:`SwapError` where they cannot be pinned."""
+        """Lease a buffer of ``count`` bytes. Raises :class:`SwapError` if memory cannot be pinned."""
         while self._released and self._released[0][1].done():
             arena, _ = self._released.popleft()
             if arena.data.numel() >= count:
@@ -54,12 +54,12 @@ class Buffers:
         return Lease(arena.data[:count], arena)
 
     def release(self, leases: Iterable[Lease], read: Event | None = None) -> None:
-        """Give ``leases`` of :meth:`acquire` back. Their buffers are filled again once ``read``, an event of the
-        device, has happened."""
+        """Release ``leases``. Their buffers are reused only after ``read``, an event of the device."""
         self._released.extend([(each.arena, read or DoneEvent()) for each in leases])
 
     def close(self) -> None:
-        """Free the released buffers that are no longer read; leased ones are freed with their leases."""
+        """Free all released buffers that the device no longer reads. A leased buffer is freed when its lease is
+        dropped."""
         with contextlib.suppress(RuntimeError):  # queries of a failed device raise
             while self._released and self._released[0][1].done():
                 self._released.popleft()[0].close()
@@ -77,7 +77,7 @@ class StagingBuffer(Protocol):
 
 
 class Staging(Protocol):
-    """Copies between a device's tensors and host buffers that a process group can carry."""
+    """Copies tensors of a device into host buffers from which a process group can send, and back."""
 
     def buffers(self) -> Buffers:
         """Return the host buffers of one end of a channel."""
@@ -88,8 +88,8 @@ class Staging(Protocol):
     def send(
         self, tensors: Sequence[Tensor], targets: Sequence[Tensor], post: Callable[[], None]
     ) -> None:
-        """Copy ``tensors`` into ``targets``, parts of a host buffer, then call ``post``. Calls of ``post`` are in the
-        order of the sends. The device does not wait."""
+        """Copy ``tensors`` into ``targets``, parts of a host buffer, then call ``post``. ``post`` is called in the
+        order of the sends. Work queued on the device does not wait for the copy."""
 
     def drain(self) -> None:
         """Wait until all messages are posted; raise the error of a failed send."""
@@ -99,7 +99,7 @@ class Staging(Protocol):
 
 
 class _InPlace:
-    """Returns messages as they are: on a CPU, host memory is device memory."""
+    """Returns messages unchanged: on a CPU, host memory is device memory."""
 
     def upload(self, data: Tensor) -> tuple[Tensor, Event]:
         return data, DoneEvent()
@@ -109,7 +109,7 @@ class _InPlace:
 
 
 class NoStaging:
-    """Sends without staging: on a CPU, gloo sends from device memory."""
+    """Sends tensors directly: on a CPU, gloo can send from device memory."""
 
     def buffers(self) -> Buffers:
         return Buffers(CpuCopies())
@@ -132,7 +132,8 @@ class NoStaging:
 
 
 class DeviceBuffer:
-    """Memory of ``device``, as large as the largest message so far; ``copies`` run on streams of their own."""
+    """Memory on ``device`` as large as the largest message so far. ``copies`` makes the copies, on streams of its
+    own."""
 
     def __init__(self, device: torch.device, copies: CopyEngine) -> None:
         self._device, self._copies = device, copies
@@ -140,7 +141,7 @@ class DeviceBuffer:
         self._read: Event | None = None
 
     def upload(self, data: Tensor) -> tuple[Tensor, Event]:
-        """Copy on a side stream; the compute stream waits for the copy, this thread does not."""
+        """Queue the copy on a side stream. The compute stream waits for it; this thread does not."""
         if self._memory.numel() < data.numel():
             self._memory = torch.empty(data.numel(), dtype=torch.uint8, device=self._device)
             self._read = None  # the copy then waits for all queued work, whichever used this memory
@@ -150,12 +151,12 @@ class DeviceBuffer:
         return target, arrived
 
     def mark_read(self) -> None:
-        """Make the next upload wait for the reads that are queued so far."""
+        """Make the next upload wait for all reads that are queued now."""
         self._read = self._copies.mark()
 
 
 class PinnedStaging:
-    """Stages through pinned memory. A thread waits for the copies to the host, so that the main thread can queue more
+    """Stages messages through pinned memory. A thread waits for copies to the host, so the main thread can queue more
     work."""
 
     def __init__(self, device: torch.device, copies: CopyEngine) -> None:
@@ -195,7 +196,8 @@ class PinnedStaging:
             self._queued.popleft().result()
 
     def close(self) -> None:
-        """End the thread. It waits for the device only, not for a peer that may be gone: queued sends are dropped."""
+        """End the thread and drop queued sends. The thread waits for the device only, never for a peer that may have
+        failed."""
         with contextlib.suppress(RuntimeError):  # a failed device raises
             self._copies.synchronize()
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -204,11 +206,11 @@ class PinnedStaging:
 
 
 def staging_for(device: torch.device, copies: CopyEngine) -> Staging:
-    """Return the staging of a rank's device."""
+    """Return the staging of messages for a rank on ``device``."""
     return NoStaging() if device.type == "cpu" else PinnedStaging(device, copies)
 
 
 def _rounded(count: int) -> int:
-    """Return ``count`` rounded up to a size of buffers, so that messages that grow slowly reuse a buffer."""
+    """Return ``count`` bytes rounded up to a buffer size, so that slowly growing messages reuse a buffer."""
     step = max(1, (1 << max(0, count - 1).bit_length()) // (2 * _PARTS))
     return -(-count // step) * step

@@ -27,7 +27,7 @@ class Sender(Protocol):
 
     def send(self, tensors: Sequence[Tensor], rows: int) -> None:
         """Send one message of a micro-batch's ``rows`` rows; blocks only while the peer is too far behind. The caller
-        may drop the tensors at once, but not change them before the channels are drained."""
+        may drop the tensors at once, but must not change them before the channels are drained."""
 
     def flush(self) -> None:
         """Wait until the peer has all messages; the channels have been drained."""
@@ -47,7 +47,7 @@ class Receiver(Protocol):
 
 
 class Channels:
-    """All channels of one rank. All ranks of the mesh build theirs together."""
+    """All channels of one rank. Construction is collective over the mesh."""
 
     def __init__(self, mesh: Mesh, copies: CopyEngine) -> None:
         # Streams of their own: messages do not queue behind swap traffic.
@@ -93,7 +93,7 @@ class Channels:
         self._staging.drain()
 
     def close(self) -> None:
-        """Release everything. A peer that still waits for this rank gets an error."""
+        """Release all channels. A peer that still waits for this rank gets an error."""
         for sender in self._senders:
             sender.close()
         if self._listener is not None:
@@ -101,7 +101,7 @@ class Channels:
         self._staging.close()
 
     def _addresses(self, route: Route) -> tuple[Address, Address]:
-        """Return the addresses of device buffers and of headers."""
+        """Return the address for device buffers and the address for headers."""
         return Address(*self._mesh.channel(route)), Address(*self._mesh.host_channel(route))
 
     def _shares_memory(self, rank: int) -> bool:

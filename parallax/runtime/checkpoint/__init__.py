@@ -11,8 +11,8 @@
                                    and of itself, the caller's state
 
 All files are written into a folder of another name and synced, and the folder is renamed last, so a folder called
-``step-…`` is always whole. Nothing is ever unpickled. Where only adapters are trained, the checkpoint holds a mark of
-each base tensor instead of the tensor, to recognize the base when it is loaded.
+``step-…`` is always whole. Nothing is ever unpickled. If only adapters are trained, the checkpoint holds a mark of each
+base tensor instead of the tensor, to recognize the base when it is loaded.
 """
 
 from parallax.runtime.checkpoint.caller_state import state_text

@@ -1,7 +1,8 @@
-"""The caller's state in a checkpoint: the position in the data, an order of rows, states of random generators.
+"""The caller's state in a checkpoint, for example the position in the data, a row order, or states of random
+generators.
 
-JSON alone would silently change some values: tuples become lists and numeric keys become text; tensors it cannot hold.
-So such values are written as objects with a kind::
+JSON alone would silently change some values: tuples become lists, numeric keys become text. It cannot hold tensors at
+all. So such values are written as objects with a kind::
 
     (3, 4)                ->  {"__kind__": "tuple", "items": [3, 4]}
     generator.get_state() ->  {"__kind__": "tensor", "dtype": "uint8", "shape": [5056], "base64": "…"}
@@ -94,7 +95,8 @@ def _plain(value: Any, place: str) -> Any:
 
 
 def _is_short(numbers: list[Any]) -> bool:
-    """Whether it is a list of 64-bit integers, such as an order of rows, which needs no check of single values."""
+    """Whether ``numbers`` holds only 64-bit integers, as a row order does, so that its values need no separate
+    check."""
     return (
         all(type(number) is int for number in numbers)
         and max(numbers, default=0) < 2**63

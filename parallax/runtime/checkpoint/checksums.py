@@ -20,17 +20,17 @@ SEAL = "sha256"  # the index's own entry
 
 
 def checksum(tensor: Tensor, before: int = 0) -> int:
-    """Return the CRC-32 of all bytes of a contiguous host tensor."""
+    """Return the CRC-32 of all bytes of a contiguous host tensor; ``before`` is the CRC-32 of preceding bytes."""
     return zlib.crc32(bytes_of(tensor), before)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous host tensor."""
+    """Return the bytes of a contiguous host tensor, without a copy."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def mark(tensor: Tensor) -> int:
-    """Return a checksum that identifies a tensor which a checkpoint leaves out: of all bytes of a small tensor, of
+    """Return a checksum that identifies a tensor left out of a checkpoint. It covers all bytes of a small tensor, and
     evenly spaced pieces of a large one."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     if len(flat) > _PIECES * _PIECE_BYTES:
@@ -46,7 +46,7 @@ def seal(index: Mapping[str, Any]) -> str:
 
 
 def verify_file(path: Path, expected: str, checksums: Mapping[str, int]) -> None:
-    """Read a safetensors file once, from beginning to end. Raises :class:`CheckpointError` where its SHA-256 is not
+    """Verify a safetensors file in one sequential read. Raises :class:`CheckpointError` if its SHA-256 is not
     ``expected``, and names the tensors that differ from ``checksums``."""
     whole, damaged = hashlib.sha256(), list[str]()
     with path.open("rb") as file:
@@ -68,7 +68,7 @@ def verify_file(path: Path, expected: str, checksums: Mapping[str, int]) -> None
 
 
 def _spans(text: bytes) -> list[tuple[str, tuple[int, int]]]:
-    """Return the name and the byte range of each tensor after a file's header, in order."""
+    """Return the name and byte range of each tensor, relative to the end of the header, in the order of the ranges."""
     header = json.loads(text)
     found = [
         (name, tuple(each["data_offsets"]))

@@ -17,11 +17,12 @@ class CheckpointConfig:
     """The folder of checkpoints, background writing, and retention.
 
     ``directory``: a folder that all nodes share; each run uses the subfolder of its name. auto: the run's own
-    directory; where nodes do not share it, each node has the files of its ranks. ``asynchronous``: training waits for
-    the copy to host memory, as far as memory is free for it, and resumes while the files are written; a run waits for
-    its last checkpoint. ``keep``: how many of the latest are kept; 0 keeps all. ``keep_every``: the checkpoint of every
-    n-th step is kept for ever besides; 0: none. ``best``: the number of checkpoints that are kept besides, the best by
-    ``metric``: the lowest validation_loss (then an evaluation precedes each checkpoint) or loss (of the step).
+    directory; if nodes do not share it, each node has the files of its ranks. ``asynchronous``: training resumes once
+    the tensors are copied to host memory, and the files are written meanwhile; if host memory is short, training also
+    waits for writes. A run waits for its last checkpoint. ``keep``: how many of the latest are kept; 0 keeps all.
+    ``keep_every``: the checkpoint of every n-th step is also kept, for ever; 0: none. ``best``: the number of
+    checkpoints that are also kept, the best by ``metric``: the lowest validation_loss (then an evaluation precedes each
+    checkpoint) or loss (of the step).
     """
 
     directory: str = "auto"

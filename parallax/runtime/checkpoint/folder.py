@@ -33,12 +33,13 @@ def step_of(path: Path) -> int | None:
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """Return the whole checkpoints in ``directory``, oldest first."""
+    """Return the complete checkpoints in ``directory``, oldest first."""
     return sorted(path for path in directory.glob("step-*") if (path / INDEX).is_file())
 
 
 def remove_partial(directory: Path) -> None:
-    """Delete the files of an interrupted save or removal; a checkpoint that was to be replaced gets its name back."""
+    """Delete the files of an interrupted save or removal. A checkpoint that the save would have replaced gets its name
+    back."""
     for path in directory.glob(f"{_REPLACED}*"):
         final = directory / path.name.removeprefix(_REPLACED)
         if final.exists():
@@ -61,7 +62,7 @@ def partial_folder(directory: Path, step: int) -> Path:
 
 
 def begin(partial: Path) -> None:
-    """Make the folder, empty."""
+    """Create the folder ``partial``, empty."""
     try:
         remove_partial(partial.parent)
         partial.mkdir(parents=True)
@@ -72,7 +73,7 @@ def begin(partial: Path) -> None:
 
 
 def finish(partial: Path, index: dict[str, Any]) -> None:
-    """Write the index and rename the folder; replaces a checkpoint of the same step."""
+    """Write ``index`` and rename the folder to its final name, replacing a checkpoint of the same step."""
     path = partial / INDEX
     entries = {"version": VERSION, **index}
     text = json.dumps({SEAL: seal(entries), **entries}, indent=1)
@@ -88,7 +89,7 @@ def finish(partial: Path, index: dict[str, Any]) -> None:
 
 
 def give_name(partial: Path) -> None:
-    """Rename a whole folder; replaces a checkpoint of the same step."""
+    """Rename a complete folder to its final name, replacing a checkpoint of the same step."""
     name = partial.name.removeprefix(_PARTIAL)
     final, replaced = partial.parent / name, partial.parent / f"{_REPLACED}{name}"
     sync(partial)

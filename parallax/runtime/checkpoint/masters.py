@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint in the number format of the run that resumes.
+"""Convert the tensors of a checkpoint to the number format of the run that resumes.
 
 An optimizer steps weights in full precision: the weights themselves, or their masters where the weights have two bytes.
 A checkpoint treats both alike, so a run can resume in another format with the same masters::
@@ -24,14 +24,14 @@ from parallax.swap.weights import stepped_in
 
 
 class HeldMasters:
-    """The tensors of ``reader``, in the formats of a run's tensors."""
+    """Reads tensors from ``reader`` in the number formats of the run that resumes."""
 
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
 
     def check(self, names: dict[str, Tensor]) -> None:
-        """Check all tensors that a rank with the tensors ``names`` needs, without keeping them, so that errors are
-        raised before anything is changed."""
+        """Check all tensors that a rank needs, given its tensors by name, without keeping them. Errors are so raised
+        before anything is changed."""
         self._reader.check(names)
         held = self._reader.model_tensors()
         for name, mine in names.items():
@@ -47,7 +47,7 @@ class HeldMasters:
                 self._check_range(name, self.weight(name, mine), mine)
 
     def weight(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the new value of ``tensor``, in its own format or in that of its master."""
+        """Return the checkpoint's value of ``tensor``, in the format of ``tensor`` or of its master copy."""
         found = self._reader.read(f"model/{name}")
         if found.dtype is tensor.dtype:
             return found
@@ -55,7 +55,7 @@ class HeldMasters:
         return found if master is None else master
 
     def states(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the optimizer states of ``tensor``, with its master where it has one."""
+        """Return the optimizer states of ``tensor``, including its master copy if it needs one."""
         known = self._reader.states(name)
         master = known.pop(MASTER, None)
         if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
@@ -68,7 +68,7 @@ class HeldMasters:
         return known if master is None else {**known, MASTER: master}
 
     def _check_range(self, name: str, found: Tensor, tensor: Tensor) -> None:
-        """Raise where a value is too large for the format of ``tensor``."""
+        """Raise if a value of ``found`` is too large for the format of ``tensor``."""
         lost = torch.isfinite(found) & ~torch.isfinite(found.to(tensor.dtype))
         if bool(lost.any()):
             value = found[lost][0].item()

@@ -19,8 +19,8 @@ from parallax.runtime.checkpoint.folder import INDEX, VERSION
 
 
 class CheckpointReader:
-    """Reads tensors of a checkpoint by name, from whichever file has them. A file is verified as a whole before the
-    first of its tensors is returned."""
+    """Reads tensors of a checkpoint by name, from any of its files. A file is verified as a whole before its first
+    tensor is returned."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -53,8 +53,8 @@ class CheckpointReader:
     def check_names(
         self, expected: Iterable[str], fingerprint: str, structure: str = "", dtype: str = ""
     ) -> None:
-        """Raise for a checkpoint of another model, whose names are not ``expected``. A checkpoint in another number
-        format than ``dtype`` is of the same model where its ``structure`` is the same."""
+        """Raise if the checkpoint is of another model: its names differ from ``expected``, or its fingerprint differs.
+        A checkpoint in another number format than ``dtype`` is accepted if its ``structure`` is equal."""
         wanted = set(expected)
         found = {
             name.removeprefix("model/") for name in self._checksums if name.startswith("model/")
@@ -69,8 +69,8 @@ class CheckpointReader:
             )
 
     def check_base(self, base: str, marks: dict[str, int], dtype: str = "") -> None:
-        """Raise for a checkpoint that was trained on another base than ``base``, whose tensors have ``marks``. A base
-        in another number format than ``dtype`` is another base."""
+        """Raise if the checkpoint was trained on another base model than ``base``, whose tensors have the checksums
+        ``marks``. The same base in another number format than ``dtype`` counts as another base."""
         if marks and self._dtype not in ("", dtype):
             raise CheckpointError(
                 f"{self.directory} was trained on a base in {printable(self._dtype)}, which it does not hold, and "
@@ -84,7 +84,7 @@ class CheckpointReader:
             )
 
     def check_optimizer(self, name: str) -> None:
-        """Raise for states of another optimizer."""
+        """Raise if the optimizer states are those of another optimizer."""
         if self._trained_by not in ("", name):
             trained_by = printable(self._trained_by)
             named = trained_by.islower()  # other names are classes
@@ -99,14 +99,14 @@ class CheckpointReader:
             )
 
     def held(self) -> dict[str, Tensor]:
-        """Return all tensors by their full names, without values."""
+        """Return all tensors of the checkpoint by full name, as tensors without values."""
         held: dict[str, Tensor] = {}
         for file in {id(file): file for _, file in self._where.values()}.values():
             held |= held_in(file)
         return held
 
     def model_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the model by the model's names, without values."""
+        """Return the model's tensors by the model's names, as tensors without values."""
         return {
             name.removeprefix("model/"): tensor
             for name, tensor in self.held().items()
@@ -135,7 +135,7 @@ class CheckpointReader:
         )
 
     def _verify(self, path: Path) -> None:
-        """Verify a file whose digest is known, once."""
+        """Verify a file once against its recorded digest."""
         expected = self._digests.get(path.name)
         if expected is not None and path not in self._verified:
             with _as_damage(path):
@@ -143,26 +143,26 @@ class CheckpointReader:
             self._verified.add(path)
 
     def elsewhere(self) -> dict[str, str]:
-        """Return the tensors that this node does not have → the node that saved each."""
+        """Return tensor name → the node that saved it, for the tensors that this node does not have."""
         return {name: node for name, node in self._nodes.items() if name not in self._where}
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Return the tensors of the parameters ``names`` that the checkpoint holds, but not on this node."""
+        """Return the tensors of the parameters ``names`` that the checkpoint has, but that are not on this node."""
         wanted = [f"{kind}/{name}" for name in names for kind in ("model", *self._optimizer)]
         return [each for each in wanted if each in self._checksums and each not in self._where]
 
     def files(self) -> dict[str, str]:
-        """Return the tensors of this node → the file of each."""
+        """Return tensor name → file, for the tensors on this node."""
         return {name: path.name for name, (path, _) in self._where.items()}
 
     def check_whole(self) -> None:
-        """Raise where other nodes hold parts of the checkpoint."""
+        """Raise if parts of the checkpoint are on other nodes."""
         for name in self._checksums:
             if name not in self._where and name in self._nodes:
                 raise CheckpointError(self._elsewhere(name))
 
     def _elsewhere(self, name: str) -> str:
-        """Return the message about a tensor that another node saved."""
+        """Return an error message for a tensor that another node saved."""
         place, here = printable(self._nodes[name]), {self._nodes.get(each) for each in self._where}
         mine = ", ".join(sorted(printable(str(each)) for each in here if each)) or "no node"
         return (
@@ -171,8 +171,8 @@ class CheckpointReader:
         )
 
     def check(self, names: dict[str, Tensor]) -> None:
-        """Check all tensors that a rank with the tensors ``names`` needs, without keeping them, so that errors are
-        raised before anything is changed."""
+        """Check all tensors that a rank needs, given its tensors by name, without keeping them. Errors are so raised
+        before anything is changed."""
         for name, mine in names.items():
             _, file = self._find(f"model/{name}")
             was, due = list(file.get_slice(f"model/{name}").get_shape()), list(mine.shape)
@@ -188,11 +188,11 @@ class CheckpointReader:
                     self.read(each)
 
     def states(self, name: str) -> dict[str, Tensor]:
-        """Return the optimizer states of a parameter; empty for one that never had a gradient."""
+        """Return the optimizer states of a parameter; empty if the parameter never had a gradient."""
         return {key: self.read(f"{key}/{name}") for key in self._states_of(name)}
 
     def state_of(self, name: str, key: str) -> Tensor | None:
-        """Return one state of a parameter; None where it is missing."""
+        """Return one state of a parameter; None if it is missing."""
         return self.read(f"{key}/{name}") if key in self._states_of(name) else None
 
     def _states_of(self, name: str) -> list[str]:
@@ -200,7 +200,7 @@ class CheckpointReader:
 
 
 def read_metrics(directory: Path) -> dict[str, Any]:
-    """Return the metrics of a checkpoint; empty where it cannot be read."""
+    """Return the metrics of a checkpoint; empty if they cannot be read."""
     try:
         return dict(_read_index(directory).get("metrics", {}))
     except (CheckpointError, ValueError, TypeError):
@@ -223,7 +223,7 @@ def _read_index(directory: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _as_damage(path: Path) -> Iterator[None]:
-    """Report errors of parsing and reading as damage of the file."""
+    """Re-raise parse and read errors in the block as an error about the damaged file."""
     try:
         yield
     except (

@@ -23,8 +23,8 @@ class Retention:
     metric: str = "validation_loss"
 
     def superseded(self, held: Mapping[int, float | None], step: int) -> list[int]:
-        """Return the steps in ``held`` whose checkpoints may be removed after that of ``step``. ``held``: step →
-        metric, or None. Later steps, which the run did not resume from, are ignored."""
+        """Return the steps whose checkpoints may be removed once that of ``step`` is complete. ``held``: step → metric,
+        or None, of the existing checkpoints. Steps after ``step`` are ignored: the run did not resume from them."""
         steps = sorted(each for each in held if each <= step)
         if not self.keep_last:
             return []
@@ -45,8 +45,8 @@ ALL_STAY = Retention()
 
 
 def remove(directory: Path, steps: Iterable[int]) -> None:
-    """Remove the checkpoints of ``steps``. Each folder is renamed first, so that an interrupted removal leaves no
-    checkpoint, and its files are removed by the next start."""
+    """Remove the checkpoints of ``steps``. Each folder is renamed first: after an interruption it is no longer listed
+    as a checkpoint, and the next start removes its files."""
     for step in steps:
         name = checkpoint_name(step)
         with contextlib.suppress(OSError):

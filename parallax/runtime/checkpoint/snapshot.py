@@ -1,8 +1,8 @@
 """Host memory for the copies of a checkpoint's tensors, until they are written.
 
-Training resumes when all tensors are copied; a thread writes the copies and releases their memory. With memory for all
-tensors of a rank, training waits for the copies alone; with less, it waits for writes too; with memory for one buffer,
-for nearly all of them::
+Training resumes when all tensors are copied; a thread writes the copies and releases their memory. If memory holds all
+tensors of a rank, training waits only for the copies; otherwise it waits for writes too, with a single buffer for
+nearly all of them::
 
     main     copy A ─▶ copy B ─▶ copy C (into A's buffer, where there is memory for two) ─▶ step …
     thread             write A ─────▶ write B ─▶ write C
@@ -21,8 +21,8 @@ from parallax.machine.pinned import Arena
 
 
 class SnapshotMemory:
-    """Buffers that are reused by all saves: at most ``limit_bytes`` together, or one larger buffer. ``arena`` allocates
-    the memory of a buffer."""
+    """Buffers that all saves reuse, at most ``limit_bytes`` in total, or one larger buffer. ``arena`` allocates a
+    buffer's memory."""
 
     def __init__(self, arena: Callable[[int], Arena], limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -37,7 +37,7 @@ class SnapshotMemory:
         return sum(each.data.numel() for each in (*self._free, *self._acquired.values()))
 
     def acquire(self, size: int) -> Tensor:
-        """Return a buffer of ``size`` bytes; waits for the release of others where memory is short."""
+        """Return a buffer of ``size`` bytes; if memory is short, wait until another buffer is released."""
         with self._changed:
             while (found := self._find(size)) is None:
                 self._changed.wait()
@@ -51,12 +51,13 @@ class SnapshotMemory:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Free the released buffers; none may be acquired any more."""
+        """Free the released buffers. No buffer may be acquired afterwards."""
         while self._free:
             self._free.pop().close()
 
     def _find(self, size: int) -> Arena | None:
-        """Return a free buffer of that size, or a new one where it is within the limit or no release is due."""
+        """Return a free buffer of ``size`` bytes, or a new one if the limit allows it or no buffer will be released;
+        else None."""
         for index, free in enumerate(self._free):
             if free.data.numel() == size:
                 return self._free.pop(index)
@@ -67,7 +68,7 @@ class SnapshotMemory:
         return None
 
     def _make(self, size: int) -> Arena | None:
-        """Return a new buffer; None where memory is short and another buffer will be released."""
+        """Return a new buffer; None if memory is short and another buffer will be released."""
         try:
             return self._arena(size)
         except (RuntimeError, MemoryError, SwapError) as error:

@@ -98,13 +98,13 @@ class PartWriter:
         self._batch[name], self._at = place, start + tensor.nbytes
 
     def end(self) -> Future[WrittenParts]:
-        """Close the last file; return the future of all written files."""
+        """Close the last file and return a future of all written files."""
         if self._batch or not self._count:
             self._submit()
         return self._thread.submit(self._collect)
 
     def cancel(self) -> None:
-        """Skip the files that are not written yet."""
+        """Skip the files that have not been written yet."""
         self._cancelled.set()
         if self._buffer is not None:
             self._memory.release(self._buffer)
@@ -158,7 +158,8 @@ def write_file(path: Path, tensors: dict[str, Tensor], checksums: dict[str, int]
 
 
 def _put(file: BinaryIO, data: bytes | memoryview, whole: Any) -> int:
-    """Write ``data`` in chunks, each while it is in the processor's caches; return their checksum."""
+    """Write ``data`` in chunks that fit the processor's caches, add them to the hash ``whole``, and return their
+    checksum."""
     found = 0
     for start in range(0, len(data), _CHUNK_BYTES):
         chunk = data[start : start + _CHUNK_BYTES]

@@ -1,4 +1,4 @@
-"""End a rank after a failure, and write its exit report.
+"""End the process of a failed rank, and write its exit report.
 
 When one rank fails, every other rank raises an exception of its own, and a launcher sees only exit codes. The user
 needs one line. So a failed rank asks the watch whether it is the rank that reports, and writes its report to the
@@ -89,10 +89,10 @@ def report_and_exit(error: BaseException, watch: Watch | None = None) -> NoRetur
 
 
 def exit_process(code: int) -> NoReturn:
-    """End the process of a rank after it has closed its resources.
+    """End the process of a rank, after it has closed its resources, with exit code ``code``.
 
-    Threads of libraries may still wait for Python's lock. A finalizing interpreter ends them inside C++ code, which
-    occasionally calls abort.
+    Threads of libraries may still wait for Python's lock. A finalizing interpreter would end them inside C++ code,
+    which occasionally calls abort.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -136,7 +136,7 @@ def read_exit_report(file: Path) -> FailureReport | None:
 
 
 def follows(error: BaseException) -> bool:
-    """Return whether an exception only shows that another rank has ended."""
+    """Return whether ``error`` is only a consequence of another rank's end."""
     return isinstance(error, RuntimeError | TransportError) and bool(_BROKEN.search(str(error)))
 
 
@@ -172,7 +172,7 @@ def _failure_of(error: BaseException, watch: Watch | None) -> FailureReport:
 
 
 def _speaks_first() -> bool:
-    """Return whether this is the first rank of its host to fail. Later failures follow from it."""
+    """Return whether this rank is the first of its host to fail; failures of other ranks are consequences."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return True

@@ -107,7 +107,7 @@ def _file(folder: Path, rank: int) -> Path:
 
 @dataclass(slots=True)
 class _Heard:
-    """The last status read from a rank, raw and parsed, and the seconds since it last changed."""
+    """The last status read from a rank's heartbeat file, raw and parsed, and the seconds since it last changed."""
 
     text: list[object] = field(default_factory=list)
     status: BeatStatus | None = None
@@ -115,8 +115,8 @@ class _Heard:
 
 
 class Heartbeats:
-    """The launcher's side: the files of ``ranks`` ranks in ``folder``, created before the ranks start. ``requests`` are
-    the requests to end so far."""
+    """The launcher's side: the heartbeat files of ``ranks`` ranks in ``folder``, created before the ranks start.
+    ``requests`` lists the requests to end so far."""
 
     def __init__(self, folder: Path, ranks: int, requests: Requests) -> None:
         self._folder, self._requests = folder, requests
@@ -129,12 +129,12 @@ class Heartbeats:
                 _file(folder, rank).touch()
 
     def living(self, ranks: Iterable[int]) -> list[int]:
-        """Return the ``ranks`` that have not removed their heartbeat file, as a rank does when it ends properly."""
+        """Return the ``ranks`` whose heartbeat file still exists; a rank removes its file when it ends in order."""
         return [rank for rank in ranks if _file(self._folder, rank).exists()]
 
     def have_stopped(self) -> bool:
-        """Return whether the launcher must kill the ranks because none of them responds: each has been silent for
-        longer than its limit, or they were asked to end and cannot save in time. Call it often."""
+        """Return whether the launcher must kill the ranks because none responds: each has been silent for longer than
+        its limit, or cannot save in time after a request to end. The caller polls it several times a second."""
         gap = time.monotonic() - self._read_at
         if gap >= _READ_SECONDS:
             self._read_at += gap
@@ -178,7 +178,7 @@ class Heartbeats:
 
 
 def _silent(seen: RankStatus, limit_seconds: float) -> bool:
-    """Return whether a rank with a limit has been silent for longer than that."""
+    """Return whether a rank with a time limit has been silent for longer than the limit."""
     sooner = replace(seen, silent_seconds=seen.silent_seconds - _SLACK_SECONDS)
     found = root_cause([sooner], limit_seconds) if limit_seconds else None
     return found is not None and found[1] is FailureKind.SILENT

@@ -41,7 +41,7 @@ class Life:
         self._own, self._children = self._measure(), 0.0
 
     def shows(self) -> bool:
-        """Return whether there was a sign of life since the last call."""
+        """Return whether the process has made progress since the last call."""
         (then, switched, before), self._own = self._own, self._measure()
         now, switches, seconds = self._own
         busy = BUSY * (now - then)
@@ -52,8 +52,8 @@ class Life:
         return self._children - children > busy
 
     def _measure(self) -> tuple[float, str, float]:
-        """Return the time, the context switches of the main thread, and the CPU seconds of this process without this
-        thread."""
+        """Return the time, the number of context switches of the main thread, and the CPU seconds of this process
+        except those of the calling thread."""
         return time.monotonic(), self._switches(), time.process_time() - time.thread_time()
 
     def _switches(self) -> str:
@@ -64,8 +64,8 @@ class Life:
         return ""
 
     def _reads_or_writes(self) -> bool:
-        """Return whether any thread waits for a disk, which no other counter shows: the main thread may wait for that
-        thread."""
+        """Return whether any thread waits for a disk. No other counter shows this, and the main thread may wait for
+        that thread."""
         for stat in self._threads.glob("*/stat"):
             with contextlib.suppress(OSError, IndexError):
                 if stat.read_text().rpartition(")")[2].split()[0] == "D":
@@ -81,7 +81,7 @@ class ThreadLife:
         self._before = ""
 
     def shows(self) -> bool:
-        """Return whether there was a sign of life since the last call; True if the system cannot tell."""
+        """Return whether the thread has made progress since the last call; True if the system cannot tell."""
         try:
             status = (self._folder / "status").read_text()
             ran = (self._folder / "schedstat").read_text()

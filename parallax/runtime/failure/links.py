@@ -1,4 +1,4 @@
-"""Connections between the ranks' watches: one line of JSON per message, a star around rank 0.
+"""Connections between the ranks' watches: one line of JSON per message, in a star around rank 0.
 
 A connection must show the end of a process at once, even if its main thread or torch's own connections are blocked, so
 the watches use sockets of their own. The listening port is open only while the ranks connect: on the loopback address
@@ -166,7 +166,8 @@ def _listed(variable: str) -> list[str]:
 
 
 def _listener(where: list[str]) -> socket.socket:
-    """Listen at the address if there is one, at all addresses of the host if there are several."""
+    """Return a socket that listens at the single address in ``where``, or at all addresses of the host if there are
+    several."""
     if len(where) == 1:
         family, *_, place = socket.getaddrinfo(where[0], 0, type=socket.SOCK_STREAM)[0]
         return socket.create_server(place[:2], family=family, backlog=1024)

@@ -18,7 +18,7 @@ _EXAMINE_SECONDS = 1.0  # between two checks for signs of life
 
 
 class Watched(Protocol):
-    """The engine: the action that it executes, its step, and since when; None between steps."""
+    """The engine as the watch sees it: its current action."""
 
     @property
     def current(self) -> tuple[Action, int, float] | None:
@@ -35,8 +35,8 @@ class Watched(Protocol):
 
 @dataclass(slots=True)
 class BesideSteps:
-    """The background activity ``what`` of a ``thread``, and the seconds for which ``life`` has shown no sign of
-    life."""
+    """The background activity ``what`` that ``thread`` runs, and the seconds for which ``life`` has shown no
+    progress."""
 
     what: str
     thread: threading.Thread
@@ -45,8 +45,8 @@ class BesideSteps:
 
 
 class OwnStatus:
-    """The action that the main thread executes or, outside of steps, its phase and whether it shows signs of life.
-    ``steps`` are the observed steps."""
+    """This rank's current activity: the action that the main thread executes or, outside of steps, its phase and
+    whether it makes progress. ``steps`` counts the observed steps."""
 
     def __init__(self) -> None:
         self.steps: set[int] = set()
@@ -81,7 +81,7 @@ class OwnStatus:
         return self._attended[1].coordinate(rank) if self._attended else None
 
     def observe(self, before: RankStatus, now: float, gap: float) -> RankStatus:
-        """Return the status ``gap`` seconds after it was ``before``."""
+        """Return the status at time ``now``, given the status ``gap`` seconds ``before``."""
         current = self.current
         doing = current or self._phase
         gap = gap if doing is self._doing else 0.0
@@ -98,7 +98,7 @@ class OwnStatus:
         )
 
     def observe_beside(self, now: float) -> None:
-        """Check the background activity for signs of life, about once a second."""
+        """Check, about once a second, whether the background activity makes progress."""
         seconds = now - self._beside_at
         if seconds < _EXAMINE_SECONDS or self._attended is None:
             return
@@ -121,7 +121,7 @@ class OwnStatus:
         return self._phase[0] or ("between steps" if self._attended else "starting")
 
     def _examine(self, before: RankStatus, now: float, gap: float) -> tuple[float, bool]:
-        """Return the seconds without a sign of life outside of steps, and whether this rank waits for others."""
+        """Return the seconds without progress outside of steps, and whether this rank waits for others."""
         idle = before.idle_seconds + gap if gap else 0.0
         if min(now - self._examined, before.seconds) < _EXAMINE_SECONDS:
             return idle, before.waits and gap > 0

@@ -1,4 +1,4 @@
-"""End a rank so that torchrun does not restart it in vain.
+"""End a rank so that torchrun does not restart it after invalid input.
 
 Torchrun restarts all ranks after every failure. Invalid input would fail in the same way each time, so the first rank
 of a host asks its torchrun to end, and writes a marker file for the script that started torchrun.

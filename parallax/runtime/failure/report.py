@@ -74,7 +74,7 @@ class RankStatus:
 
     @property
     def last(self) -> str:
-        """The continuation of a sentence about a rank that sends no more messages."""
+        """The second half of a sentence about a rank that sends no more messages."""
         if self.action is not None:
             return f", last seen in {self}"
         after = f" after step {self.step}" if self.step >= 0 else ""
@@ -93,8 +93,8 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class FailureReport:
-    """Why the run ends. ``who`` names the rank, ``what`` tells its failure, ``remark`` adds a remedy. All ranks end
-    with ``code``. ``speaker`` prints the report if the rank itself cannot; -1 means the first rank of each host.
+    """Why the run ends: ``who`` names the rank, ``what`` is its failure, and ``remark`` a remedy. All ranks end with
+    ``code``. ``speaker`` prints the report if the rank itself cannot; -1 means the first rank of each host.
     ``may_pass``: another attempt may succeed. ``saved``: no progress is lost."""
 
     rank: int

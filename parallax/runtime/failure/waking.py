@@ -10,8 +10,9 @@ from parallax.common.signals import early_request, handled_signals
 
 
 class WakeUp:
-    """A socket that becomes readable on an event: ``read()`` returns the numbers of the signals since the last call.
-    Meanwhile the main thread's handlers do nothing, because it may be in a call in which no handler runs."""
+    """A socket that becomes readable when a signal arrives or the main thread writes to it. ``read()`` returns the
+    signal numbers received since the last call. Python-level handlers do nothing meanwhile, because the main thread may
+    be in a call during which no handler runs."""
 
     def __init__(self) -> None:
         self.socket, self._wake = socket.socketpair()
@@ -24,7 +25,7 @@ class WakeUp:
             self._wake.send(bytes([number]))
 
     def rouse(self) -> None:
-        """Wake the thread without waiting."""
+        """Wake the thread; returns at once."""
         with contextlib.suppress(BlockingIOError):  # a full buffer wakes it anyway
             self._wake.send(b"\0")
 

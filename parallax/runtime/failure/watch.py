@@ -1,4 +1,4 @@
-"""The watch: every rank learns at once that another rank failed, and one rank reports which and why.
+"""Each rank's watch: a thread that learns at once if another rank fails, so that one rank reports which rank and why.
 
 Ranks wait for each other in calls of torch and of its backends, which do not notice the end of a peer before the
 timeout of a process group, ten minutes and more. So each rank has a thread that only listens, connected with the thread
@@ -144,7 +144,8 @@ class Watch:
         )
 
     def attend(self, engine: Watched, plan: Plan, *, patient_steps: int = 0) -> None:
-        """Observe ``engine`` from now on. Its first ``patient_steps`` steps compile and may last as long as a phase."""
+        """Observe ``engine`` from now on. Its first ``patient_steps`` steps may last as long as a phase, because they
+        compile."""
         self._own.attend(engine, plan)
         self._limits = replace(self._limits, patient_steps=patient_steps)
 
@@ -153,8 +154,8 @@ class Watch:
         return self._own.phase(name)
 
     def serve(self) -> None:
-        """From now on the caller handles requests to end, see :meth:`stop_requested`. Earlier requests end all ranks,
-        since there is nothing to save."""
+        """Declare that the caller polls :meth:`stop_requested` from now on. A request to end that came earlier ends all
+        ranks, since there is nothing to save."""
         self._serving = True
 
     def served(self) -> None:
@@ -173,14 +174,15 @@ class Watch:
         return FailureReport(self.rank, how, who, f"failed{where}: {cause}", code=code)
 
     def claim(self, report: FailureReport) -> None:
-        """Report to the others, without waiting, that this rank has failed. Later claims are ignored, since they follow
-        from the first."""
+        """Tell the other ranks, without waiting, that this rank has failed. Later claims are ignored as consequences of
+        the first."""
         if self._claim is None:
             self._claim = report
             self._waking.rouse()
 
     def wait(self) -> None:
-        """Wait until this rank may print its report. If another rank failed first, the process ends meanwhile."""
+        """Wait until this rank may print its report. If another rank failed first, the process is ended while it
+        waits."""
         self._decided.wait(PATIENCE_SECONDS)
 
     def say(self, report: FailureReport) -> None:
@@ -188,7 +190,7 @@ class Watch:
             self._say(report)
 
     def close(self) -> None:
-        """Announce the end in order, and stop watching."""
+        """Tell the other ranks that this rank ends in order, and stop watching."""
         self._closing = True
         self._waking.rouse()
         self._thread.join()
@@ -239,7 +241,8 @@ class Watch:
         link.close()
 
     def _handle(self, signals: Sequence[int]) -> None:
-        """Handle the main thread's claim, and signals, which the main thread cannot handle while it waits in a call."""
+        """Handle the main thread's claim and ``signals``, which the main thread cannot handle while it waits in a
+        call."""
         for number in signals:
             self._requests.add(number)
             if self._claim is None and (self._requests.impatient or not self._serving):
@@ -286,7 +289,7 @@ class Watch:
             self._find_failure(now)
 
     def _check_beside(self, now: float) -> None:
-        """Check background activities, which no action shows. They hang under the same limit as a phase."""
+        """Check background activities, which no action shows, against the time limit of a phase."""
         self._own.observe_beside(now)
         beside, limit = self._own.beside, self._limits.seconds
         if beside is None or not 0 < limit < beside.idle_seconds:
@@ -308,11 +311,11 @@ class Watch:
 
     @property
     def _silent_seconds(self) -> float:
-        """The seconds for which a rank may be silent now, if there is a limit."""
+        """Return the seconds for which this rank may be silent now; 0 if there is no limit."""
         return max(self._limits.after(len(self._own.steps)), 4 * _BEAT_SECONDS * self._pace)
 
     def _find_failure(self, now: float) -> None:
-        """Rank 0 checks all ranks. The others check only whether rank 0 answers."""
+        """Look for a failed rank: rank 0 checks all ranks, the others check only whether rank 0 answers."""
         heard = {self.rank: now} | {peer: self._heard[peer] for peer in self._links}
         seen = [
             replace(each, silent_seconds=now - heard.get(rank, now))
@@ -326,7 +329,7 @@ class Watch:
         self._decide(FailureReport(rank, how, self._name(rank, seen[rank].action), what, remark))
 
     def _decide(self, report: FailureReport) -> None:
-        """Accept the first report. Rank 0 sends it to all; then the process ends."""
+        """Accept the first report; rank 0 sends it to all ranks. Then end the process."""
         if self._report is not None:
             return
         if self.rank == 0:

@@ -1,4 +1,4 @@
-"""Copies of buffers from before a step, to restore them after a step that is skipped.
+"""Copies of buffers, made before a step, to restore them if the step is skipped.
 
 A forward changes buffers, such as the running statistics of BatchNorm, before the ranks know whether the step will be
 skipped. A skipped step leaves buffers unchanged: otherwise a NaN would stay in them for ever.
@@ -20,7 +20,7 @@ _ALWAYS_BYTES = 2**20
 
 
 class _Kept(NamedTuple):
-    """A buffer's owner and name, its tensor, and a copy of its values at ``version``."""
+    """A buffer's owner and name, its tensor, and a copy of the values that it had at ``version``."""
 
     owner: dict[str, Tensor | None]
     name: str
@@ -31,7 +31,7 @@ class _Kept(NamedTuple):
 
 
 class KeptBuffers:
-    """Copies of the buffers of ``modules``. They double the memory of buffers, which a profile counts."""
+    """Copies of the buffers of ``modules``. A profile counts buffers twice because of them."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
@@ -40,8 +40,8 @@ class KeptBuffers:
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Copy the buffers. Only buffers that may have changed since the last call are copied, all of one type at
-        once."""
+        """Copy the buffers. Only buffers that may have changed since the last call are copied, with one kernel per
+        type."""
         self._none.clear()
         changed: dict[torch.dtype, list[_Kept]] = {}
         for place, module in enumerate(self._modules):

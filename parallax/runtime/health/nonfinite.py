@@ -36,8 +36,8 @@ _TRAINING = "lower optimizer.lr, or raise optimizer.warmup_steps"
 
 @dataclass(frozen=True, slots=True)
 class StepVerdict:
-    """Whether a step is ``accepted``. Where it is not, ``what`` is non-finite, ``why`` is the cause, and ``refusal`` is
-    the error that ends the run, empty where training continues."""
+    """Whether a step is ``accepted``. If not, ``what`` is non-finite, ``why`` is the cause, and ``refusal`` is the
+    error that ends the run, or empty if training continues."""
 
     accepted: bool = True
     what: str = ""
@@ -45,15 +45,16 @@ class StepVerdict:
     refusal: str = ""
 
     def report(self, step: int) -> str:
-        """Return why a step is skipped. Raises :class:`NonFiniteError` where the run may skip no more steps."""
+        """Return why a step is skipped. Raises :class:`NonFiniteError` if the run may skip no more steps."""
         if self.refusal:
             raise NonFiniteError(f"step {step}: {self.refusal}: {self.why}")
         return f"{self.what}: {self.why}" if self.why else ""
 
 
 def judge(scale: LossScale, loss: float, norm: float, find: Callable[[], str]) -> StepVerdict:
-    """Return the verdict of ``scale`` on a step with this loss and norm, which are equal on all ranks. ``find`` locates
-    the cause; it is not called for overflows that a loss scale makes now and then."""
+    """Return whether ``scale`` accepts a step with this loss and gradient norm, and if not, why. Both numbers are equal
+    on all ranks. ``find`` locates the non-finite tensor; it is not called for the occasional overflows of a dynamic
+    loss scale."""
     why = find() if not math.isfinite(loss) else None
     try:
         accepted, refusal = scale.accepts(loss, norm), ""
@@ -70,7 +71,7 @@ def judge(scale: LossScale, loss: float, norm: float, find: Callable[[], str]) -
 
 
 class NamedValue(NamedTuple):
-    """A parameter or a buffer, its value and its gradient, resident or offloaded."""
+    """A parameter or buffer, resident or offloaded, with its value and its gradient."""
 
     name: str
     value: Tensor
@@ -79,8 +80,8 @@ class NamedValue(NamedTuple):
 
 
 def find(mesh: Mesh, batch: Rows, losses: Losses, tensors: Iterable[NamedValue]) -> str:
-    """Return a description of the first non-finite tensor, with a remedy. Every rank calls it. ``losses``: of this
-    rank's micro-batches. ``tensors``: those that this rank is responsible for."""
+    """Return a description of the first non-finite tensor, with a remedy. Every rank calls it, with the ``losses`` of
+    its micro-batches and the ``tensors`` that it is responsible for."""
     answers = mesh.all_gather_object(_search(mesh, batch, losses, tensors))
     found = [(order, rank, text) for rank, answer in enumerate(answers) for order, text in answer]
     if not found:
@@ -94,7 +95,7 @@ def find(mesh: Mesh, batch: Rows, losses: Losses, tensors: Iterable[NamedValue])
 def _search(
     mesh: Mesh, batch: Rows, losses: Losses, tensors: Iterable[NamedValue]
 ) -> list[tuple[tuple[int, int], str]]:
-    """Return this rank's first finding, with its place in the order of causes."""
+    """Return this rank's first finding and its position in the order of the data flow; empty if there is none."""
     found = []
     if mesh.pipeline_rank == 0 and (text := _rows(mesh, "inputs", batch, batch.inputs)):
         found.append(((0, 0), text))
@@ -127,7 +128,7 @@ def _loss(plan: Plan, batch: int, low: int, high: int, value: float) -> str:
 
 
 def _rows(mesh: Mesh, name: str, batch: Rows, read: Callable[[int, int], Any]) -> str:
-    """Describe the rows with NaN or Inf, and their micro-batches; empty where there are none."""
+    """Return a description of the rows with NaN or Inf and of their micro-batches; empty if there are none."""
     rows, kinds = set[int](), set[str]()
     for start in range(0, len(batch), _ROWS):
         stop = min(start + _ROWS, len(batch))

@@ -1,8 +1,8 @@
-"""Checks that a batch returns as many inputs and targets as the rows that were asked for.
+"""Checks that a batch returns as many inputs and targets as the rows that were requested.
 
 Only the first stage reads inputs and only the last reads targets, and a loss may accept any number of either, so each
-returned value is checked. A tensor of another length may be one without rows, which is returned whole for any rows. To
-find out, the rows are read one by one, once, and only where a length is wrong.
+returned value is checked. A tensor of another length may have no rows; it is returned whole for any rows. To find out,
+the rows are read one by one, once, and only if a length is wrong.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Place = tuple[Any, ...]
 
 
 class RowCheck:
-    """The check of one source's batches, for a model of type ``dtype``. It keeps which tensors have no rows, and the
-    last type of each floating-point tensor."""
+    """Checks the batches of one data source, for a model of type ``dtype``. It remembers which tensors have no rows,
+    and the last type of each floating-point tensor."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self._known = _Known(dtype)
@@ -37,8 +37,8 @@ class RowCheck:
         return CheckedRows(batch, name, self._known)
 
     def explained(self, error: Exception) -> Exception:
-        """Return ``error``; or, where torch reports a type mismatch and rows have another type than the model, a
-        :class:`DataError` that names both."""
+        """Return the error to raise for ``error``: a :class:`DataError` if torch reports a type mismatch and the rows
+        have another type than the model, otherwise ``error`` itself."""
         others = {
             _in_words(place): kind
             for place, kind in self._known.floats.items()
@@ -62,7 +62,7 @@ class _Known:
 
 
 class CheckedRows(RowsOf):
-    """Rows whose inputs and targets raise :class:`DataError` where their number is wrong."""
+    """Rows whose inputs and targets raise :class:`DataError` if their number is wrong."""
 
     def __init__(self, batch: Rows, name: str, known: _Known) -> None:
         super().__init__(batch)
@@ -75,7 +75,7 @@ class CheckedRows(RowsOf):
         return self._checked("targets", start, stop)
 
     def check_last(self) -> None:
-        """Raise :class:`DataError` where the last row has no inputs or no targets."""
+        """Raise :class:`DataError` if the last row has no inputs or no targets."""
         for ask in (self.inputs, self.targets):
             ask(len(self) - 1, len(self))
 
@@ -107,8 +107,8 @@ class CheckedRows(RowsOf):
                 self._all.floats[what, *path] = part.dtype
 
     def _rows_at(self, place: Place) -> int:
-        """Return how many rows the part at ``place`` has, where each of its first rows returns one and later rows none;
-        0 where it has no rows, or their number is unknown."""
+        """Return the number of rows of the part at ``place``, by reading rows one by one: each row alone must return
+        one, and rows past its end none. Return 0 if the part has no rows, or if their number cannot be found."""
         what = place[0]
         try:
             one, two = (self._counts_of(what, 0, min(n, len(self))) for n in (1, 2))
@@ -136,7 +136,8 @@ class CheckedRows(RowsOf):
 
 
 def _counts(value: Any, place: Place) -> Iterator[tuple[Place, int]]:
-    """Yield the length of each part of a nest that may have rows: tensors of one dimension or more, and lists."""
+    """Yield place and length of each part of a nested value that may have rows: tensors of at least one dimension, and
+    lists."""
     if isinstance(value, list):
         yield (*place, list), len(value)
     if isinstance(value, Tensor):

@@ -1,9 +1,9 @@
 """Compares the rows of all ranks in each step.
 
-Each rank has a data source of its own: ranks of the first stage read inputs, ranks of the last read targets. Where the
+Each rank has a data source of its own: ranks of the first stage read inputs, ranks of the last read targets. If the
 source draws from an unseeded generator, or depends on the order of a set, inputs of one row are paired with targets of
-another, and no loss shows it. So every rank digests some rows of each batch, and the digests travel in the all-reduce
-that each step makes anyway: digests h of N ranks are all equal where N · Σh² = (Σh)².
+another, and no loss shows this. So every rank digests some rows of each batch, and the digests are summed in the
+all-reduce that each step makes anyway: the digests h of N ranks are all equal exactly if N · Σh² = (Σh)².
 
 A small batch in memory is digested whole. Of any other batch two rows are read, different ones in each step.
 """
@@ -57,8 +57,8 @@ def digest(tensor: Tensor) -> int:
 
 
 class RowComparison:
-    """Compares batches on one rank. For each batch, :meth:`numbers` are summed over all ranks, and :meth:`check` gets
-    the sums."""
+    """Compares batches between ranks. For each batch, the caller sums :meth:`numbers` over all ranks and passes the
+    sums to :meth:`check`."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -68,8 +68,8 @@ class RowComparison:
         self._repeats = [True] * len(PARTS)
 
     def numbers(self, batch: Rows) -> list[float]:
-        """Return for inputs and for targets: 1, the digest and its square, or zeros where this rank cannot read them.
-        Empty in a plan of one rank."""
+        """Return, for inputs and for targets, the numbers 1, digest and squared digest, or zeros if this rank cannot
+        read them. Empty in a plan of one rank."""
         if self._mesh.world is None:
             return []
         self._batch, self._turn = batch, self._turn + 1
@@ -81,8 +81,8 @@ class RowComparison:
         ]
 
     def check(self, sums: Sequence[float], name: str) -> None:
-        """Raise :class:`DataError` on all ranks where ranks have different rows in the batch ``name``. Rows that differ
-        on each read, such as those with random augmentation, are not compared."""
+        """Raise :class:`DataError` on all ranks if ranks have different rows in the batch ``name``. Rows that differ on
+        each read, as with random augmentation, are not compared."""
         differing = [
             part
             for part in range(len(sums) // 3)
@@ -120,8 +120,8 @@ class RowComparison:
 def row_digest(
     batch: Rows, turn: int = 0, wanted: Sequence[bool] = (True,) * len(PARTS)
 ) -> RowDigest:
-    """Return the digests of some rows of a batch, different ones for each ``turn``, or of all rows; None for parts that
-    are not ``wanted``."""
+    """Return a digest of the inputs and one of the targets: of all rows of a small batch, of two rows otherwise, which
+    differ for each ``turn``. None for a part that is not ``wanted``."""
     rows, size = len(batch), getattr(batch, "memory_bytes", math.inf)
     low, high = 0, rows
     if size > _WHOLE_BYTES and rows > _SAMPLED_ROWS:
@@ -134,7 +134,8 @@ def row_digest(
 
 
 def _digest(read: Callable[[int, int], Any], low: int, high: int) -> int | None:
-    """Return None where this rank cannot read the rows: a rank that needs them raises in its step."""
+    """Return a digest of rows ``low`` and ``high``; None if this rank cannot read them. A rank that needs them raises
+    in its step."""
     try:
         return _folded(read(low, high))
     except HangError:
@@ -144,7 +145,7 @@ def _digest(read: Callable[[int, int], Any], low: int, high: int) -> int | None:
 
 
 def _folded(value: Any) -> int:
-    """Return a digest of a nest, of ``_DIGEST_BITS`` bits."""
+    """Return a digest of a nested value, of ``_DIGEST_BITS`` bits."""
     found = 0
     for path, part in leaves(value):
         found = zlib.crc32(repr([str(key) for key in path]).encode(), found)

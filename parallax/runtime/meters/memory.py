@@ -1,4 +1,4 @@
-"""The memory of a rank, beyond that of its process before the engine was built."""
+"""Meter and limit the memory that a rank uses beyond that of its process before the engine was built."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def device_memory(
     *,
     reduces: bool = False,
 ) -> Callable[[], int]:
-    """Start to meter the device of a rank with ``stages``; return a function that gives the peak since, in bytes.
-    ``reduces``: torch's DDP reducer will sum gradients of replicas."""
+    """Start to meter the device memory of a rank with ``stages``; return a function that returns the peak since then,
+    in bytes. ``reduces``: torch's DDP reducer will sum gradients of replicas."""
     if device.type != "cpu":
         # Before 2.13 torch does not reset the peak of a device without an allocation.
         torch.empty(0, device=device)
@@ -52,8 +52,8 @@ def device_memory(
 
 
 def return_freed(device: torch.device, prediction: RankPrediction) -> None:
-    """Return freed memory of a CPU rank to the system at once from now on, where the plan says so. Call it before the
-    stage is built: malloc serves large blocks from memory that it holds already, and never returns the middle of it."""
+    """From now on return freed memory of a CPU rank to the system at once, if the plan says so. Call it before the
+    stage is built: malloc serves large blocks from memory that it already holds, and returns only the end of it."""
     if device.type == "cpu" and prediction.peak_bytes > 0 and prediction.returns_freed:
         return_freed_memory()
 
@@ -61,10 +61,10 @@ def return_freed(device: torch.device, prediction: RankPrediction) -> None:
 def bound_memory(
     device: torch.device, prediction: RankPrediction, before_bytes: int
 ) -> Callable[[], None]:
-    """Keep a CPU rank below its predicted peak beyond ``before_bytes``: freed memory is returned to the system where
-    the process would exceed the bound (:class:`~parallax.machine.host.MemoryBound`). The returned function ends that.
-    A plan without predictions bounds nothing, a rank that returns freed memory at once (:func:`return_freed`) needs no
-    bound, and an accelerator's allocator has a limit of its own."""
+    """Keep the memory of a CPU rank below its predicted peak plus ``before_bytes``, and return a function that stops
+    this. Freed memory is returned to the system when the process would exceed the bound
+    (:class:`~parallax.machine.host.MemoryBound`). No-op for a plan without predictions, for a rank that returns freed
+    memory at once (:func:`return_freed`), and for an accelerator, whose allocator has a limit of its own."""
     most_bytes = prediction.peak_bytes
     if device.type != "cpu" or most_bytes <= 0 or prediction.returns_freed:
         return lambda: None
@@ -75,8 +75,8 @@ def bound_memory(
 
 @cache  # in a process
 def _touch_libraries(precision: PrecisionConfig, *, recomputes: bool) -> None:
-    """Run the usual operators once on tiny tensors: their code and tables are memory of the process, not of the
-    stage."""
+    """Run the usual operators once on tiny tensors, so that their code and tables count as memory of the process, not
+    of the stage."""
     with torch.random.fork_rng(devices=[]):
         layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).to(
             precision.parameter_dtype

@@ -22,19 +22,20 @@ _RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
 
 
 class SpanClock(Protocol):
-    """Times one rank's actions, one after another."""
+    """Measures the times of one rank's actions, which run one after another."""
 
     def begin(self) -> float:
         """Start an action; return the host's time."""
 
     def end(self, rank: int, step: int, action: Action, waited: float) -> None:
-        """End ``action``, during which the host spent ``waited`` seconds waiting."""
+        """End ``action``; the host waited for ``waited`` seconds in it."""
 
     def take(self) -> list[Span]:
-        """Return, in order, the spans that are complete and were not returned yet."""
+        """Return the spans completed since the last call, in order."""
 
     def aside(self) -> HostSpans:
-        """Return a clock for actions that are not recorded."""
+        """Return a clock with the same interface for actions whose spans are discarded, such as those of an
+        evaluation."""
 
 
 class HostSpans:
@@ -63,7 +64,7 @@ class HostSpans:
 
 
 class _Untimed(HostSpans):
-    """Times a device's actions by the host's clock, and discards their stalls, which would accumulate."""
+    """Times a device's actions by the host's clock, and discards the device's stall events, which would accumulate."""
 
     def __init__(self, copies: CopyEngine) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class _Untimed(HostSpans):
 
 
 class _Timed(NamedTuple):
-    """An action between two events; its stream was stalled between each pair of ``stalls``."""
+    """An action between two device events; ``stalls`` are pairs of events between which its stream waited."""
 
     rank: int
     step: int
@@ -87,8 +88,8 @@ class _Timed(NamedTuple):
 
 
 class DeviceSpans:
-    """Times actions of an accelerator. Times are summed from event to event, because the device's own count loses
-    digits; they are tied to the host's clock once, at the first action."""
+    """Times actions of an accelerator by device events. Times are summed from event to event, because the device's
+    total loses precision. The first action's event ties them to the host's clock."""
 
     def __init__(self, device: torch.device, copies: CopyEngine) -> None:
         self._device, self._copies = device, copies
@@ -97,7 +98,7 @@ class DeviceSpans:
         self._last: tuple[torch.Event, float] | None = None
 
     def begin(self) -> float:
-        """Record an event behind all queued work."""
+        """Record an event after all queued work."""
         self._copies.take_stalls()
         self._begun = self._event()
         if self._last is None:
@@ -106,7 +107,7 @@ class DeviceSpans:
         return time.perf_counter()
 
     def end(self, rank: int, step: int, action: Action, waited: float) -> None:
-        """Record an event behind all queued work."""
+        """Record an event after all queued work."""
         assert self._begun is not None
         stalls = self._copies.take_stalls()
         self._timed.append(_Timed(rank, step, action, waited, self._begun, self._event(), stalls))
@@ -151,5 +152,5 @@ class DeviceSpans:
 
 
 def spans_of(device: torch.device, copies: CopyEngine) -> SpanClock:
-    """Return the clock of a rank's device, whose copies are made by ``copies``."""
+    """Return the clock for actions on ``device``; ``copies`` makes the device's copies."""
     return HostSpans() if device.type == "cpu" else DeviceSpans(device, copies)

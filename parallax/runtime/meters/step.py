@@ -10,11 +10,11 @@ from parallax.swap.statistics import SwapStatistics
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """The result of one step. ``loss`` and ``gradient_norm`` are global; the rest is this rank's. ``peak_bytes``: the
-    device's peak since the engine was built (on a CPU: of the process, beyond its memory before). ``loss_scale``:
-    the factor of the loss. ``skipped_steps``: how many steps were skipped so far because of non-finite values.
-    ``trouble``: why this step was skipped, empty where it was not or an overflow was expected. ``learning_rate``:
-    that of this step."""
+    """The result of one step. ``loss`` and ``gradient_norm`` are global; the other fields are this rank's.
+    ``peak_bytes``: peak device memory since the engine was built (on a CPU: of the process, less its memory before).
+    ``loss_scale``: the factor of the loss. ``skipped_steps``: number of steps skipped so far because of non-finite
+    values. ``trouble``: why this step was skipped; empty if it was not, or if an overflow was expected.
+    ``learning_rate``: that of this step."""
 
     loss: float
     gradient_norm: float

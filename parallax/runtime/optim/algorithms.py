@@ -1,4 +1,4 @@
-"""torch's optimizers without ``torch._compile``, with which they exclude themselves from compilation, and Lion.
+"""torch's optimizers without ``torch._compile``, by which they exclude themselves from compilation; and Lion.
 
 ``torch._compile`` loads the compiler, which takes a second in every process that builds an optimizer. No optimizer step
 is compiled here (blocks may be, each on its own), so the functions that torch keeps as ``__wrapped__`` are used
@@ -49,9 +49,9 @@ class SGD(Uncompiled, torch.optim.SGD):
 
 
 class Momentum(SGD):
-    """SGD with momentum for parameters whose first gradients come at different steps: torch's fused kernel reads from
-    one parameter's state whether this is the first step of all. A velocity of zeros before the first step gives the
-    same update."""
+    """SGD with momentum for parameters whose first gradients come at different steps. torch's fused kernel asks the
+    state of one parameter whether this is the first step, and applies the answer to all parameters. So each velocity
+    starts at zero here, which gives the same update."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -89,7 +89,7 @@ class Lion(Uncompiled):
         return loss
 
     def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Update one run of parameters with five multi-tensor kernels."""
+        """Update ``parameters`` with five multi-tensor kernels."""
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
@@ -105,8 +105,8 @@ class Lion(Uncompiled):
 
 
 def _together(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters with gradients in runs of one type and device and at most ``_RUN_BYTES``; a larger parameter
-    is a run of its own."""
+    """Yield the parameters with gradients in groups of one type and device and of at most ``_RUN_BYTES``; a larger
+    parameter is a group of its own."""
     given = [parameter for parameter in parameters if parameter.grad is not None]
     for alike in by_kind(given):
         run: list[nn.Parameter] = []

@@ -19,7 +19,7 @@ _NAME = "_parallax_copy_of"
 
 
 def mark_copy(value: Tensor, name: str) -> Tensor:
-    """Mark ``value`` as a copy of the parameter ``name``: an optimizer that has it raises :class:`ConfigError` in its
+    """Mark ``value`` as a copy of the parameter ``name``. An optimizer over it then raises :class:`ConfigError` in its
     step."""
     _watch_optimizers()
     setattr(value, _NAME, name)

@@ -50,8 +50,8 @@ _OF_NAME: Any = "auto"  # replaced by the value in DEFAULTS for the optimizer's 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer. ``weight_decay`` applies to matrices only, and not through the gradient (Loshchilov and Hutter
-    2019); sgd's does.
+    """The optimizer. ``weight_decay`` applies to matrices only, and is decoupled from the gradient (Loshchilov and
+    Hutter 2019), except for sgd.
 
     ``name``: adamw, sgd (with ``momentum``) or lion; the values of auto depend on it. adamw: ``lr`` 0.001, ``betas``
     0.9 and 0.95, ``weight_decay`` 0.1, ten ``warmup_steps``, ``final_rate`` 0.1, ``clip_norm`` 1. sgd: ``lr`` 0.01,
@@ -98,14 +98,14 @@ class OptimizerConfig:
 
     @property
     def states(self) -> int:
-        """States for each weight."""
+        """Number of state tensors for each weight."""
         return {"adamw": 2, "sgd": int(self.momentum > 0), "lion": 1}[self.name]
 
     def build(
         self, parameters: Iterable[nn.Parameter], device: torch.device
     ) -> torch.optim.Optimizer:
-        """Return the optimizer over the trainable ``parameters`` of one stage, in two weight-decay groups; over an
-        empty parameter on ``device`` where a stage trains nothing, because torch refuses an empty list."""
+        """Return the optimizer over the trainable ``parameters`` of one stage, in two weight-decay groups. If the stage
+        trains nothing, it steps an empty parameter on ``device``, because torch refuses an empty list."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         trained = trained or [nn.Parameter(torch.empty(0, device=device))]
         decaying = {
@@ -127,11 +127,12 @@ class OptimizerConfig:
 
 
 class StageOptimizer:
-    """Steps one stage's parameters: the first ones on the device, at once; the last ones, a share ``offload`` of their
-    bytes, on the host, while the next forward runs (:mod:`parallax.swap.optimizer.host`). ``always_offloaded``
-    parameters are stepped on the host in any case: other stages hold them too and step them there, with kernels that
-    may round differently from the device's. Where replicas ``share`` offloaded states, or ``shard`` those on the
-    device, one replica steps each parameter; both functions assign the given parameters to replicas."""
+    """Steps one stage's parameters. The first ones are stepped on the device at once. The last ones, a share
+    ``offload`` of their bytes, are stepped on the host while the next forward runs
+    (:mod:`parallax.swap.optimizer.host`). ``always_offloaded`` parameters are always stepped on the host, because other
+    stages hold them too and step them there, with kernels that may round differently from the device's. If replicas
+    ``share`` offloaded states, or ``shard`` those on the device, one replica steps each parameter; these functions
+    assign parameters to replicas."""
 
     def __init__(
         self,
@@ -181,22 +182,23 @@ class StageOptimizer:
 
     @property
     def waiting(self) -> tuple[HostOptimizer, Stream]:
-        """The objects whose ``stall_seconds`` count how long forwards and backwards have waited for weights."""
+        """The host optimizer and the parameter stream. Their ``stall_seconds`` count how long forwards and backwards
+        have waited for weights."""
         return self._host, self._streamed
 
     def zero_grad(self) -> None:
-        """Set gradients to zero, or mark offloaded ones to be overwritten by the next backward."""
+        """Set resident gradients to zero; mark offloaded ones to be overwritten by the next backward."""
         self._on_device.zero_grad()
         self._streamed.zero_gradients()
         self._host.zero_grad()
 
     def reduced(self, parameter: Tensor) -> None:
-        """Accept the gradient of ``parameter``, which is final."""
+        """Accept the final gradient of ``parameter``."""
         self._host.reduced(parameter)
 
     def step(self, norm: Tensor, rate: float, scale: float = 1.0) -> None:
-        """Update all parameters at learning rate ``rate``. Gradients are ``scale`` times too large; ``norm``, on the
-        host, is their global norm without the scale, by which they are clipped."""
+        """Update all parameters at learning rate ``rate``. Gradients are ``scale`` times too large. ``norm``, a host
+        tensor, is their global norm divided by ``scale``; gradients are clipped by it."""
         self._on_device.set_rate(rate, self._config.lr)
         # Filled on the device: a copy would synchronize.
         there = torch.full((), norm.item(), dtype=norm.dtype, device=self._device)
@@ -219,51 +221,51 @@ class StageOptimizer:
         self._host.finish()
 
     def states(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the states of ``parameter``; empty where another replica steps it."""
+        """Return the optimizer states of ``parameter``; empty if another replica steps it."""
         if parameter in self._offloaded:
             return self._host.states(parameter)
         return self._on_device.states(parameter)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all states on this rank, in all tiers."""
+        """Bytes of all optimizer states on this rank, in all tiers."""
         return self._on_device.state_bytes + self._host.state_bytes
 
     def alone_knows(self, parameter: Tensor) -> bool:
-        """Whether replicas share the states of ``parameter``, and this one holds them."""
+        """Whether replicas shard the states of ``parameter``, and this replica holds them."""
         if parameter in self._sharded:
             return self._on_device.owns(parameter)
         return parameter in self._shared and owns(self._exchange, parameter)
 
     def bytes_of_states(self, tensor: Tensor) -> int:
-        """Return the bytes of a parameter's states after its first step, with its master weights."""
+        """Return the bytes of a parameter's optimizer states after its first step, master weights included."""
         if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
             return 0
         return _state_bytes(self._config, [tensor])
 
     def reset(self) -> None:
-        """Drop all states and a failed step; the caller sets everything next."""
+        """Drop all optimizer states and the record of a failed step. The caller then sets weights and states anew."""
         self._on_device.reset()
         self._host.reset()
         self._streamed.zero_gradients()
 
     @property
     def name(self) -> str:
-        """The optimizer of the states: a name in :data:`DEFAULTS`, or the class that a subclass of the settings
-        builds."""
+        """Name of the optimizer that the states belong to: a key of :data:`DEFAULTS`, or the class that a subclass of
+        the settings builds."""
         if type(self._config).build is OptimizerConfig.build:
             return self._config.name
         return type(self._on_device.optimizer).__name__
 
     def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
-        """Set the states of ``parameter``, whose value has been set."""
+        """Set the optimizer states of ``parameter``; the caller has already set its value."""
         if parameter in self._offloaded:
             self._host.restore(parameter, states)
         elif isinstance(parameter, nn.Parameter) and parameter.requires_grad:
             self._on_device.restore(parameter, states)
 
     def close(self) -> None:
-        """End the threads, after a step that is running."""
+        """Wait for a running step, then end the threads."""
         self._host.close()
 
     def add_statistics(self, statistics: SwapStatistics) -> None:
@@ -279,7 +281,7 @@ class StageOptimizer:
 def _state_bytes(
     config: OptimizerConfig, parameters: Sequence[nn.Parameter], *, masters: bool = True
 ) -> int:
-    """Return the bytes of the states of ``parameters``; ``masters``: with the master weights."""
+    """Return the bytes of the optimizer states of ``parameters``; with ``masters`` also those of the master weights."""
     wide = [(parameter, stepped_in(parameter.dtype)) for parameter in parameters]
     return sum(
         (config.states + (masters and p.dtype is not dtype)) * p.numel() * dtype.itemsize
@@ -288,6 +290,6 @@ def _state_bytes(
 
 
 def _places(parameters: Sequence[nn.Parameter]) -> int:
-    """Return the most slots that the states of ``parameters`` use: one for each bucket, and one for a bucket that is
-    rewritten."""
+    """Return the most tier slots that the states of ``parameters`` use: one for each bucket, and one for a bucket that
+    is being rewritten."""
     return 1 + sum(parameter.nbytes // STATE_BUCKET_BYTES + 1 for parameter in parameters)

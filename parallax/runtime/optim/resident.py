@@ -1,9 +1,9 @@
-"""The optimizer on the device: torch's own step, or bucket by bucket for short weights and sharded states.
+"""The optimizer on the device: torch's own step, or a step bucket by bucket for two-byte weights and sharded states.
 
 torch's step updates all parameters at once, with states beside each. Two cases need more. Weights of two bytes are
-stepped as fp32 copies, the masters: their gradients are widened bucket by bucket, so that there is never a second set
-of all gradients. And replicas may shard the states: each steps the parameters that it owns and broadcasts the new
-weights (ZeRO stage 1; Rajbhandari et al. 2020, section 5.1), so each of ``r`` replicas holds 1/r of states and masters.
+stepped as fp32 copies, the masters: their gradients are converted to fp32 bucket by bucket, so never all at one time.
+And replicas may shard the states: each steps the parameters that it owns and broadcasts the new weights (ZeRO stage 1;
+Rajbhandari et al. 2020, section 5.1), so each of ``r`` replicas holds 1/r of states and masters.
 
 ::
 
@@ -31,7 +31,7 @@ UPDATE_BUCKET_BYTES = 32 * 2**20
 
 
 class DeviceOptimizer:
-    """Steps ``parameters`` as the groups of ``optimizer`` say. ``exchange``: assigns the states to replicas that share
+    """Steps ``parameters`` in the groups of ``optimizer``. ``exchange`` assigns states to the replicas that shard
     them."""
 
     def __init__(
@@ -67,7 +67,7 @@ class DeviceOptimizer:
         self.optimizer.zero_grad(set_to_none=False)
 
     def step(self, correction: GradientCorrection) -> None:
-        """Update all parameters with corrected gradients. All replicas that share states call it."""
+        """Update all parameters with corrected gradients. All replicas that shard states call it."""
         if not self._buckets:
             correction.apply(self._parameters)
             self.optimizer.step()
@@ -91,8 +91,8 @@ class DeviceOptimizer:
         return owns(self._exchange, parameter)
 
     def states(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the states of ``parameter``, and its weights in full precision (``master``) where its own are shorter;
-        empty where another replica steps it."""
+        """Return the states of ``parameter``, with its full-precision weights (``master``) if its own are shorter;
+        empty if another replica steps it."""
         if self._buckets:
             return joined(
                 (part for bucket in self._buckets for part in bucket.copies(parameter)), parameter
@@ -101,7 +101,7 @@ class DeviceOptimizer:
         return {key: value for key, value in found.items() if isinstance(value, Tensor)}
 
     def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
-        """Set the states of ``parameter``, whose value has been set."""
+        """Set the optimizer states of ``parameter``; the caller has already set its value."""
         if self._buckets and self.owns(parameter):
             for bucket in self._buckets:
                 bucket.restore(parameter, states)
@@ -117,20 +117,20 @@ class DeviceOptimizer:
         return sum(value.nbytes for value in states if isinstance(value, Tensor))
 
     def reset(self) -> None:
-        """Drop all states; the caller sets everything next."""
+        """Drop all optimizer states. The caller then sets weights and states anew."""
         self.optimizer.state.clear()
         for bucket in self._buckets:
             bucket.reset()
 
 
 def _is_short(parameter: Tensor) -> bool:
-    """Whether its type is too short for optimizer steps."""
+    """Whether the parameter's type is too short for optimizer steps (two bytes)."""
     return stepped_in(parameter.dtype) is not parameter.dtype
 
 
 def _like(parameter: Tensor, value: Tensor) -> Tensor:
-    """Return a copy of a state on the parameter's device, with the parameter's strides, in which kernels traverse
-    it."""
+    """Return a copy of the state ``value`` on the parameter's device, with the parameter's strides, because fused
+    kernels traverse both in memory order."""
     if value.shape != parameter.shape:
         return value.to(parameter.device, copy=True)
     return torch.empty_like(parameter, dtype=value.dtype).detach().copy_(value)

@@ -2,9 +2,9 @@
 
 The smallest gradients of a model are below 6e-8, where fp16 rounds to zero, and the largest far below 65504, its
 maximum. So the loss is multiplied by a factor, which multiplies every gradient, and the optimizer divides by it before
-it clips and steps. The best factor is the largest without overflows. It is searched for: doubled after many good steps,
-halved after an overflow, whose step is skipped (Micikevicius et al. 2018, section 3.2). Factors are powers of two, so
-scaling is exact.
+it clips and steps. The best factor is the largest without overflows. It is doubled after many good steps, and halved
+after an overflow, whose step is skipped (Micikevicius et al. 2018, section 3.2). Factors are powers of two, so scaling
+is exact.
 
 An overflow anywhere makes the norm over all gradients Inf or NaN. All ranks agree on that norm for clipping anyway, so
 all skip the same steps and have the same factor without further communication.
@@ -36,9 +36,9 @@ PATIENCE = 16  # overflows in a row with a constant factor: as many as halve the
 
 
 class LossScale:
-    """The factor of the loss under ``precision``: a given constant, dynamic in fp16, otherwise 1, with which an
-    overflow is an error. ``skips``, if not 0, is the number of steps in a row that may be skipped, whatever the
-    factor."""
+    """The factor of the loss under ``precision``: a configured constant; dynamic in fp16; otherwise 1, under which an
+    overflow is an error. ``skips``, if not 0, is the number of consecutive steps that may be skipped with any factor.
+    """
 
     def __init__(self, precision: PrecisionConfig, skips: int = 0) -> None:
         given = precision.loss_scale
@@ -51,9 +51,9 @@ class LossScale:
         self._good = self._bad = 0  # steps in a row
 
     def accepts(self, loss: float, norm: float) -> bool:
-        """Return whether a step with this loss and this norm of all gradients, both without the factor, is accepted;
-        otherwise its gradients are to be dropped. Every rank calls it once a step with the same numbers. Raises
-        :class:`NonFiniteError` where no more steps may be skipped."""
+        """Return whether a step is accepted, given its loss and the norm of all gradients, both divided by the factor.
+        If not, the caller drops its gradients. Every rank calls it once a step with the same numbers. Raises
+        :class:`NonFiniteError` if no more steps may be skipped."""
         if norm < float("inf") and abs(loss) < float("inf"):
             self._good, self._bad = self._good + 1, 0
             if self._dynamic and self._good >= GROWTH_STEPS:
@@ -85,8 +85,8 @@ class LossScale:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore from :meth:`state`. A constant factor keeps its present value, and a dynamic one ignores a saved
-        constant."""
+        """Restore the state that :meth:`state` returned. A constant factor ignores the saved one, and a dynamic factor
+        ignores a saved constant."""
         self.skipped = int(state.get("skipped", 0))
         if self._limit:
             self._bad = int(state.get("bad_steps", 0))
@@ -108,8 +108,8 @@ class LossScale:
 
 @dataclass(frozen=True)
 class GradientCorrection:
-    """The factor of gradients before a step. They are ``scale`` times too large; ``norm`` is their global norm without
-    the scale, which is clipped to ``clip_norm`` (0: no clipping), as in torch.nn.utils."""
+    """The factor by which gradients are multiplied before a step. They are ``scale`` times too large; ``norm`` is their
+    global norm divided by ``scale``, clipped to ``clip_norm`` (0: no clipping) as in torch.nn.utils."""
 
     norm: Tensor
     clip_norm: float
@@ -117,13 +117,13 @@ class GradientCorrection:
 
     @property
     def coefficient(self) -> Tensor | None:
-        """The factor, on the device of the norm; None stands for 1."""
+        """The factor, on the device of the norm; None if it is 1."""
         if self.clip_norm > 0:
             return torch.clamp(self.clip_norm / (self.norm + 1e-6), max=1.0) / self.scale
         return torch.full_like(self.norm, 1 / self.scale) if self.scale != 1 else None
 
     def apply(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Multiply the gradients of ``parameters``."""
+        """Multiply the gradients of ``parameters`` by the factor."""
         given = [parameter for parameter in parameters if parameter.grad is not None]
         coefficient = self.coefficient
         if self.scale == 1 and self.clip_norm > 0:
@@ -135,8 +135,8 @@ class GradientCorrection:
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all ``gradients``, on their device, summed in fp32 at least: squares of fp16 overflow, and
-    norms in bf16 have two digits. For other types it is bit-identical to torch.nn.utils.get_total_norm."""
+    """Return the norm of all ``gradients``, on their device. Squares are summed in fp32 at least, because those of fp16
+    overflow and bf16 has two digits. For other types the norm is bit-identical to torch.nn.utils.get_total_norm."""
     if all(gradient.dtype.itemsize >= 4 for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
     found: dict[int, Tensor] = {}
@@ -150,7 +150,7 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def by_kind(tensors: Iterable[T]) -> list[list[T]]:
-    """Group the tensors by type and device, as multi-tensor kernels need them."""
+    """Return the tensors grouped by type and device, as multi-tensor kernels require."""
     found: dict[object, list[T]] = {}
     for tensor in tensors:
         found.setdefault((tensor.dtype, tensor.device), []).append(tensor)
@@ -158,7 +158,7 @@ def by_kind(tensors: Iterable[T]) -> list[list[T]]:
 
 
 def numbers(one: Tensor, other: Tensor) -> tuple[float, float]:
-    """Return the values of two one-element tensors with one synchronization."""
+    """Return the values of two one-element tensors, with one synchronization."""
     if one.device != other.device:
         return one.item(), other.item()
     found: list[float] = torch.stack([one.double(), other.double()]).tolist()

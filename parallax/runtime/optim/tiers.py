@@ -1,4 +1,4 @@
-"""The stores of one rank's offload tier: each is opened with the bytes that the plan assigns to it."""
+"""Open the stores of one rank's offload tier, each with the capacity that the plan assigns to it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ PAGE_BYTES = 4096
 
 
 class Tiers:
-    """Opens stores in ``tier`` for the ``stages`` of one rank, which ``trains`` or not.
+    """Opens stores in ``tier`` for the ``stages`` of one rank; ``trains``: the rank trains.
 
-    The exact bytes of each store's content are known here. Where they exceed those of the plan, the plan is of another
+    The exact bytes of each store's content are known here. If they exceed those of the plan, the plan is of another
     model, optimizer or precision, or was edited, and :class:`PlanError` is raised.
     """
 
@@ -49,8 +49,8 @@ class Tiers:
         return self._open(sum(stage.tier_bytes for stage in self._stages if stage.offloads))
 
     def open_states(self, needed: int, slots: int) -> Store | None:
-        """Open a store for ``needed`` bytes of optimizer states in ``slots`` slots; return None where the tier steps
-        them in place."""
+        """Open a store for ``needed`` bytes of optimizer states in ``slots`` slots; return None if the optimizer steps
+        states in place in the tier."""
         given = sum(stage.state_bytes for stage in self._stages)
         self._check("the optimizer's states", needed, given)
         return None if tier_named(self._tier).steps else self._open(given + PAGE_BYTES * slots)
@@ -62,8 +62,9 @@ class Tiers:
         share: float,
         blocks: Iterable[Iterable[nn.Parameter]],
     ) -> OffloadedParameters:
-        """Open a store for ``share`` of the parameters of ``indices``, which ``blocks`` yields, and, in training, for
-        their gradients. It also holds the new values of one block while the old ones are still there."""
+        """Open a store for the offloaded parameters: a share ``share`` of those of the blocks ``indices``, which
+        ``blocks`` yields. In training the store also holds their gradients, and the new values of one block beside the
+        old ones."""
         described = [untied(chain, index, chain.blocks[index].module) for index in indices]
         sizes = [_bytes(block, chain.dtype) for block in described]
         trained = [

@@ -1,2 +1,2 @@
-"""Checkpoints whose parts are on several nodes: which are whole, which files to copy, and which start of a run may
+"""Checkpoints whose parts are on several nodes: which are complete, which files to copy, and which start of a run may
 save."""

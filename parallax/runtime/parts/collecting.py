@@ -1,8 +1,8 @@
-"""Copies the files of a checkpoint that ranks of this node need and another node has written.
+"""Copy the files of a checkpoint that ranks of this node need and that are on another node.
 
-Where nodes share no directory, each has the files of its own ranks. A run that resumes may need others: a parameter
-that two stages share, the states that one replica holds for all, or all files, where ranks are on other nodes than
-before. The files are copied over the network into the node's own folder::
+Nodes without a shared directory each have the files of their own ranks. A run that resumes may need others: a parameter
+that two stages share, the states that one replica holds for all, or all files if ranks have moved to other nodes. The
+files are copied over the network into the node's own folder::
 
     node a    stage-00 ──copied, where a rank of node b needs a tensor of it──> node b    stage-00, stage-01
 """
@@ -33,8 +33,8 @@ _Done = TypeVar("_Done")
 
 
 def collect(directory: Path, names: Iterable[str], groups: DirectoryGroups) -> None:
-    """Copy the files with the tensors that this rank needs of the parameters ``names``. Every rank of torch's world
-    calls it. Tensors that no node has stay missing."""
+    """Copy the files with tensors of the parameters ``names`` that this rank needs and its node lacks. Every rank of
+    torch's world calls it. Tensors that no node has stay missing."""
     if groups.shared:
         return
     lacking, files = zip(
@@ -56,13 +56,13 @@ def collect(directory: Path, names: Iterable[str], groups: DirectoryGroups) -> N
 def _search(
     reader: CheckpointReader, names: Iterable[str], groups: DirectoryGroups
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the tensors that this rank lacks, and, for its site, the file of each tensor that it has."""
+    """Return the tensors that this rank lacks, and tensor → file for those that its hosts' shared directory has."""
     return reader.missing(names), reader.files() if groups.leads else {}
 
 
 class _Copy:
-    """The copy of one file from the rank ``holder`` to the ranks ``takers``. After each part all ranks synchronize, to
-    learn of failures and to wait for less than the timeout of collectives."""
+    """The copy of one file from the rank ``holder`` to the ranks ``takers``. All ranks synchronize after each part, so
+    that failures reach all, and no wait exceeds the timeout of collectives."""
 
     def __init__(self, path: Path, holder: int, takers: Collection[int], rank: int) -> None:
         self._path, self._holder, self._takers = path, holder, sorted(takers)
@@ -70,7 +70,7 @@ class _Copy:
         self._file: BinaryIO | None = None
 
     def run(self) -> None:
-        """Copy the file. Raises :class:`CheckpointError` on all ranks where one cannot."""
+        """Copy the file. Raises :class:`CheckpointError` on all ranks if one rank fails."""
         with contextlib.ExitStack() as stack:
             left = all_gather_result(lambda: self._checked(lambda: self._open(stack)))[self._holder]
             while left:
@@ -89,8 +89,7 @@ class _Copy:
         return 0
 
     def _move(self, left: int) -> None:
-        """Copy the next ``left`` bytes. Where a rank's file fails, it keeps sending or receiving, and raises at the
-        end."""
+        """Copy the next ``left`` bytes. A rank whose file fails keeps sending or receiving, and raises at the end."""
         failure: OSError | None = None
         file = self._file
         while file is not None and left:

@@ -1,8 +1,8 @@
-"""Only the last start of a run may save.
+"""Fencing: only the latest start of a run may complete a checkpoint.
 
-Part of a run may be cut off by a network partition, or be stopped and continued much later, while the run has been
-started again and trains. It must not overwrite the newer checkpoints. So every start writes its fencing token into the
-folder of the checkpoints, and no start completes a checkpoint where it finds a later token.
+A run that a network partition has divided, or that was stopped for a while, may continue after the run has been started
+again. It must not overwrite the newer checkpoints. So every start writes its fencing token into the folder of the
+checkpoints, and a start that finds a later token there completes no checkpoint.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _TOKEN_FILE = "last-start.json"
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """The fencing ``token`` of one start, and the time at which it ``started``; the same on all ranks."""
+    """The fencing ``token`` of one start of a run, and the time at which it ``started``. Equal on all ranks."""
 
     token: str
     started: float
 
     @classmethod
     def new(cls, directory: Path) -> Fence:
-        """Return the fence of a start now, later than the one whose token is in ``directory``."""
+        """Return the fence of a new start, later than the start whose token is in ``directory``."""
         return cls(secrets.token_hex(16), max(time.time(), _time_of(_read(directory)) + 1.0))
 
     def hold(self, directory: Path) -> None:
-        """Write this start's token into ``directory``, if that exists. Raises :class:`LaterStartError` where a later
-        start has written its own."""
+        """Write this start's token into ``directory`` if the folder exists. Raises :class:`LaterStartError` if it holds
+        the token of a later start."""
         found = _read(directory)
         if found.get("token") == self.token or not directory.is_dir():
             return

@@ -1,4 +1,4 @@
-"""Finds the checkpoints of which the present nodes together hold all parts, where they share no folder.
+"""Find the checkpoints of which the present nodes together hold all parts, if they share no folder.
 
 A node may have been lost with its files, have come back with older ones, or be new to the run. A checkpoint is whole if
 each part is on some node::
@@ -7,7 +7,8 @@ each part is on some node::
     node c    has just joined                                          step 20: whole; c gets its index, and the
                                                                        files that its ranks need when it is loaded
 
-Of two starts of a run the later one is preferred, even with fewer steps: the other was cut off and trained alone.
+Of two starts of a run the later one is preferred, even if it has fewer steps, because a network partition left the
+other to train alone.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from parallax.runtime.checkpoint.folder import INDEX
 
 @dataclass(frozen=True, slots=True)
 class HeldParts:
-    """A node's part of a checkpoint: all tensors but the ``absent`` ones, each with the node that saved it.
-    ``started``: the time at which its run was started."""
+    """A node's part of a checkpoint: all tensors except the ``absent`` ones, which are listed with the node that saved
+    them. ``started``: the time at which the run was started."""
 
     digest: str
     started: float
@@ -36,7 +37,7 @@ class HeldParts:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """A whole checkpoint: the name of its folder, and the ranks that have its index."""
+    """A complete checkpoint: the name of its folder, and the ranks whose node has its index."""
 
     name: str
     started: float
@@ -46,8 +47,8 @@ class Together:
 def whole_checkpoints(
     directory: Path, groups: DirectoryGroups, nodes: Nodes
 ) -> tuple[list[Together], list[str]]:
-    """Return the checkpoints in ``directory`` of which the nodes have all parts, after writing their index on every
-    node, and messages about the others. Every rank of torch's world calls it."""
+    """Return the checkpoints in ``directory`` of which the nodes have all parts, and messages about the others. The
+    index of each is first written on nodes that lack it. Every rank of torch's world calls it."""
     found = all_gather_result(lambda: _held(directory, nodes) if groups.leads else ({}, []))
     damaged = [line for _, lines in found for line in lines]
     whole, lost = _sorted_out([held for held, _ in found])
@@ -63,7 +64,7 @@ def whole_checkpoints(
 
 
 def _held(directory: Path, nodes: Nodes) -> tuple[dict[str, HeldParts], list[str]]:
-    """Return this node's parts, and messages about damaged ones."""
+    """Return checkpoint name → this node's part, and messages about damaged parts."""
     held, damaged = dict[str, HeldParts](), list[str]()
     # A folder without its index is reported as damaged.
     named = {path for path in directory.glob("step-*") if step_of(path) is not None}
@@ -78,7 +79,7 @@ def _held(directory: Path, nodes: Nodes) -> tuple[dict[str, HeldParts], list[str
 
 
 def _sorted_out(found: Sequence[Mapping[str, HeldParts]]) -> tuple[list[Together], list[str]]:
-    """Return the whole checkpoints, and why others are not whole, the last first."""
+    """Return the complete checkpoints, and for each other one a message why it is incomplete, latest first."""
     whole, lost = dict[str, Together](), list[str]()
     every = {(name, each.digest) for held in found for name, each in held.items()}
     for name, mark in sorted(every, reverse=True):
@@ -102,7 +103,8 @@ def _sorted_out(found: Sequence[Mapping[str, HeldParts]]) -> tuple[list[Together
 
 
 def _make_known(directory: Path, wanted: Together, groups: DirectoryGroups) -> None:
-    """Write the index of a checkpoint on nodes that lack it; another checkpoint of that name is renamed."""
+    """Write the index of the checkpoint ``wanted`` on nodes that lack it; another checkpoint of that name is
+    renamed."""
     leaders = sorted(set(groups.leaders))
     if all(rank in wanted.holders for rank in leaders):
         return

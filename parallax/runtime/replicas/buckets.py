@@ -17,10 +17,10 @@ _CONCURRENT = 2  # all-reduces at one time; each holds a copy of its gradients
 
 
 class BucketSync:
-    """All-reduces the gradients of several replicas without DDP: for split backwards, whose weight gradients autograd
-    hooks do not see, and for parameters without an announced last backward. Buckets have ``bucket_bytes``, or up to
-    one parameter more. They are reduced in a fixed order, each when it and all buckets before it are complete, in
-    the type ``short`` where it is given."""
+    """All-reduces the gradients of several replicas without DDP: for split backwards, whose weight gradients bypass
+    autograd hooks, and for parameters whose last backward is not announced. Buckets have ``bucket_bytes``, or up to one
+    parameter more. They are reduced in a fixed order, each when it and all buckets before it are complete, in the type
+    ``short`` if given."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class BucketSync:
         return self._place.keys()
 
     def took_part(self, parameter: nn.Parameter) -> bool:
-        """Whether ``parameter`` has a gradient, other than zeros that this class added. Valid before :meth:`finish`."""
+        """Whether ``parameter`` has a gradient that this class did not add as zeros. Valid before :meth:`finish`."""
         return parameter.grad is not None and parameter not in self._zeros
 
     def split(self, pending: Collection[nn.Parameter]) -> Reduced:
-        """Reduce buckets of complete gradients; return a function to call for each parameter in ``pending`` when its
+        """Reduce the buckets that are complete. Return a function to call for each parameter in ``pending`` when its
         gradient is complete."""
         for parameter in self._place:
             if parameter not in pending:
@@ -71,8 +71,8 @@ class BucketSync:
             self._launch()
 
     def disarm(self) -> None:
-        """Reset for a new step, without waiting for reductions under way: after a failed step, other ranks may never
-        join them."""
+        """Reset for a new step, without waiting for running reductions: after a failed step, other ranks may never join
+        them."""
         self._reducing.clear()
         self._zeros: set[nn.Parameter] = set()
         self._left = [len(bucket) for bucket in self._buckets]
@@ -119,7 +119,7 @@ class BucketSync:
 def anywhere(
     flags: Sequence[bool], device: torch.device, group: dist.ProcessGroup | None
 ) -> list[bool]:
-    """Return which of the flags are set on any rank of the group."""
+    """Return, for each flag, whether it is set on any rank of the group."""
     found = torch.tensor(flags, dtype=torch.uint8, device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
     return [bool(flag) for flag in found.tolist()]

@@ -1,4 +1,4 @@
-"""Compression of the gradients that replicas send: none, half of the bits, or products of two narrow matrices.
+"""Compress the gradients that replicas exchange: not at all, to two bytes, or as products of two narrow matrices.
 
 The hooks are torch's own for DDP. They average, and gradients here are parts of one sum, so each bucket is first
 multiplied by the number of replicas.
@@ -23,7 +23,7 @@ Reduce = Callable[[dist.GradBucket], torch.futures.Future[torch.Tensor]]  # type
 
 
 def reduce_exactly(group: dist.ProcessGroup) -> Reduce:
-    """Return a hook that sums over ``group``."""
+    """Return a DDP communication hook that sums over ``group``."""
 
     def reduce(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
         work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
@@ -33,7 +33,8 @@ def reduce_exactly(group: dist.ProcessGroup) -> Reduce:
 
 
 def reduce_as(compress: str, rank: int, group: dist.ProcessGroup, device: torch.device) -> Reduce:
-    """Return a hook that sums over ``group`` under ``compress``. ``rank``: PowerSGD's."""
+    """Return a DDP communication hook that sums over ``group`` with the compression ``compress``. ``rank``: number of
+    columns of PowerSGD's matrices."""
     if compress == "none":
         return reduce_exactly(group)
     hook, state = (

@@ -35,7 +35,7 @@ class ReplicasConfig:
         check_choice("replicas.batchnorm", self.batchnorm, BATCHNORM)
 
     def check_asked(self, plan: PlanConfig) -> None:
-        """Run :meth:`check` on the settings of the planner, as far as they determine the plan."""
+        """Run :meth:`check` on the planner's settings, as far as they already determine the plan."""
         counts = plan.replicas if isinstance(plan.replicas, list | tuple) else [plan.replicas]
         if self.compress != "powersgd" or not any(
             isinstance(count, int) and count > 1 for count in counts
@@ -47,9 +47,9 @@ class ReplicasConfig:
         )
 
     def check(self, plan: Plan, *, drops: bool = False) -> None:
-        """Raise :class:`PlanError` where ``plan`` cannot run with these settings: PowerSGD needs all gradients of a
-        backward at once, on the device of every replica, and needs every step's to be applied. ``drops``: steps may
-        be skipped."""
+        """Raise :class:`PlanError` if ``plan`` cannot run with these settings. PowerSGD needs all gradients of a
+        backward at once, on the device of every replica, and no step may be dropped. ``drops``: steps may be skipped.
+        """
         most = max(stage.replicas for stage in plan.stages)
         if self.compress != "powersgd" or most == 1:
             return
@@ -68,7 +68,8 @@ class ReplicasConfig:
         self._check_whole(plan.schedule.name if plan.schedule.splits else "", offloads)
 
     def _check_whole(self, split: str, offloads: bool) -> None:
-        """``split``: the schedule, where it splits backwards. ``offloads``: whether parameters are offloaded."""
+        """Raise :class:`PlanError` for PowerSGD. ``split``: the schedule, if it splits backwards; ``offloads``: whether
+        parameters are offloaded."""
         if split or offloads:
             why = f"the backwards of {split} are split" if split else "parameters are offloaded"
             raise PlanError(

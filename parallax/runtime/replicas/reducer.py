@@ -24,7 +24,8 @@ from parallax.runtime.replicas.config import ReplicasConfig
 
 @cache  # in a process
 def touch_reducer() -> None:
-    """Make a reducer of a tiny module, in a process with an initialised world: the first one loads torch's compiler."""
+    """Construct and discard a DDP reducer of a tiny module, in a process with an initialised world: the first one loads
+    torch's compiler."""
     DistributedDataParallel(nn.Linear(1, 1), init_sync=False)  # without communication
 
 
@@ -45,9 +46,9 @@ def _sum(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
 
 
 class ReplicaSync:
-    """Sums the gradients of several replicas with DDP's reducer, compressed as ``config`` says; without PowerSGD where
-    no backward was announced. The gradients are views of its buckets, of ``bucket_bytes``, so large buckets use no
-    more memory."""
+    """Sums the gradients of several replicas with DDP's reducer, compressed as in ``config``, but without PowerSGD if
+    no backward was announced. The gradients are views of the reducer's buckets, of ``bucket_bytes``, so large buckets
+    use no more memory."""
 
     def __init__(
         self,
@@ -90,8 +91,8 @@ class ReplicaSync:
         self._ddp.reducer.prepare_for_backward([])
 
     def ended(self) -> None:
-        """Add zeros to parameters that the backward did not use: other replicas may have used them, and their buckets
-        wait for all."""
+        """Add zero gradients for parameters that the backward did not use: other replicas may have used them, and their
+        buckets need all replicas."""
         missing = (
             [p for p in self._parameters.values() if id(p) not in self._fired]
             if self._armed
@@ -107,12 +108,12 @@ class ReplicaSync:
         return id(parameter) in self._used
 
     def disarm(self) -> None:
-        """Reduce gradients in :meth:`finish`."""
+        """Withdraw the announcement; gradients are then reduced in :meth:`finish`."""
         self._armed = False
 
     def finish(self) -> float:
-        """Check that the announced backward has reduced everything; otherwise reduce here, in the same order on all
-        ranks."""
+        """Return the seconds spent waiting. Check that the announced backward has reduced everything; otherwise reduce
+        here, in the same order on all ranks."""
         start = time.perf_counter()
         if not self._armed:
             self._unannounced.finish()
@@ -125,9 +126,9 @@ class ReplicaSync:
         return time.perf_counter() - start
 
     def _settle(self) -> None:
-        """Run two backwards on zeros. DDP starts with one bucket for everything, which overlaps with nothing, and
-        rebuilds its buckets in the order of the first backward; after the second, gradients are views of the
-        buckets."""
+        """Run two backwards on zeros, so that the reducer reaches its final buckets. DDP starts with one bucket, which
+        overlaps with nothing, and rebuilds its buckets in the order of the first backward; after the second, gradients
+        are views of the buckets."""
         for _ in range(2):
             self.arm()
             self._add_zeros(self._parameters.values())

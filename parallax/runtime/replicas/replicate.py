@@ -39,22 +39,24 @@ class GradientSync(Protocol):
         """Announce the step's last backward of ``stage``: reduce each bucket as soon as it is complete."""
 
     def ended(self, stage: int) -> None:
-        """End that backward: gradients of unused parameters are complete too."""
+        """Announce the end of the backward that :meth:`arm` announced: gradients of unused parameters are complete
+        too."""
 
     def split(self, stage: int, pending: Collection[nn.Parameter]) -> Reduced:
         """Announce that all gradients of ``stage`` are final except those of ``pending``. Return a function to call for
         each of these when it is final."""
 
     def disarm(self) -> None:
-        """Drop an announcement: the backward failed, or there is none."""
+        """Withdraw an announcement, because the backward failed or did not come."""
 
     def finish(self) -> float:
         """Reduce all gradients that are not reduced yet; return the seconds spent waiting."""
 
 
 class NoSync:
-    """One replica: nothing is summed. In the last backward of a stage, ``reduced`` is called with each parameter as
-    soon as its gradient is final. The hooks exist only for this backward: each costs a call into Python."""
+    """Gradient sync of a single replica: nothing is summed. In the last backward of a stage, ``reduced`` is called with
+    each parameter as soon as its gradient is final. The hooks exist only for this backward, because each costs a call
+    into Python."""
 
     all_reduces = 0
 
@@ -78,12 +80,12 @@ class NoSync:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._notify))
 
     def ended(self, stage: int) -> None:
-        """Remove the hooks; nothing waits for parameters without a gradient."""
+        """Remove the hooks. No parameter waits for a gradient."""
         del stage
         self.disarm()
 
     def split(self, stage: int, pending: Collection[nn.Parameter]) -> Reduced:
-        """Report all final gradients now."""
+        """Call ``reduced`` for each gradient that is final, and return a function to call for the others."""
         mine = set(self._parameters.get(stage, ()))
 
         def ready(parameter: torch.Tensor) -> None:
@@ -163,7 +165,8 @@ class StageGradientSync:
 
 
 class SyncStep(Protocol):
-    """Work after a rank's own gradients are reduced; it may start in a step's last backward."""
+    """A synchronization that follows the reduction of a rank's own gradients; it may start in a step's last
+    backward."""
 
     @property
     def all_reduces(self) -> int:
@@ -173,13 +176,13 @@ class SyncStep(Protocol):
         """Announce the last backward of ``stage``."""
 
     def ended(self, stage: int) -> None:
-        """End that backward."""
+        """Announce the end of that backward."""
 
     def run(self) -> None:
-        """Do the work."""
+        """Run the synchronization."""
 
     def forget(self) -> None:
-        """Drop the step."""
+        """Drop the synchronization of an aborted step."""
 
 
 class StatisticsAverage:
@@ -244,7 +247,7 @@ class SharedSum:
 
 
 class ChainedSync:
-    """A synchronization and the work that follows it, in order."""
+    """A gradient sync, followed by further synchronizations in order."""
 
     def __init__(self, inner: GradientSync, following: Sequence[SyncStep]) -> None:
         self._inner, self._following = inner, following
@@ -272,7 +275,7 @@ class ChainedSync:
             each.forget()
 
     def finish(self) -> float:
-        """Reduce the rank's own parameters, then do the work that follows."""
+        """Reduce the rank's own parameters, then run the further synchronizations; return the seconds spent waiting."""
         waited = self._inner.finish()
         start = time.perf_counter()
         for each in self._following:
@@ -309,7 +312,7 @@ class SharedStates:
         return self._owner[parameter] == self._replica
 
     def broadcast(self, parameter: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-        """Broadcast ``tensors`` of the owner of ``parameter``, in one message."""
+        """Broadcast ``tensors`` from the replica that owns ``parameter``, in one message."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         dist.broadcast(flat, group=self._group, group_src=self._owner[parameter])
         if not self.owns(parameter):
@@ -320,8 +323,8 @@ class SharedStates:
 def sync_for(
     stage: Stage, mesh: Mesh, reduced: Reduced, config: ReplicasConfig, *, split: bool
 ) -> GradientSync:
-    """Return the synchronization of all stages of a rank. ``reduced`` is called for gradients that are final before
-    :meth:`GradientSync.finish`. ``split``: backwards are split. The plan has passed :meth:`ReplicasConfig.check`."""
+    """Return the gradient sync for all stages of a rank. ``reduced`` is called for each gradient that is final before
+    :meth:`GradientSync.finish`. ``split``: backwards are split. :meth:`ReplicasConfig.check` has accepted the plan."""
     trained = {
         n: t
         for n, t in stage.named_tensors().items()
@@ -359,7 +362,8 @@ def sync_for(
 def _streamed_sum(
     stage: Stage, mesh: Mesh, config: ReplicasConfig, *, alone: bool
 ) -> Iterator[StreamedSum]:
-    """Yield the sum of offloaded parameters, where there are any; ``alone``: nothing else is summed in the backward."""
+    """Yield the gradient sum of offloaded parameters, if there are any; ``alone``: no other sum runs in the
+    backward."""
     streamed = stage.offloaded
     if mesh.streamed is None or mesh.replicas is None:
         return

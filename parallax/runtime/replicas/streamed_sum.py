@@ -1,7 +1,7 @@
 """Gradients of offloaded parameters, summed over the replicas of a stage while the last backward runs.
 
-Gradients become final block by block and are then offloaded, so they are summed before: in buckets, through two
-permanent buffers. If no buffer is free, a gradient is offloaded first, and read back when its bucket is next. So the
+Gradients become final block by block and are then offloaded, so they are summed before that, in buckets, through two
+permanent buffers. If no buffer is free, a gradient is offloaded unsummed, and read back when its bucket is next. So the
 backward waits neither for other replicas nor for the tier. ::
 
     backward    │ block 3 ──▶ buffer 0 │ block 2 ──▶ buffer 1 │ block 1 ──▶ tier │
@@ -45,7 +45,7 @@ class _BucketState(enum.Enum):
 
 @dataclass(slots=True)
 class _BucketRun:
-    """Neighbouring segments of one parameter, and their offset in the bucket."""
+    """Consecutive segments of one parameter, and their offset in the bucket."""
 
     parameter: nn.Parameter
     segments: list[ParameterSegment]
@@ -56,13 +56,12 @@ class _BucketRun:
         return self.segments[-1].stop - self.segments[0].start
 
     def view(self, flat: Tensor) -> Tensor:
-        """Return its part of the bucket."""
+        """Return the run's part of the bucket ``flat``."""
         return flat[self.offset : self.offset + self.numel]
 
 
 class _Read(NamedTuple):
-    """A read of a segment from the tier, into its place in the bucket or, if of another type, into a tensor beside
-    it."""
+    """A read of an offloaded segment, directly into the bucket or, if the types differ, into a separate tensor."""
 
     work: Pending
     segment: ParameterSegment
@@ -72,8 +71,8 @@ class _Read(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _GradientBucket:
-    """One all-reduce. ``buffer``: the number of its buffer. In a step, ``pending``: parameters whose gradients are not
-    complete; ``given``: segments that are in the buffer."""
+    """One all-reduce. ``buffer``: the index of its buffer. ``pending``: parameters whose gradients are not complete in
+    this step; ``given``: segments that are in the buffer."""
 
     runs: list[_BucketRun]
     dtype: torch.dtype
@@ -91,7 +90,7 @@ class _GradientBucket:
         return self.runs[-1].offset + self.runs[-1].numel
 
     def place(self, run: _BucketRun, segment: ParameterSegment) -> Tensor:
-        """Return the place of a segment of one of the runs."""
+        """Return the segment's part of the bucket."""
         assert self.flat is not None
         start = run.offset + segment.start - run.segments[0].start
         return self.flat[start : start + segment.stop - segment.start]
@@ -157,7 +156,7 @@ class StreamedSum:
         self._streamed.sink = self
 
     def ended(self, stage: int) -> None:
-        """End that backward: gradients of unused parameters of ``stage`` are complete too."""
+        """Announce the end of that backward: gradients of unused parameters of ``stage`` are complete too."""
         self._complete(self._members[stage])
 
     def _complete(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -169,7 +168,8 @@ class StreamedSum:
             self._advance()
 
     def accept(self, parameter: nn.Parameter, total: Tensor) -> Collection[ParameterSegment]:
-        """Copy the segments that have buffers; return these."""
+        """Copy segments of the gradient ``total`` into their bucket's buffer if it has one; return the copied
+        segments."""
         flat, taken = total.view(-1), set[ParameterSegment]()
         for bucket, run in self._of.get(parameter, ()):
             if parameter not in bucket.pending:
@@ -186,13 +186,13 @@ class StreamedSum:
         return taken
 
     def accepted(self, parameter: nn.Parameter) -> None:
-        """Mark the gradient of ``parameter`` as complete, so that offloaded segments of it can be read."""
+        """Mark the gradient of ``parameter`` as complete, so that its offloaded segments can be read."""
         for bucket, _ in self._of.get(parameter, ()):
             bucket.pending.remove(parameter)
         self._advance()
 
     def run(self) -> None:
-        """Finish all sums and write them to the tier."""
+        """Finish all sums and write them to the offload tier."""
         if not self._begun:
             self._begin(self._buckets)
         self._complete(self._trained)
@@ -206,7 +206,7 @@ class StreamedSum:
         self._launched.clear()
 
     def forget(self) -> None:
-        """Drop the step, without waiting for reductions: other ranks may never join them."""
+        """Drop an aborted step, without waiting for reductions: other ranks may never join them."""
         self._streamed.sink = None
         if self._begun:
             self._unfinished, self._launched = self._launched, []
@@ -280,7 +280,7 @@ class StreamedSum:
                 )
 
     def _catch_up(self) -> None:
-        """Join the all-reduces that other ranks started in an aborted step, with zeros, so that all ranks have started
+        """Join, with zeros, the all-reduces that other ranks started in an aborted step, so that all ranks have started
         the same number."""
         if self._unfinished is None:
             return
@@ -310,7 +310,7 @@ class StreamedSum:
             self._advance()
 
     def _open(self) -> bool:
-        """Assign the next bucket its buffer, where that is free."""
+        """Give the next bucket its buffer if that is free; return whether it was."""
         if not self._waiting or any(b.buffer == self._waiting[0].buffer for b in self._active):
             return False
         bucket = self._waiting.popleft()
@@ -382,7 +382,7 @@ class StreamedSum:
         return True
 
     def _close(self, bucket: _GradientBucket, wait: bool) -> bool:
-        """Free the buffer for the next bucket."""
+        """Free the bucket's buffer for the next bucket."""
         if not (wait or all(written.has_ended() for written, _ in bucket.writes)):
             return False
         self._active.remove(bucket)
@@ -416,6 +416,6 @@ _MOVES: dict[_BucketState, Callable[[StreamedSum, _GradientBucket, bool], bool]]
 
 
 def _fitting(segments: Sequence[ParameterSegment], free_bytes: int) -> int:
-    """Return how many of the first segments fit into ``free_bytes``; at least one."""
+    """Return how many of the first ``segments`` fit into ``free_bytes``; at least one."""
     sizes = itertools.accumulate(map(bytes_of, segments))
     return max(1, sum(1 for size in sizes if size <= free_bytes))

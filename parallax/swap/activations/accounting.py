@@ -1,4 +1,4 @@
-"""Memory accounting of a swap manager."""
+"""Memory accounting of a swap manager: bytes held, and statistics of transfers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class MemoryAccounting:
             )
 
     def count_transfer(self, transfer: Pending, size: int, micro: int, *, out: bool) -> None:
-        """Count a transfer that ended, or that the device's stream waits for."""
+        """Count a transfer that has ended, or that the device's stream waits for. ``out``: from the device to the
+        store."""
         self._timed.append(transfer)
         whole, part = self._now, self._now.of_micro(micro)
         if out:
@@ -54,7 +55,7 @@ class MemoryAccounting:
         self._now.bytes_cancelled += size
 
     def count_decision(self, reason: str, size: int) -> None:
-        """Count a saved tensor by the reason why it was evicted or kept."""
+        """Count a saved tensor of ``size`` bytes under the ``reason`` why it was evicted or kept."""
         decisions = self._now.decisions
         tensors, total = decisions.get(reason, (0, 0))
         decisions[reason] = tensors + 1, total + size
@@ -82,7 +83,7 @@ class MemoryAccounting:
             self._now.transfer_seconds += self._timed.popleft().seconds()
 
     def budget_exceeded(self, size: int) -> BudgetExceeded:
-        """Return the error for ``size`` bytes that do not fit when nothing can be evicted."""
+        """Return the error to raise if ``size`` more bytes do not fit and nothing can be evicted."""
         return BudgetExceeded(
             f"the device may hold {format_bytes(self.limit_bytes)} of offloaded activations; "
             f"{format_bytes(self.resident_bytes)} are in use by the running backward and {format_bytes(size)} more are "

@@ -18,7 +18,7 @@ _LEAD = 8  # once memory is short, 1/8 of the limit is evicted ahead of need, be
 
 
 class _HeldCopies:
-    """Freed device copies that other code still references; their bytes count until the references end."""
+    """Device copies of evicted records that other code still references. Their bytes count until the references end."""
 
     def __init__(self) -> None:
         self._watched: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
@@ -31,14 +31,14 @@ class _HeldCopies:
         return len(self._watched)
 
     def take_freed_bytes(self) -> int:
-        """Return the bytes whose references ended since the last call."""
+        """Return the bytes of the copies whose references ended since the last call."""
         before = sum(size for _, size in self._watched)
         self._watched = [(watch, size) for watch, size in self._watched if watch() is not None]
         return before - sum(size for _, size in self._watched)
 
 
 class Evictor:
-    """The evictor of one manager, which calls it with its lock held."""
+    """Evicts the records of one swap manager, which calls it with its lock held."""
 
     def __init__(
         self,
@@ -76,10 +76,11 @@ class Evictor:
             self._queues.mark_loaded(record)
 
     def evict_kept(self, size: int) -> None:
-        """Evict kept records, oldest first, until ``size`` more bytes will fit.
+        """Evict kept records, oldest first, until ``size`` more bytes fit once the writes have ended.
 
         A further eighth of the limit is evicted ahead of need, so that the next save does not wait for a whole
-        write."""
+        write.
+        """
         missing = self._accounting.resident_bytes + size - self._accounting.limit_bytes
         while (
             self._queues.kept
@@ -106,7 +107,7 @@ class Evictor:
         return True
 
     def drop_upcoming(self) -> bool:
-        """Drop the unused record that is needed last; return whether there was one."""
+        """Drop the device copy of the prefetched, unused record that is needed last; return whether there was one."""
         if not self._queues.upcoming:
             return False
         record = next(reversed(self._queues.upcoming))
@@ -122,7 +123,7 @@ class Evictor:
         return True
 
     def drop_used(self) -> bool:
-        """Drop the least recently used record; return whether memory was freed or a write began."""
+        """Drop the least recently used record from the device; return whether memory was freed or a write began."""
         while self._queues.used:
             record = next(iter(self._queues.used))
             self._queues.remove(record)
@@ -134,7 +135,7 @@ class Evictor:
         return False
 
     def free_copy(self, record: Record) -> bool:
-        """Free the device copy; return False while other code references it."""
+        """Free the record's device copy; return False if other code still references it."""
         self._queues.unmark_evicting(record)
         assert record.storage is not None
         watch = weakref.ref(record.storage)

@@ -115,7 +115,7 @@ class _Offloading(torch.autograd.graph.saved_tensors_hooks):
 def offloading(
     manager: SwapManager, selector: Selector, micro: int
 ) -> torch.autograd.graph.saved_tensors_hooks:
-    """Return the context for a block's forward in which its saved activations belong to ``micro`` and may be
+    """Return the hooks context for a block's forward: its saved activations belong to micro-batch ``micro`` and may be
     offloaded."""
     return _Offloading(manager, selector, micro)
 
@@ -125,7 +125,7 @@ def _unpack(packed: _KeptTensor | _MovedTensor) -> Tensor:
 
 
 def _changed(counter: Tensor, expected: int, saved: Tensor) -> RuntimeError:
-    """Return the error that torch raises without hooks."""
+    """Return the error that torch raises, without hooks, for a saved tensor that was changed in place."""
     shape = "" if saved.is_nested else f" {list(saved.shape)}"
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "

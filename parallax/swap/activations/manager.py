@@ -106,8 +106,7 @@ class SwapManager:
 
     @property
     def limit_bytes(self) -> int:
-        """Bytes that records may hold on the device. After the limit is lowered, records are evicted at the next
-        save."""
+        """Bytes that records may hold on the device. If the limit is lowered, records are evicted at the next save."""
         return self._accounting.limit_bytes
 
     @limit_bytes.setter
@@ -116,12 +115,12 @@ class SwapManager:
 
     @property
     def record_count(self) -> int:
-        """Number of storages of living graphs."""
+        """Number of storages that living graphs have saved."""
         return len(self._records)
 
     @property
     def empty(self) -> bool:
-        """Whether no graph holds a claim."""
+        """Whether no graph claims any record."""
         return len(self._records) <= len(self._unclaimed)
 
     @property
@@ -134,7 +133,7 @@ class SwapManager:
 
     @property
     def resident_bytes_at_most(self) -> int:
-        """Upper bound of :attr:`resident_bytes`, for frequent callers: ended transfers are not accounted for first."""
+        """Upper bound of :attr:`resident_bytes`, cheaper to read: transfers that have ended may still be counted."""
         return self._accounting.resident_bytes
 
     @property
@@ -148,8 +147,8 @@ class SwapManager:
     def save(
         self, tensor: Tensor, micro: int, operation: int | None = None
     ) -> tuple[Entry, Tensor | None]:
-        """Return a claim on the storage of a saved tensor, and an alias of the tensor or None. If the storage has no
-        record yet, one is made, and evicted or kept as the policy decides.
+        """Return a claim that keeps the bytes of a saved tensor's storage recoverable, and an alias of the tensor or
+        None. If the storage has no record yet, one is made, and evicted or kept as the policy decides.
 
         The alias is returned only for a new record that keeps an alias of ``tensor``. ``operation`` identifies the
         operator that saves. Some operators write into tensors that they have saved (the noise of ``rrelu``, running
@@ -216,7 +215,7 @@ class SwapManager:
             self._settle()
 
     def settle(self) -> None:
-        """Make all records evictable: no operator runs that saved one."""
+        """Make all records evictable. The caller asserts that no operator is running that saved one."""
         with self._lock:
             if self._queues.fresh and not self.closed:
                 self._settle()
@@ -258,7 +257,7 @@ class SwapManager:
             return origin
 
     def _reload(self, record: Record) -> None:
-        """Put a record on the device that was evicted or may be evicted."""
+        """Bring a record back to the device that was evicted or is being evicted."""
         if record.state is State.KEPT:
             record.state = State.LOADED
         elif record.state is State.QUEUED:
@@ -295,7 +294,8 @@ class SwapManager:
             self._prefetcher.clear()
 
     def _settle(self) -> None:
-        """Decide about every fresh record. If a write fails, the remaining records stay fresh for the next call."""
+        """Keep or begin to evict every fresh record. If a write fails, the remaining records stay fresh for the next
+        call."""
         fresh = self._queues.fresh
         while fresh:
             self._decide(next(iter(fresh)))
@@ -359,7 +359,7 @@ class SwapManager:
             self._collect_ended()
 
     def _collect_ended(self) -> None:
-        """Account for claims, transfers and references that ended since the last call."""
+        """Account for claims, transfers and external references that ended since the last call."""
         if self._fast_path.active:
             self._fast_path.collect_ended(self._open)
             return
@@ -386,7 +386,7 @@ class SwapManager:
             self._evictor.has_evicted = False
 
     def _release(self, record: Record) -> None:
-        """Free an unclaimed record whose bytes no transfer touches."""
+        """Free the bytes of an unclaimed record that no transfer touches."""
         if record.slot is not None:
             self._transfers.free_slot(record)
         if record.storage is not None:

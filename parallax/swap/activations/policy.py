@@ -1,7 +1,8 @@
 """Policy of a swap manager: which tensors are evicted first, which are kept, and how early they are prefetched.
 
 The settings are those of IBM's Large Model Support (TFLMS: ``n_tensors``, ``lb``; later ``swapout_threshold``,
-``swapin_ahead``, ``swapin_groupby``). They set by hand what the limit decides by itself."""
+``swapin_ahead``, ``swapin_groupby``). They override decisions that the limit would make.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +15,21 @@ from parallax.swap.activations.records import Batch, Record
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Preferences of a :class:`~parallax.swap.activations.manager.SwapManager`. Its ``limit_bytes`` has precedence:
-    records that a preference keeps are evicted before the budget is exceeded.
+    """Preferences of a :class:`~parallax.swap.activations.manager.SwapManager`. Its ``limit_bytes`` takes precedence:
+    records that a preference keeps are evicted before the limit is exceeded.
 
-    ``eager``: evict tensors as soon as they are saved. Otherwise evict them only when memory is short, first saved
-    (and last needed) first, so that nothing moves if everything fits.
+    ``eager``: evict tensors as soon as they are saved. Otherwise evict them only when memory is short, in the order of
+    saving (the first saved is needed last), so that nothing moves if everything fits.
 
     ``n_tensors``: the most tensors of a micro-batch to offload, first saved first; None: all.
 
-    ``swapout_threshold``: keep a tensor that the previous micro-batch used before this many others were saved; 0:
-    keep none.
+    ``swapout_threshold``: keep a tensor if, in the previous micro-batch, it was used before this many others were
+    saved; 0: keep none.
 
     ``swapin_ahead``: how many tensors before its use a tensor is prefetched; None: as early as the limit allows.
 
-    ``swapin_groupby``: how many tensors are prefetched together."""
+    ``swapin_groupby``: how many tensors are prefetched together.
+    """
 
     eager: bool = True
     n_tensors: int | None = None
@@ -44,13 +46,13 @@ class Policy:
         check_positive("swapin_groupby", self.swapin_groupby)
 
     def preferences(self) -> Preferences | None:
-        """Return the preferences at work; None where the limit alone decides."""
+        """Return an object that applies these settings to one manager; None if the limit alone decides."""
         return None if Policy(eager=self.eager) == self else Preferences(self)
 
 
 class Preferences:
-    """A policy at work. A tensor is recognised by its ordinal and size within its micro-batch, because every training
-    step saves the same tensors."""
+    """Applies a policy to records. A record is recognised by its index and size within its micro-batch, because every
+    training step saves the same tensors."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -73,7 +75,8 @@ class Preferences:
             self.learn(batch)
 
     def learn(self, batch: Batch) -> None:
-        """Remember the uses of a micro-batch that ended; a micro-batch that was never used is ignored."""
+        """Remember, from a micro-batch that has ended, when each saved tensor was used; a micro-batch that was never
+        used is ignored."""
         if batch.uses:
             self._known, batch.uses = batch.uses, {}
 
@@ -87,7 +90,7 @@ class Preferences:
         )
 
     def group_bytes(self, record: Record) -> int:
-        """Return the bytes still to be read of the group of the next record."""
+        """Return the bytes that remain to be read for the group of the next record, ``record``."""
         total = 0
         for other in itertools.islice(record.batch.waiting, self._policy.swapin_groupby):
             total += other.size if self._group(other) == self._group(record) else 0

@@ -68,7 +68,7 @@ class Prefetcher:
                 return
 
     def _start_reads_of(self, batch: Batch, evict_kept: Callable[[int], None]) -> bool:
-        """Begin the due reads of one micro-batch; return whether all of them fit."""
+        """Begin the reads of one micro-batch that are due; return whether all of them fit."""
         while batch.waiting:
             record = batch.waiting[0]
             alive = record.claim() is not None

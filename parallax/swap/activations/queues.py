@@ -10,7 +10,8 @@ from parallax.swap.activations.records import Batch, Claim, Record, State
 
 # next(iter(dict)) is O(deleted entries), so this is an OrderedDict.
 class RecordQueue(OrderedDict[Record, None]):
-    """Records in order. A record stores the queue's ``number``, because a reference to the queue would be a cycle."""
+    """Records in order. A record stores the ``number`` of its queue, because a reference to the queue would be a
+    cycle."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -18,7 +19,7 @@ class RecordQueue(OrderedDict[Record, None]):
 
 
 class RecordQueues:
-    """The queues of one manager; a record is in one of them at most.
+    """The record queues of one manager; each record is in at most one of them.
 
     ``fresh``: saved by an operator that may still run. ``kept``: to be evicted when memory is short, oldest first.
     ``preferred``: kept by the policy, evicted after ``kept``, oldest first. ``upcoming``: on the device and not used
@@ -45,18 +46,18 @@ class RecordQueues:
             record.queue = None
 
     def mark_evicting(self, record: Record) -> None:
-        """Count the bytes of ``record``, whose write will free them."""
+        """Add the bytes of ``record`` to the bytes that writes will free."""
         self.evicting_bytes += 0 if record.evicting else record.size
         record.evicting = True
 
     def unmark_evicting(self, record: Record) -> None:
-        """Undo :meth:`mark_evicting`: the record stays on the device, or its bytes have been freed."""
+        """Undo :meth:`mark_evicting`, because the record stays on the device or its bytes have been freed."""
         if record.evicting:
             record.evicting = False
             self.evicting_bytes -= record.size
 
     def mark_loaded(self, record: Record) -> None:
-        """Queue a record that is on the device as used, or as one to be used next."""
+        """Queue a record that is on the device as used, or as the one to be used next."""
         record.state, record.transfer = State.LOADED, None
         self.append(record, self.used if record.used else self.upcoming)
 
@@ -70,13 +71,14 @@ class RecordQueues:
 
 
 class FastPath:
-    """Bookkeeping while every record fits: bytes are counted, and nothing else is decided.
+    """Bookkeeping while every record fits: only bytes are counted.
 
-    Queues cost more time than everything else that is done for a saved tensor, and a step that evicts nothing never
-    reads them. So they are filled when memory is short for the first time, in the order in which they would have been
-    filled record by record.
+    Maintaining queues costs more time than all other work for a saved tensor, and a step that evicts nothing never
+    reads them. So the queues are filled when memory is short for the first time, in the order that adding record by
+    record would have given.
 
-    ``records`` (living records by clock) and ``known`` (by address) are the manager's; it calls with its lock held.
+    ``records`` (living records by clock) and ``known`` (by address) belong to the manager, which calls with its lock
+    held.
     """
 
     def __init__(
@@ -97,13 +99,13 @@ class FastPath:
         )
 
     def save_again(self, record: Record, before: int | None, operation: int | None) -> None:
-        """Attribute a record of operator ``before`` to ``operation``, which saves it too."""
+        """Attribute a record that operator ``before`` saved to ``operation``, which saves it again."""
         if _saved_by(record, before):
             record.operation = operation
             self._records[record.clock] = self._records.pop(record.clock)  # the last again
 
     def fill_queues(self, queues: RecordQueues, operation: int | None) -> None:
-        """Queue every living record and end the fast path.
+        """Queue every living record, and end the fast path.
 
         ``operation`` may still run, so its records are fresh. Of several micro-batches in their backward, the records
         saved last are used first.
@@ -119,7 +121,8 @@ class FastPath:
         self.active = False
 
     def collect_ended(self, batches: dict[int, Batch]) -> None:
-        """Free unclaimed records; clear the open ``batches`` once no record is alive."""
+        """Free the records that no entry claims any more. When no record is left, clear ``batches``, the micro-batches
+        that are still open."""
         if not self._unclaimed:
             return
         freed = 0

@@ -1,4 +1,4 @@
-"""Transfers of one record's bytes: begin, cancel, wait and count; checksums for ``swap.verify``; the swap stream."""
+"""Transfers of a record's bytes: begin, cancel, wait, count and verify; and the stream whose tensors are swapped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNWRITTEN = 0xA5  # a byte that no tensor of a training run consists of
 
 
 class Transfers:
-    """The transfers of one manager, which calls with its lock held."""
+    """Transfers of the records of one manager, which calls with its lock held."""
 
     def __init__(self, store: Store, accounting: MemoryAccounting) -> None:
         self._store, self._accounting = store, accounting
@@ -31,7 +31,7 @@ class Transfers:
         record.state, record.wanted = State.QUEUED, False
 
     def cancel_write(self, record: Record) -> bool:
-        """Free the record's slot if its write has not begun; return whether that is so."""
+        """Cancel the record's write and free its slot, unless the write has begun; return whether it was cancelled."""
         assert record.slot is not None
         assert record.transfer is not None
         if not record.transfer.cancel():
@@ -42,7 +42,7 @@ class Transfers:
         return True
 
     def read(self, record: Record) -> None:
-        """Begin to read into new memory."""
+        """Begin to read the record's bytes into new device memory."""
         assert record.slot is not None
         flat = new_bytes(record.size, record.device)
         if record.sum is not None:
@@ -132,7 +132,8 @@ class SwapStream:
         self._saved_bytes: Counter[torch.Stream] = Counter()  # since then
 
     def is_other(self, tensor: Tensor, *, graphs_ended: bool) -> bool:
-        """Whether another stream is saving ``tensor``, which is on an accelerator."""
+        """Count the bytes of ``tensor``, which is on an accelerator and being saved, and return whether the current
+        stream differs from the swap stream."""
         now = torch.accelerator.current_stream(tensor.device.index)
         if graphs_ended:
             self._choose(now)

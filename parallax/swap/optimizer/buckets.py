@@ -1,4 +1,4 @@
-"""Buckets of an optimizer, and the storage of their states between steps: beside the weights, in host memory, in a
+"""The buckets of an optimizer, and where their states are between steps: with the weights, in host memory, or in a
 store."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MASTER = "master"  # key of a state: the weights in full precision
 
 
 class _BucketPlace(NamedTuple):
-    """Position of one state of one segment in a bucket's run of bytes."""
+    """The position of one state of one segment in the bucket's buffer of bytes."""
 
     segment: int
     key: str
@@ -41,7 +41,7 @@ class _BucketPlace(NamedTuple):
 
 
 class Bucket:
-    """One bucket: its weights, and the optimizer that steps them."""
+    """A bucket: its weights, and the optimizer that steps them."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class Bucket:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states made so far."""
+        """Bytes of the states created so far."""
         return self.places[-1].stop if self.places else 0
 
     def step(self, settings: Sequence[dict[str, Any]], coefficient: Tensor | None) -> None:
-        """Update once with the ``settings`` of each group; gradients are multiplied by ``coefficient`` first."""
+        """Step once with the ``settings`` of each group; gradients are first multiplied by ``coefficient``."""
         for group, index in zip(self._kernel.param_groups, self._groups):
             group.update(settings[index])
         for stepped, (weight, gradient) in zip(self._stepped, self.weights.tensors_to_step()):
@@ -89,7 +89,7 @@ class Bucket:
         self.weights.round_masters()
 
     def states(self, index: int) -> dict[str, Any]:
-        """Return the states of one segment."""
+        """Return the optimizer states of the segment with this index."""
         found: dict[str, Any] = self._kernel.state[self._stepped[index]]
         return found
 
@@ -108,7 +108,7 @@ class Bucket:
         return found
 
     def restore(self, parameter: Tensor, states: Mapping[str, Tensor]) -> None:
-        """Set the states of ``parameter``, whose weights have been set."""
+        """Set the optimizer states of ``parameter``; the caller has already set its weights."""
         in_place = isinstance(self.weights, ResidentWeights)
         for index, segment in enumerate(self.segments):
             if segment.parameter is parameter:
@@ -127,7 +127,7 @@ class Bucket:
         self.weights.reset()
 
     def measure(self) -> None:
-        """Determine the states, and the position of each in one run of bytes."""
+        """Determine the bucket's states, and the position of each in one buffer of bytes."""
         places, at = [], 0
         for index in range(len(self.segments)):
             for key, value in self._held(index).items():
@@ -148,7 +148,7 @@ class Bucket:
         self.places = tuple(places)
 
     def unload(self, flat: Tensor) -> None:
-        """Copy states that are not in ``flat`` into it, and release them."""
+        """Copy the states that are not in ``flat`` into it, then release them."""
         for place in self.places:
             view, held = _view(flat, place), self._held(place.segment)[place.key]
             if held.data_ptr() != view.data_ptr():
@@ -161,7 +161,7 @@ class Bucket:
             self._hold(place, _view(flat, place))
 
     def _held(self, index: int) -> dict[str, Any]:
-        """Return the states of one segment and its master, if that is stored with them."""
+        """Return the states of one segment, and its master weights if these are stored with the states."""
         kept = self.weights.kept
         return {**self.states(index), **({MASTER: kept[index]} if kept else {})}
 
@@ -195,8 +195,8 @@ class StatesInMemory:
 
 
 class StatesInStore:
-    """Optimizer states in a store between steps. At most three buckets are in memory: the one being stepped, the
-    next, which is read, and the last, which is written."""
+    """Optimizer states that are in a store between steps. At most three buckets are in memory: the one being stepped,
+    the next one, which is read, and the previous one, which is written."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -246,7 +246,7 @@ class StatesInStore:
             each.clear()
 
     def unload(self, bucket: Bucket) -> None:
-        """Release states that were only read; the stored ones are valid."""
+        """Release states that were only read; the stored states remain valid."""
         flat = self._loaded.pop(bucket, None)
         if flat is not None:
             bucket.unload(flat)
@@ -257,7 +257,7 @@ class StatesInStore:
 
 
 def joined(parts: Iterable[Mapping[str, Tensor]], parameter: Tensor) -> dict[str, Tensor]:
-    """Return the states of a whole parameter from those of its segments; scalars are equal in all segments."""
+    """Return the states of a whole parameter, joined from those of its segments; scalars are equal in all segments."""
     found: dict[str, list[Tensor]] = {}
     for part in parts:
         for key, value in part.items():
@@ -266,20 +266,21 @@ def joined(parts: Iterable[Mapping[str, Tensor]], parameter: Tensor) -> dict[str
 
 
 class GroupRates:
-    """Learning rates of parameter groups: a group built with the schedule's rate follows it, others in proportion."""
+    """Learning rates of parameter groups. A group built with the schedule's rate follows the schedule; other groups
+    change in proportion."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._built = [group["lr"] for group in optimizer.param_groups]
 
     def set(self, rate: float, whole: float) -> None:
-        """Set the rate of the next step, when the schedule's rate has changed from ``whole`` to ``rate``."""
+        """Set the rate of the next step: the schedule's rate has changed from ``whole`` to ``rate``."""
         for group, built in zip(self._optimizer.param_groups, self._built):
             group["lr"] = rate if built == whole else built * (rate / whole)
 
 
 def settings_of(optimizer: torch.optim.Optimizer, group: int) -> dict[str, Any]:
-    """Return a group's settings without its parameters, with ``capturable`` switched off."""
+    """Return the settings of a group without its parameters, with ``capturable`` switched off."""
     found = {
         key: copy.copy(value)
         for key, value in optimizer.param_groups[group].items()
@@ -295,8 +296,8 @@ def _join(values: list[Tensor], parameter: Tensor) -> Tensor:
 
 
 def _part_of_state(value: Tensor, segment: ParameterSegment, *, in_place: bool) -> Tensor:
-    """Return a segment's own copy of a parameter's state, in the memory layout of the stepped tensor: the parameter's
-    if it is stepped ``in_place``, else one contiguous run on the host."""
+    """Return a copy of a segment's part of the state ``value``, in the memory layout of the stepped tensor: the
+    parameter's if it is stepped ``in_place``, else contiguous on the host."""
     device = segment.parameter.device if in_place else torch.device("cpu")
     value = value.detach().to(device).contiguous()
     if in_place and segment.whole and value.shape == segment.parameter.shape:

@@ -31,8 +31,8 @@ Piece = list[tuple[int, Tensor]]  # (index of the parameter group, parameter)
 
 
 class ChunkedStep:
-    """One step in pieces. Every piece begins with the values from before the step. So a change of a group or of the
-    optimizer itself (counters, averages of the rate) must be the same in every piece."""
+    """One optimizer step, taken in pieces. Every piece begins with the values from before the step. So changes of
+    groups and of the optimizer itself (counters, averages of the rate) must be equal in every piece."""
 
     def __init__(self, optimizer: Optimizer, pieces: list[Piece]) -> None:
         self._optimizer = optimizer
@@ -56,7 +56,7 @@ class ChunkedStep:
         return other
 
     def finish(self) -> None:
-        """Copy the changes that the step made in the stand-ins to the optimizer."""
+        """Copy the changes that the step made in the stand-ins back to the optimizer."""
         for other, groups in self._stand_ins:
             for key, value in vars(other).items():
                 if key not in ("param_groups", "state") and value is not self._attributes.get(key):
@@ -80,7 +80,7 @@ class ChunkedStep:
 
 def with_inner(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers that hold states: ``optimizer``, and those whose ``step`` it calls. A framework's wrapper
-    holds none: its states are those of the wrapped optimizer."""
+    is left out, because its states are those of the wrapped optimizer."""
     inner = inner_optimizers(optimizer)
     several = [each for one in inner for each in with_inner(one)]
     own = "_optimizer_step_pre_hooks" in vars(optimizer) and "state" in vars(optimizer)
@@ -90,7 +90,7 @@ def with_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers in the attributes of ``optimizer``, alone or in a list or dictionary."""
+    """Return the optimizers that attributes of ``optimizer`` hold, directly or in a list or dictionary."""
     found: list[Optimizer] = []
     for value in vars(optimizer).values():
         several: Any = value.values() if isinstance(value, dict) else value
@@ -122,7 +122,7 @@ def check_per_parameter(optimizer: Optimizer) -> None:
 
 
 def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """Return the ``step`` of the optimizer's class, without hooks."""
+    """Return the ``step`` function of the optimizer's class, without hooks."""
     step = type(optimizer).step
     raw: Callable[..., Any] = (
         getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
@@ -131,8 +131,8 @@ def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def evaluated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Run a step's closure, and return the step's arguments with a closure that returns the computed loss, so that the
-    steps of all pieces share one evaluation."""
+    """Run a step's closure. Return the step's arguments with a closure that returns the computed loss, so that all
+    pieces share one evaluation."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         return args, kwargs

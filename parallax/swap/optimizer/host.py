@@ -1,4 +1,4 @@
-"""The host optimizer: exact steps on the host, beside the next forward.
+"""The host optimizer: exact optimizer steps on the host, while the next forward runs.
 
 A global gradient norm is known only after the last gradient of the last stage, so an exact step with clipping
 cannot run inside the backward. But the next forward needs the weights of one block at a time. So gradients are
@@ -15,7 +15,8 @@ operands are those of the given optimizer.
 
 A bucket is a run of at most ``bucket_bytes`` of parameters, or of parts of them. It is stepped by a
 ``torch.optim`` optimizer of its own, of the same class and settings, so that fused kernels run over long runs of
-memory."""
+memory.
+"""
 
 from __future__ import annotations
 
@@ -62,17 +63,17 @@ _WHOLE = (torch.optim.Adafactor,)  # averages over rows and columns, so a parame
 
 
 class Exchange(Protocol):
-    """Replicas that share one copy of the states: each steps the parameters that it owns and broadcasts the new
-    weights."""
+    """Replicas that share one copy of the optimizer states: each steps the parameters that it owns, and broadcasts
+    their new weights."""
 
     def owner(self, parameter: Tensor) -> int:
-        """Return the replica that steps ``parameter``; all replicas return the same."""
+        """Return the replica that steps ``parameter``; the result is equal on all replicas."""
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this replica steps ``parameter``."""
 
     def broadcast(self, parameter: Tensor, tensors: list[Tensor]) -> None:
-        """Set ``tensors`` to those of the owner of ``parameter``; all replicas call in the same order."""
+        """Broadcast ``tensors`` in place from the owner of ``parameter``; all replicas call it in the same order."""
 
 
 def owner_of(exchange: Exchange | None, parameter: Tensor) -> int:
@@ -152,7 +153,7 @@ class HostOptimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states made so far, wherever they are stored."""
+        """Bytes of the states created so far, in any memory."""
         return sum(bucket.state_bytes for bucket in self._buckets)
 
     def set_rate(self, rate: float, whole: float) -> None:
@@ -160,7 +161,8 @@ class HostOptimizer:
         self._rates.set(rate, whole)
 
     def reduced(self, parameter: Tensor) -> None:
-        """The gradient of ``parameter`` is final. Once all gradients of a bucket are, their copy to the host begins."""
+        """Accept the final gradient of ``parameter``. When all gradients of a bucket are final, their copy to the host
+        begins."""
         for bucket in self._buckets_of.get(parameter, ()):
             bucket.pending_gradients -= 1
             if bucket.pending_gradients == 0:
@@ -193,21 +195,22 @@ class HostOptimizer:
                 )
 
     def ready(self, parameters: Iterable[Tensor]) -> None:
-        """Return when the device's current stream may use ``parameters``.
+        """Wait until the device's current stream may use ``parameters``.
 
-        Raises :class:`SwapError` after a failed step: weights are updated in part, until they are set again."""
+        Raises :class:`SwapError` after a failed step: weights are updated in part, until they are set again.
+        """
         self._check()
         for parameter in parameters:
             for bucket in self._buckets_of.get(parameter, ()):
                 self._wait_for_bucket(bucket)
 
     def finish(self) -> None:
-        """Return when every parameter may be used and every state is stored."""
+        """Wait until every parameter may be used and every state is stored."""
         self.ready(self._buckets_of)
         self._flush()
 
     def reset(self) -> None:
-        """Drop all states and a failed step; the weights on the device or in the store are valid."""
+        """Drop all states and the record of a failed step. The weights on the device or in the store are valid."""
         for bucket in self._buckets:
             if bucket.future is not None:
                 wait([bucket.future])
@@ -218,14 +221,14 @@ class HostOptimizer:
         self._failure = None
 
     def skip(self) -> None:
-        """Skip a step: gradients that were copied to the host are discarded, and nothing changes."""
+        """Skip a step: discard the gradients that were copied to the host, and change nothing."""
         self.finish()
         for bucket in self._buckets:
             bucket.pending_gradients = bucket.parameter_count
             bucket.weights.skip()
 
     def zero_grad(self) -> None:
-        """Set gradients to zero if no step uses them; a step zeroes its own."""
+        """Set all gradients to zero, unless a step is running: the step zeroes them itself."""
         if all(bucket.future is None for bucket in self._buckets):
             for bucket in self._buckets:
                 bucket.weights.skip()  # waits for gradients under copy to the host
@@ -234,8 +237,8 @@ class HostOptimizer:
             bucket.pending_gradients = bucket.parameter_count
 
     def states(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the states of ``parameter``, as ``optimizer.state`` would hold them, and its weights in full
-        precision (``master``) if its own are not. Empty if another replica steps it, and before its first step."""
+        """Return the states of ``parameter`` in the form of ``optimizer.state``, and its weights in full precision
+        (``master``) if its own are not. Empty before its first step, or if another replica steps it."""
         self.finish()
         parts: list[dict[str, Tensor]] = []
         for bucket in self._buckets_of.get(parameter, ()):
@@ -245,7 +248,7 @@ class HostOptimizer:
         return joined(parts, parameter)
 
     def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
-        """Set the states of ``parameter``, whose weights have been set."""
+        """Set the optimizer states of ``parameter``; the caller has already set its weights."""
         self.finish()
         for bucket in self._buckets_of.get(parameter, ()):
             if self._steps(bucket):
@@ -255,8 +258,8 @@ class HostOptimizer:
         self._flush()
 
     def close(self) -> None:
-        """End the threads. A step under way is finished, unless one failed: then other replicas may never send the
-        weights that it waits for."""
+        """End the threads. A running step is finished first, unless a step failed: then other replicas may never send
+        the weights that it waits for."""
         self._stepping.shutdown(wait=True, cancel_futures=self._failure is not None)
         if self._broadcasting is not None:
             self._broadcasting.shutdown(
@@ -297,7 +300,7 @@ class HostOptimizer:
 
     @contextlib.contextmanager
     def _noting_failure(self) -> Iterator[None]:
-        """Record a failure; after it nothing is stepped or broadcast until all states are set again."""
+        """Record a failure in the block; afterwards nothing is stepped or broadcast until all states are set again."""
         self._check()
         try:
             yield
@@ -340,7 +343,8 @@ class HostOptimizer:
 
 
 def _staging_bytes(segments: Sequence[ParameterSegment]) -> int:
-    """Host memory for copies of weights and gradients; 0 if they are stepped in place in host memory."""
+    """Return the bytes of host memory for copies of weights and gradients; 0 if they are stepped in place in host
+    memory."""
     first = segments[0].parameter
     if first.device.type == "cpu" and stepped_in(first.dtype) is first.dtype:
         return 0

@@ -1,4 +1,4 @@
-"""Swap files that no other user can read or replace, and that are never left over."""
+"""Swap files that no other user can read or replace, and that no killed process leaves behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _LONGEST_NAME = 255  # bytes, on every file system in use
 def private_file(directory: Path, remedies: Remedies = ENGINE) -> int:
     """Return an open, unlinked file in ``directory``.
 
-    The file is opened relative to the open directory, so that no process can replace it in between."""
+    The file is opened relative to the open directory, so that no other process can replace the directory in between.
+    """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -42,7 +43,7 @@ def private_file(directory: Path, remedies: Remedies = ENGINE) -> int:
 
 
 def check_directory(directory: Path, remedies: Remedies) -> None:
-    """Raise the error that :func:`private_file` would raise; leave no file behind."""
+    """Raise the error that :func:`private_file` would raise; the test leaves no file behind."""
     try:
         if any(len(os.fsencode(name)) > _LONGEST_NAME for name in directory.parts):
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
@@ -74,8 +75,8 @@ def _unusable(directory: Path, error: OSError, remedies: Remedies) -> SwapError:
 
 
 def _make_private(folder: int, directory: Path, remedies: Remedies) -> None:
-    """Raise :class:`SwapError` for a folder of another user, or an open folder with other files; else restrict its
-    mode."""
+    """Restrict the folder's mode to its owner. Raises :class:`SwapError` for a folder of another user, or for one open
+    to others that holds other files."""
     found = os.fstat(folder)
     if found.st_uid != os.getuid():
         raise SwapError(f"swap directory {directory} is another user's: {remedies.directory}")

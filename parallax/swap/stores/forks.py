@@ -1,8 +1,9 @@
-"""Callbacks in a forked child, for locks that no thread will release and threads that do not exist there.
+"""Run callbacks in a forked child, for locks that no thread will release and threads that do not exist there.
 
 A child has the parent's memory and only the thread that forked. An object with a lock or threads registers here,
 and its ``after_fork`` runs before any other code of the child. Code that waits for a thread compares
-:func:`generation` with that of the process that started the thread."""
+:func:`generation` with that of the process that started the thread.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ class Forked(Protocol):
     """An object whose ``after_fork`` runs in a forked child."""
 
     def after_fork(self) -> None:
-        """Run in the child, which has one thread."""
+        """Repair the object in the child, which has only the thread that forked."""
 
 
 _ALIVE: weakref.WeakSet[Forked] = weakref.WeakSet()
@@ -23,7 +24,7 @@ _generation = 0
 
 
 def call_after_fork(who: Forked) -> None:
-    """Call ``who.after_fork()`` in forked children while ``who`` is alive."""
+    """Call ``who.after_fork()`` in each forked child, as long as ``who`` is alive."""
     _ALIVE.add(who)
 
 

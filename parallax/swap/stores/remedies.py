@@ -9,9 +9,9 @@ from parallax.plan.tier import Tier
 
 @dataclass(frozen=True, kw_only=True)
 class Remedies:
-    """``full``: for a full tier, with ``{key}``, the key of ``cluster`` that sets its capacity, and ``{folder}``,
-    replaced by ``folder`` for tiers of files. ``directory``: for an unusable folder. ``pinning``: for host memory
-    that cannot be pinned."""
+    """Remedies for error messages. ``full``: for a full tier, with the placeholders ``{key}``, the key of ``cluster``
+    that sets its capacity, and ``{folder}``, replaced by ``folder`` for tiers of files. ``directory``: for an unusable
+    folder. ``pinning``: for host memory that cannot be pinned."""
 
     full: str
     folder: str = ""
@@ -19,7 +19,7 @@ class Remedies:
     pinning: str
 
     def when_full(self, tier: Tier) -> str:
-        """Return the remedy for ``tier``, which is full."""
+        """Return the remedy for the full tier ``tier``."""
         return self.full.format(key=tier.key, folder="" if tier.in_ram else self.folder)
 
 

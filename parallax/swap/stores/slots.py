@@ -16,7 +16,7 @@ _SLACK = 1.25  # most length of the address range, relative to the most bytes ev
 
 
 class StoreSlot(NamedTuple):
-    """A slot of ``size`` bytes from ``offset`` on, or in several stretches (offset, bytes), the first of which begins
+    """A slot of ``size`` bytes: one range from ``offset``, or several ranges (offset, bytes), the first of which begins
     at ``offset``."""
 
     offset: int
@@ -24,7 +24,8 @@ class StoreSlot(NamedTuple):
     stretches: tuple[tuple[int, int], ...] = ()
 
     def parts(self, start: int, size: int) -> Iterator[tuple[int, int]]:
-        """Yield (offset, bytes) in order of ``size`` bytes of the slot, from its byte ``start`` on."""
+        """Yield, in order, the (offset, bytes) ranges that hold ``size`` bytes of the slot, from its byte ``start``
+        on."""
         for offset, length in self.stretches or ((self.offset, self.size),):
             if start < length and size:
                 found = min(length - start, size)
@@ -34,12 +35,13 @@ class StoreSlot(NamedTuple):
 
 
 class SlotMap:
-    """Slots in one growing address range.
+    """Allocates slots in one growing address range.
 
-    Sizes that differ from step to step leave gaps between slots. A slot is the smallest gap that fits, or new at
-    the end of the range, which may become a quarter longer than the most bytes ever in use. Otherwise a slot
-    consists of several gaps, longest first. So the range stays bounded for any sequence of requests, and a tier is
-    full only when its bytes are in use."""
+    Sizes that differ from step to step leave gaps between slots. A new slot uses the smallest gap that fits. Otherwise
+    it is placed at the end of the range, which may become a quarter longer than the peak of bytes in use. Otherwise it
+    consists of several gaps, longest first. So the range stays bounded for any sequence of requests, and a tier is full
+    only when all its bytes are in use.
+    """
 
     def __init__(self, capacity: int, name: str, remedy: str = "raise its capacity") -> None:
         self.used_bytes = self.high_water = 0
@@ -78,13 +80,13 @@ class SlotMap:
                 self.used_bytes -= _rounded(size)
 
     def take_high_water(self) -> int:
-        """Return the most bytes in use since the last call."""
+        """Return the peak of bytes in use since the last call."""
         with self._lock:
             found, self.high_water = self.high_water, self.used_bytes
         return found
 
     def _find(self, size: int) -> list[tuple[int, int]]:
-        """Allocate ``size`` bytes, which are free, and return their stretches."""
+        """Allocate ``size`` bytes, which are known to be free, and return their ranges."""
         smallest = bisect.bisect_left(self._sorted, (size, 0))
         if smallest < len(self._sorted):
             return [self._take_gap(smallest, size)]
@@ -108,7 +110,7 @@ class SlotMap:
         return offset, min(length, size)
 
     def _free(self, offset: int, size: int) -> None:
-        """Merge freed bytes with the adjacent gaps; bytes at the end shorten the range."""
+        """Mark bytes as free and merge them with adjacent gaps; free bytes at the end shorten the range."""
         before, behind = self._ends.get(offset), self._gaps.get(offset + size)
         if before is not None:
             self._remove(before)
@@ -132,7 +134,8 @@ class SlotMap:
 
 
 def _slot(size: int, found: list[tuple[int, int]]) -> StoreSlot:
-    """Return a slot of ``size`` bytes; the last stretch is whole pages and may be longer than needed."""
+    """Return a slot of ``size`` bytes in the ranges ``found``; the last range consists of whole pages and may be longer
+    than needed."""
     return StoreSlot(found[0][0], size, tuple(found) if len(found) > 1 else ())
 
 

@@ -32,28 +32,28 @@ class Pending(Protocol):
     """A transfer under way."""
 
     def done(self) -> bool:
-        """Whether it has finished; raises :class:`SwapError` if it failed."""
+        """Whether the transfer has finished; raises :class:`SwapError` if it failed."""
 
     def wait(self) -> None:
-        """Return when the source may be released, or the device's stream may read the target."""
+        """Wait until the source may be released, or until the device's stream may read the target."""
 
     def cancel(self) -> bool:
-        """Whether it was cancelled before it began."""
+        """Cancel the transfer if it has not begun; return whether it was cancelled."""
 
     def seconds(self) -> float:
-        """Duration without time in a queue; valid once it is done."""
+        """Duration of the transfer without time in a queue; valid once it is done."""
 
 
 class Store(Protocol):
-    """The tier contract. ``data`` and ``target`` are one-dimensional uint8 tensors on the device. The caller keeps
-    them alive and unchanged until the transfer is done. ``tier`` is the name of its tier."""
+    """The interface of a tier's store. ``data`` and ``target`` are one-dimensional uint8 tensors on the device; the
+    caller keeps them alive and unchanged until the transfer is done. ``tier``: the name of the store's tier."""
 
     tier: str
     slots: SlotMap
 
     @property
     def waste_bytes(self) -> int:
-        """Pinned memory allocated beyond the requested bytes."""
+        """Pinned memory allocated in excess of the requested bytes."""
 
     def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
         """Begin to copy ``data`` to a new slot."""
@@ -62,14 +62,14 @@ class Store(Protocol):
         """Begin to copy the bytes of ``slot`` into ``target``."""
 
     def free(self, slot: StoreSlot) -> None:
-        """Free the slot; its bytes may be overwritten at once."""
+        """Free the slot; later writes may overwrite its bytes at once."""
 
     def close(self) -> None:
         """Finish or cancel transfers and release all resources."""
 
 
 class _EventPending:
-    """Device-to-host or host-to-device copies, one for each stretch of the slot."""
+    """The device-to-host or host-to-device copies of a transfer, one for each range of the slot."""
 
     def __init__(self, copies: list[Event], *, to_device: bool) -> None:
         self._copies, self._to_device = copies, to_device
@@ -128,7 +128,7 @@ class HostStore:
 
     @property
     def waste_bytes(self) -> int:
-        """Memory allocated so far beyond the requested bytes."""
+        """Memory allocated so far in excess of the requested bytes."""
         requested = min(self._capacity, len(self._slabs) * self._slab_bytes)
         return sum(slab.allocated_bytes for slab in self._slabs) - requested
 
@@ -159,7 +159,7 @@ class HostStore:
             slab.close()
 
     def _allocate_slabs(self, slot: StoreSlot) -> None:
-        """Allocate the slabs of a slot that do not exist yet."""
+        """Allocate those slabs of a slot that do not exist yet."""
         if len(self._slabs) * self._slab_bytes < self._capacity:
             self._allocate(max(offset + size for offset, size in slot.parts(0, slot.size)))
 
@@ -170,7 +170,7 @@ class HostStore:
                 self._slabs.append(self._copies.arena(size))
 
     def _pairs(self, slot: StoreSlot, data: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return parts of ``data`` with their memory in a slab; nearly always one."""
+        """Return parts of ``data``, each with its memory in a slab; nearly always a single part."""
         if not slot.stretches:
             slab, begin = divmod(slot.offset, self._slab_bytes)
             if begin + slot.size <= self._slab_bytes:
@@ -201,11 +201,12 @@ class _InlineExecutor:
 
 
 class _FilePending:
-    """File work on a worker thread, including the device's copies.
+    """A transfer between a file and memory on a worker thread, including the device's copies.
 
-    The work is released as soon as it ends, fails or is cancelled, because it holds the tensor. Of an error only
-    the text is kept, because its traceback holds the frames. A forked child has no worker threads, so it runs
-    unfinished work itself."""
+    The thread's work is released as soon as it ends, fails or is cancelled, because it holds the tensor. Of an error
+    only the text is kept, because its traceback would hold frames. A forked child has no worker threads, so it runs
+    unfinished work itself.
+    """
 
     def __init__(
         self, pool: ThreadPoolExecutor | _InlineExecutor, work: Callable[[], None]
@@ -263,11 +264,12 @@ class _FilePending:
 
 class DiskStore:
     """One file per rank, written and read by worker threads. Reads have threads of their own, because training waits
-    for them. Data read is compared with a checksum of the data written (30 GB/s on one core, so it costs nothing
-    beside the file).
+    for them. Data read is compared with a checksum of the data written (30 GB/s on one core, so it costs little
+    compared with the file access).
 
     The file has mode 0600 in a directory that only its owner can enter. It is never reached through a symbolic
-    link and is unlinked while open, so that no file is left over however the process ends."""
+    link and is unlinked while open, so that no file is left over however the process ends.
+    """
 
     def __init__(
         self,
@@ -302,8 +304,8 @@ class DiskStore:
         call_after_fork(self)
 
     def after_fork(self) -> None:
-        """Read the parent's data from its file, and write to a new file, both without threads. The parent's data is
-        valid until the parent changes it; most children only load training data or exit."""
+        """Continue in a forked child, without threads: read the parent's data from its file, and write to a new file.
+        The parent's data is valid until the parent changes it; most children only load training data or exit."""
         if self._file is not None:
             self._inherited.append(self._file)
         self._file, self._writers, self._readers = None, _InlineExecutor(), _InlineExecutor()
@@ -394,7 +396,7 @@ def _pool(threads: int, name: str, copies: CopyEngine) -> ThreadPoolExecutor:
 
 
 class _Bytes:
-    """A tensor's memory for numpy; ``Tensor.numpy`` would make the owner's storage non-resizable."""
+    """Exposes a tensor's memory to numpy. ``Tensor.numpy`` would make the owner's storage non-resizable."""
 
     def __init__(self, data: Tensor) -> None:
         self.__array_interface__ = {
@@ -411,8 +413,8 @@ def _array(data: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def _sum(data: Tensor) -> int:
-    """Return a checksum that differs after any single bit flip, and almost surely for a hole or another tensor's
-    bytes."""
+    """Return a checksum of ``data``. Any single bit flip changes it, and so, almost surely, does a hole or data of
+    another tensor."""
     view = _array(data)
     whole = view.size - view.size % 8
     return int(np.add.reduce(view[:whole].view(np.uint64))) + int(

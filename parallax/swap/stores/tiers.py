@@ -30,9 +30,10 @@ from parallax.swap.stores.store import DiskStore, HostStore, Store
 class StoreRequest:
     """Arguments for opening the store of one rank.
 
-    ``capacity``: bytes. ``copies``: copy engine of the device. ``directory``, ``threads`` (that write, and as many
-    that read) and ``delay`` (seconds before a transfer): for tiers of files. ``remedies``: settings that error
-    messages name. ``slab_bytes``: bytes of memory to allocate at one time; 0: all at once."""
+    ``capacity``: bytes. ``copies``: copy engine of the device. ``directory``, ``threads`` (that write; as many others
+    read) and ``delay`` (seconds before a transfer): for tiers of files. ``remedies``: settings that error messages
+    name. ``slab_bytes``: bytes of memory to allocate at one time; 0: all at once.
+    """
 
     tier: Tier
     capacity: int

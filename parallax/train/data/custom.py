@@ -20,7 +20,7 @@ _OFFERED = {
 
 @dataclass(frozen=True, kw_only=True)
 class CustomDataConfig(DataConfig):
-    """Rows of a user's source.
+    """The user's own data source.
 
     ``target``: the factory as ``package.module:function``, which returns a
     :class:`~parallax.train.data.source.Source`. ``kwargs``: its arguments, on the command line as
@@ -36,7 +36,7 @@ class CustomDataConfig(DataConfig):
         return f"data.target={printable(self.target)}"
 
     def open(self, model: ModelConfig, seed: int, *, quiet: bool = True) -> Source:  # noqa: ARG002
-        """Return the user's source, made after the global generators are seeded with ``seed``."""
+        """Return the user's source. The global generators are seeded with ``seed`` before it is created."""
         seed_generators(seed)
         source: Source = call_target("data", self.target, self.kwargs)
         what = f"data.target={self.target} returned a {type(source).__name__}"

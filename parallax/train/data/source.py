@@ -28,16 +28,16 @@ class Source(Protocol):
         checkpoint."""
 
     def validation(self, index: int, rows: int) -> Rows:
-        """Return held-out batch ``index``: rows [index · rows, (index + 1) · rows), the same rows each time. The last
-        batch may have fewer rows; after it come no rows, StopIteration or IndexError. A source whose held-out rows
-        repeat has their number in ``validation_rows``."""
+        """Return held-out batch ``index``: rows [index · rows, (index + 1) · rows), equal on each call. The last batch
+        may have fewer rows. After it, return no rows or raise StopIteration or IndexError. A source whose held-out rows
+        repeat gives their number in ``validation_rows``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next batch: numbers, text, tensors and arrays in lists and dictionaries, at most
+        """Return the position of the next batch as numbers, text, tensors and arrays in lists and dictionaries, at most
         64 MiB as text. Called for each checkpoint."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``."""
+        """Continue from the position ``state``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +50,13 @@ class DataConfig(Registered):
 
     @property
     def label(self) -> str:
-        """What an error calls the rows."""
+        """The name of the rows in errors."""
         return f"data={self.name}"
 
     @property
     def identifies_rows(self) -> bool:
-        """Whether a source's ``fingerprint`` is that of its rows: then a run may continue with the same rows in another
-        place."""
+        """Whether a source's ``fingerprint`` identifies its rows, so that a run may resume with the same rows at
+        another location."""
         return False
 
     @abc.abstractmethod
@@ -64,20 +64,21 @@ class DataConfig(Registered):
         """Return the source of rows for ``model``. ``quiet`` hides progress."""
 
     def shapes(self, model: ModelConfig) -> Shapes | None:  # noqa: ARG002
-        """Return rows for ``model`` without values, where their shapes are known before any row is read."""
+        """Return rows for ``model`` without values; None if their shapes are unknown before rows are read."""
         return None
 
     def tokens_per_row(self, model: ModelConfig) -> int:  # noqa: ARG002
-        """Return the tokens in a row, of which the run reports the rate; 1 where rows are counted."""
+        """Return the tokens in a row, to report tokens per second; 1 if rows are not tokens."""
         return 1
 
     def check_size(self, source: Source, model: ModelConfig, rows: int) -> None:
-        """Raise :class:`~parallax.errors.DataError` where ``source`` has no global batch of ``rows`` rows."""
+        """Raise :class:`~parallax.errors.DataError` if ``source`` has too few rows for a global batch of ``rows``
+        rows."""
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global generators of Python, numpy and torch's CPU, from which a user's source may draw, alike on all
-    ranks."""
+    """Seed the global generators of Python, numpy and torch's CPU equally on all ranks; a user's source may draw from
+    them."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
     torch.default_generator.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Rows of text: collected once into a file, mapped by each rank, reordered in each epoch, exactly resumable."""
+"""Rows of text: collected once into a file that each rank maps, in a new order in each epoch, exactly resumable."""
 
 from __future__ import annotations
 
@@ -112,15 +112,14 @@ class TextDataConfig(DataConfig):
             )
 
     def held_out(self, size: int) -> int:
-        """Return how many of ``size`` bytes are held out."""
+        """Return how many of ``size`` bytes of text are held out."""
         if isinstance(self.validation, str):
             return min(round(size * _AUTO_SHARE), _AUTO_BYTES)
         return round(size * self.validation)
 
 
 class WindowRows:
-    """Rows that become tensors when they are asked for: row i is window ``order[i]``, its targets are one byte
-    later."""
+    """Rows of text that become tensors on request: row i is window ``order[i]``; its targets are one byte later."""
 
     def __init__(self, windows: Windows, order: NDArray[np.int64]) -> None:
         self._windows = windows
@@ -142,9 +141,9 @@ class TextSource:
     """Text as rows of bytes, in a new random order in each epoch, exactly resumable.
 
     Each rank maps one file and reads only its rows, so no rank holds the corpus. The last bytes are held out
-    (``config.validation``); the rest is split into windows of ``sequence`` + 1 bytes that do not overlap. Row g of the
-    run is in epoch g // n at place g % n of that epoch's order, so one number, the position, determines all following
-    rows, whatever the batch size.
+    (``config.validation``); the rest is split into windows of ``sequence`` + 1 bytes that do not overlap. With n
+    windows, row g of the run is in epoch g // n at place g % n of that epoch's order, so one number, the position,
+    determines all following rows, whatever the batch size.
     """
 
     def __init__(
@@ -198,7 +197,7 @@ class TextSource:
 
     @functools.cached_property
     def unigram_entropy(self) -> float:
-        """Return the loss in nats per byte of a model that knows only the frequency of each byte."""
+        """Return the loss, in nats per byte, of a model that knows only the frequency of each byte value."""
         counts = np.zeros(256, dtype=np.int64)
         # Bincount widens to 8 bytes each: never all at once.
         for start in range(0, len(self), ROWS_PER_COUNT):
@@ -209,11 +208,11 @@ class TextSource:
         return float(-(share * np.log(share)).sum())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rows taken so far, the seed of their order, and the digest of the corpus."""
+        """Return the number of rows taken so far, the seed of their order, and the digest of the corpus."""
         return {"position": self._position, "seed": self._seed, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state`` in its order, whatever the seed of this run.
+        """Continue from ``state``, in the row order of its seed, even if this run has another seed.
 
         Raises :class:`CheckpointError` for another corpus, split or sequence, for which the position means other rows.
         """
@@ -227,8 +226,8 @@ class TextSource:
         self._orders.clear()
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the epoch's permutation: the sorting order of Philox's raw numbers, which no numpy version changes;
-        ``Generator.permutation`` may change."""
+        """Return the epoch's permutation of the windows. It sorts Philox's raw numbers, which are equal in all numpy
+        versions; ``Generator.permutation`` may change."""
         if epoch not in self._orders:
             key = np.array([self._seed % 2**64, epoch], dtype=np.uint64)
             draws = np.random.Philox(key=key).random_raw(len(self))
@@ -237,7 +236,7 @@ class TextSource:
 
 
 def _windows(text: NDArray[np.uint8], sequence: int) -> Windows:
-    """Return a view of shape (rows, sequence + 1); the last bytes that fill no window are left out."""
+    """Return a view of ``text`` of shape (rows, sequence + 1); last bytes that do not fill a window are omitted."""
     rows = len(text) // (sequence + 1)
     return text[: rows * (sequence + 1)].reshape(rows, sequence + 1)
 
@@ -255,7 +254,7 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A file of the corpus with the properties by which its cache is validated."""
+    """A file of the corpus, with the properties that validate the cache."""
 
     path: Path
     size: int
@@ -263,10 +262,11 @@ class TextFile:
 
 
 def open_corpus(config: TextDataConfig, *, quiet: bool = True) -> Corpus:
-    """Map the corpus of ``config``, which is collected first where no cache file fits the present files.
+    """Return the corpus of ``config``, mapped from its cache file. The text is collected first if no cache file matches
+    the present files.
 
-    The cache file is the digest (64 hex digits) followed by the text. Ranks that collect at the same time write the
-    same bytes to different temporary files, of which the last rename wins.
+    The cache file is the digest (64 hex digits) followed by the text. Ranks that collect at the same time write equal
+    bytes to different temporary files, of which the last one renamed remains.
     """
     limit = parse_bytes(config.max_bytes, "data.max_bytes")
     files = list(find_text(config, limit))
@@ -301,7 +301,7 @@ def open_corpus(config: TextDataConfig, *, quiet: bool = True) -> Corpus:
 
 
 def find_text(config: TextDataConfig, limit: int) -> Iterator[TextFile]:
-    """Return text files below ``path``, in the same order on every machine, until they hold ``limit`` bytes."""
+    """Yield the text files in ``path``, in the same order on every machine, until they hold ``limit`` bytes."""
     auto = config.path == "auto"
     root = Path(sysconfig.get_paths()["stdlib"] if auto else config.path).expanduser().absolute()
     if not root.exists():
@@ -327,8 +327,8 @@ def find_text(config: TextDataConfig, limit: int) -> Iterator[TextFile]:
 
 
 def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
-    """Yield files in sorted order. A folder that cannot be listed raises, since its rows would be missing without
-    notice."""
+    """Yield files in sorted order. A folder that cannot be listed raises, because its rows would otherwise be missing
+    silently."""
 
     def stop(error: OSError) -> None:
         raise DataError(
@@ -344,7 +344,7 @@ def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
 
 
 def _text_file(path: Path) -> TextFile | None:
-    """Return the file, or None for a file that is not regular, is empty, or holds no text."""
+    """Return the file; None if it is not regular, is empty, or holds no text."""
     if not path.is_file():
         return None
     try:

@@ -1,1 +1,1 @@
-"""How a run is doing, beyond its loss: time that it waits for rows, memory that grows, ranks that stay slow."""
+"""The health of a run beyond its loss: waits for rows, growing memory, slow ranks."""

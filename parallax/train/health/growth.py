@@ -1,8 +1,8 @@
 """Whether a series of bytes keeps growing: a leak, and neither noise nor a cache that fills.
 
-A value is added after each step. A series grows where each of three consecutive windows does, and the last not much
-slower than the first. The slope of a window is that of Theil and Sen, the median over all pairs of points (Sen 1968),
-which jumps and outliers do not change; it must exceed the scatter about the line::
+A value is added after each step. A series grows if each of three consecutive windows grows, and the last not much
+slower than the first. The slope of a window is the Theil–Sen estimate, the median over all pairs of points (Sen 1968),
+which is robust to jumps and outliers; it must exceed the scatter about the line::
 
     bytes ▲        ╱ grows                  ╭──────── a cache: the last window is flat
           │     ╱╱                       ╭──╯
@@ -10,8 +10,8 @@ which jumps and outliers do not change; it must exceed the scatter about the lin
           └──┴──┴──┴─▶ steps           └──┴──┴──┴─▶
 
 Growth that would soon fill the memory is reported at the second check. Other growth is reported after as many further
-steps, and where it has slowed down meanwhile, after as many steps as it has lasted. Slower leaks show in a second
-series of minima over 4, 8, 16, ... steps, which get longer with the run.
+steps. If it has slowed down meanwhile, it is reported after as many steps as it has lasted. Slower leaks show in a
+second series of minima over 4, 8, 16, ... steps, which get longer with the run.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ _SLOW_STEPS = 4  # per point, from which on the second series counts
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """A line through points: its ``slope`` in bytes per step, and the median distance of the points, ``scatter``."""
+    """A line fitted to points: its ``slope`` in bytes per step, and ``scatter``, the median distance of the points in
+    bytes."""
 
     slope: float
     scatter: float
 
 
 def line(points: Sequence[tuple[int, float]]) -> Trend:
-    """Return the line of Theil and Sen through ``points`` of step and bytes."""
+    """Return the Theil–Sen line through ``points`` of (step, bytes)."""
     pairs = combinations(points, 2)
     slope = statistics.median([(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs])
     offset = statistics.median([value - slope * step for step, value in points])
@@ -49,7 +50,7 @@ def line(points: Sequence[tuple[int, float]]) -> Trend:
 
 
 def rise(points: Sequence[tuple[int, float]]) -> float:
-    """Return the bytes per step by which ``points``, three windows, keep growing; 0 where they do not."""
+    """Return the bytes per step by which ``points`` keep growing over three windows; 0 if they do not."""
     parts = [points[start : start + WINDOW] for start in range(0, 3 * WINDOW, WINDOW)]
     lines = [line(part) for part in parts]
     for part, found in zip(parts, lines):
@@ -65,7 +66,7 @@ def rise(points: Sequence[tuple[int, float]]) -> float:
 
 class GrowthDetector:
     """Detects steady growth of one memory measurement, added after each step. ``suspects``: it has grown for a while,
-    perhaps because a cache fills."""
+    possibly because a cache fills."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, float]] = deque(maxlen=3 * WINDOW)
@@ -78,7 +79,7 @@ class GrowthDetector:
 
     @property
     def suspects(self) -> bool:
-        """Whether a second check is due."""
+        """Whether growth is suspected and a second check is due."""
         return self._begun > 0
 
     def add(self, step: int, count: float, free_bytes: Callable[[], float]) -> float:

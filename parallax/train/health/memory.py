@@ -1,6 +1,6 @@
-"""An alarm for memory that keeps growing: the rate, the time left, and the probable cause.
+"""Raise an alarm for memory that keeps growing: the rate, the time left, and the probable cause.
 
-The resident bytes of the process are read before and after rows are fetched and after the step. Where they keep growing
+The resident bytes of the process are read before and after rows are fetched and after the step. If they keep growing
 (:mod:`parallax.train.health.growth`), the growth is compared with the bytes that each tier counts: parameters with
 gradients, optimizer states, offloaded activations. The rest is attributed to the part of the step in which it appears:
 the data source, the model and its loss, or the time between steps. Tensors whose number grows are named by their shape.
@@ -34,8 +34,8 @@ Shape = tuple[tuple[int, ...], str]
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Memory that keeps growing: ``what`` grows, by how many bytes per step, in how many steps it is full, and the
-    probable cause."""
+    """Memory that keeps growing: ``what`` grows, the bytes per step, the steps until memory is full, and the probable
+    cause."""
 
     what: str
     bytes_per_step: float
@@ -51,8 +51,8 @@ class Growth:
 
 
 class MemoryAlarm:
-    """Watches the memory of one rank and reports growth once. ``tiers`` returns bytes by tier; ``ranks`` on this host
-    share its free memory."""
+    """Watches the memory of one rank, and reports growth once. ``tiers()`` returns bytes by tier; ``ranks``: the ranks
+    on this host, which share its free memory."""
 
     def __init__(
         self,
@@ -71,14 +71,14 @@ class MemoryAlarm:
         self._before: _Account | None = None
 
     def mark(self, part: str) -> None:
-        """Attribute the growth since the last mark to a part of the step."""
+        """Attribute the memory growth since the last call to ``part`` of the step."""
         now = self._resident()
         if self._last:
             self._parts[part] += now - self._last
         self._last = now
 
     def find_growth(self) -> Growth | None:
-        """Return the growth after a step, once and only when it is certain."""
+        """Return the growth of memory, called after each step; not None only once, when growth is certain."""
         self._steps += 1
         if self._reported or self._steps <= WARM_UP:
             return None
@@ -119,7 +119,7 @@ class MemoryAlarm:
 
 @dataclass(frozen=True, slots=True)
 class _Account:
-    """Bytes by tier, growth by part of a step, and bytes of tensors by shape."""
+    """Bytes by tier, growth by part of the step, and bytes of tensors by shape, at one step."""
 
     tiers: Mapping[str, int]
     parts: Mapping[str, int]
@@ -146,7 +146,7 @@ def probable_cause(before: _Account, now: _Account) -> str:
 
 
 def _tensors() -> Counter[Shape]:
-    """Return the bytes of all tensors that Python's collector knows, by shape and type."""
+    """Return shape and type → bytes, for all tensors that Python's garbage collector tracks."""
     found: Counter[Shape] = Counter()
     for thing in gc.get_objects():
         if type(thing) is torch.Tensor and thing.layout is torch.strided and not thing.is_nested:

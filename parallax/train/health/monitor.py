@@ -1,5 +1,4 @@
-"""The health monitor of a run: waits for rows, slow ranks and growing memory, exchanged with the statistics of each
-step."""
+"""The health monitor of a run: waits for rows, slow ranks and growing memory, exchanged with each step's statistics."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ _HIDDEN = 0.1  # fraction of a device's seconds up to which reading is ignored
 
 
 class TimedRows(RowsOf):
-    """A batch that measures the ``seconds`` in which it returned its rows."""
+    """A batch that measures, in ``seconds``, how long its source took to return rows."""
 
     def __init__(self, batch: Rows) -> None:
         super().__init__(batch)
@@ -76,7 +75,7 @@ class HealthMonitor:
 
     def _own_seconds(self, busy: float, on_demand: float) -> float:
         """Return the seconds that this rank computed; 0 if unknown. An accelerator's spans are measured on the device,
-        and the part of the reading that the host did in parallel is unknown."""
+        and it is unknown which part of the reading the host did in parallel."""
         if self._mesh.device.type == "cpu":
             return max(0.0, busy - on_demand)
         return busy if on_demand <= _HIDDEN * busy else 0.0

@@ -1,8 +1,8 @@
 """Find a rank that stays slow.
 
 In a pipeline all ranks wait for the slowest one, so all steps get longer and the step time alone names no rank. The
-seconds that each rank computes, without its waits, do. Replicas of one stage run the same blocks and are compared with
-each other. Where a stage has one replica with rows, the rank's seconds are divided by the seconds that the plan
+seconds that each rank computes, without waits, identify it. Replicas of one stage run the same blocks and are compared
+with each other. If only one replica of a stage has rows, the rank's seconds are divided by the seconds that the plan
 predicts for its rows, and compared with the same ratio of the other ranks::
 
     measured / predicted seconds      rank 0   1.1  1.0  1.1  1.0  1.1
@@ -46,7 +46,8 @@ _PREDICTED = ("forward", "backward", "recompute")
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that stays ``factor`` times slower ``than`` it should be; ``where`` names stage, replica and host."""
+    """A rank that is persistently slow, by ``factor``. ``than``: the reference of the comparison; ``where`` names
+    stage, replica and host."""
 
     rank: int
     factor: float
@@ -60,9 +61,9 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankWork:
-    """The work of a rank in a step: its micro-batches that have rows, its rows, the seconds predicted for them if they
-    grow with the rows (``least``) and if they are the same for every micro-batch (``most``), and the seconds that the
-    dispatch of its actions may take."""
+    """The work of a rank in a step: the number of its micro-batches that have rows; its rows; the predicted seconds if
+    they grow with the rows (``least``) and if they are equal for every micro-batch (``most``); and the seconds that
+    dispatching its actions may take."""
 
     micro_batches: int
     rows: int
@@ -152,7 +153,7 @@ class StragglerDetector:
         return steps >= MOST and self._factor(rank) >= typical
 
     def _factor(self, rank: int) -> float:
-        """How many times as long as expected the rank computes: the median of the window."""
+        """Return how many times longer than expected the rank computes: the median over the window."""
         return statistics.median(
             [
                 busy[rank] / expected[rank] if expected[rank] > 0 else 1.0
@@ -161,7 +162,7 @@ class StragglerDetector:
         )
 
     def _expected(self, rank: int, busy: Sequence[float]) -> float:
-        """The seconds that the rank would compute at the speed of the others; 0 where nothing can be compared."""
+        """Return the seconds that the rank would compute at the speed of the others; 0 if there is no reference."""
         mine = self._work[rank]
         if peers := self._peers[rank]:
             return statistics.median_low([busy[p] * mine.share_of(self._work[p]) for p in peers])
@@ -177,7 +178,7 @@ class StragglerDetector:
 
 
 def _weighted_median(found: Sequence[tuple[float, float]]) -> float:
-    """The lower median of ``(value, weight)`` pairs."""
+    """Return the lower weighted median of ``(value, weight)`` pairs."""
     left = sum(weight for _, weight in found) / 2
     for value, weight in sorted(found):
         left -= weight
@@ -195,7 +196,8 @@ def _predicted_seconds(plan: Plan, pipeline_rank: int) -> float:
 
 
 def _unpredicted_work(plan: Plan, pipeline_rank: int) -> float:
-    """Return the work of that replica in forwards of one block and row; a backward counts as two."""
+    """Return the work of the replica with the most rows, in units of the forward of one block and row; a backward
+    counts as two."""
     directives = [
         each for stage in plan.stages_of(pipeline_rank) for each in plan.stages[stage].directives
     ]
@@ -210,7 +212,8 @@ def _most_rows(plan: Plan, pipeline_rank: int) -> int:
 
 
 def _work(plan: Plan, place: Coordinate, seconds: float) -> _RankWork:
-    """Return the work of a replica; ``seconds`` is the work of a replica with the most rows in every micro-batch."""
+    """Return the work of a replica. ``seconds``: the predicted seconds of a replica with the most rows in every
+    micro-batch."""
     replicas = plan.stages[place.pipeline_rank].replicas
     count = plan.micro_batches(plan.global_batch)
     parts = [micro_batch_rows(plan.global_batch, count, micro) for micro in range(count)]

@@ -25,7 +25,7 @@ _LONG_SECONDS = 1.0  # of waiting for the previous checkpoint that are reported
 
 
 class Saves:
-    """The checkpoints of one rank's loop, in ``directory``; ``config`` says which of them are kept."""
+    """The checkpoints of one rank's loop in ``directory``; ``config`` determines which of them are kept."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Saves:
         return {"saving_progress": progress, "checkpoint_seconds": waited}
 
     def advance(self, logger: RankZeroLogger, columns: Mapping[str, Sequence[float]]) -> None:
-        """Continue the write to the state that all ranks have reached; all ranks call it."""
+        """Advance the write to the state that all ranks have reached; all ranks call it."""
         progress = columns["saving_progress"]
         if any(progress):
             with self._waiting():
@@ -84,7 +84,7 @@ class Saves:
                 self.finish(logger)
 
     def finish(self, logger: RankZeroLogger, *, next_step: int = 0) -> None:
-        """Wait for the current write; ``next_step`` is the step whose checkpoint is already due."""
+        """Wait for the current write. ``next_step``: the step whose checkpoint is already due, or 0."""
         pending, start = self._engine.saving.pending, time.perf_counter()
         with self._waiting():
             self._log_saved(logger, pending.finish())

@@ -190,8 +190,8 @@ def test_a_part_that_fails_ends_no_other_and_keeps_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = chosen(monkeypatch, broken=(broken, 20.0), good=(good, 20.0), late=(good, -60.0))
-    results, said = Results(tmp_path / "a.json", names, ABOUT), list[str]()
-    gpu.run(results, said.append, lambda parts: dry_setup(), dry=False)
+    results, messages = Results(tmp_path / "a.json", names, ABOUT), list[str]()
+    gpu.run(results, messages.append, lambda parts: dry_setup(), dry=False)
     parts = load(tmp_path / "a.json")["parts"]
     assert parts["broken"]["state"] == FAILED
     assert parts["broken"]["reason"] == "OutOfMemoryError: too much"
@@ -199,7 +199,7 @@ def test_a_part_that_fails_ends_no_other_and_keeps_what_it_found(
     assert parts["good"]["state"] == COMPLETE
     assert len(parts["good"]["rows"]) == 2
     assert parts["late"] == {"state": NOT_BEGUN, "reason": "no time was left"}
-    assert "broken: failed: OutOfMemoryError: too much" in said
+    assert "broken: failed: OutOfMemoryError: too much" in messages
 
 
 def test_an_interrupted_run_keeps_what_it_has(
@@ -388,12 +388,12 @@ def test_a_variant_out_of_memory_ends_no_other() -> None:
 
 @pytest.mark.thorough
 def test_where_plain_does_not_fit_its_peers_still_run(tmp_path: Path) -> None:
-    setup, said = dry_setup(), list[str]()
+    setup, messages = dry_setup(), list[str]()
     given = Given(
         kind="cpu",
         sized=lambda parts: setup,
         deadline=Deadline(60.0),
-        say=said.append,
+        say=messages.append,
         folder=tmp_path,
         name="a",
         cache=tmp_path,
@@ -593,7 +593,7 @@ def test_incomparable_results_are_reported(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "messages"),
     [
         (None, "No such file"),
         ("{", "no JSON"),
@@ -609,7 +609,7 @@ def test_incomparable_results_are_reported(
     ],
 )
 def test_bad_and_foreign_files_are_refused_in_a_line(
-    tmp_path: Path, text: str | None, said: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, text: str | None, messages: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good_one = write(tmp_path / "good.json", **sample())
     bad = tmp_path / "bad.json"
@@ -619,7 +619,7 @@ def test_bad_and_foreign_files_are_refused_in_a_line(
         assert compare.main(pair) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert str(bad) in line
-        assert said in line
+        assert messages in line
 
 
 def test_a_results_file_is_plain_json(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_the_formula_is_close_to_the_simulator(run: vtrain.Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"pipeline parallelism": "3"}, "cannot be dealt out evenly to 3 stages"),
         ({"hidden size": "wide"}, "invalid literal"),
@@ -134,13 +134,13 @@ def test_the_formula_is_close_to_the_simulator(run: vtrain.Run) -> None:
     ],
 )
 def test_lines_that_cannot_be_are_refused(
-    tmp_path: Path, change: dict[str, str], said: str
+    tmp_path: Path, change: dict[str, str], message: str
 ) -> None:
     path = write(tmp_path / "a.csv", RUNS[:1])
     names, values = list(csv.reader(path.open(encoding="utf-8")))
     line = [change.get(name.lstrip("# "), value) for name, value in zip(names, values)]
     path.write_text("\n".join([HEADER, ",".join(line)]), encoding="utf-8")
-    with pytest.raises(DataError, match=said.replace("(", r"\(")):
+    with pytest.raises(DataError, match=message.replace("(", r"\(")):
         vtrain.read_runs(path)
 
 

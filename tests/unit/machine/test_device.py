@@ -92,13 +92,13 @@ def test_what_a_failed_device_leaves_is_unpinned(monkeypatch: pytest.MonkeyPatch
 
 
 def test_pages_are_touched_by_threads_near_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[set[int]] = []
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: asked.append(set(cpus)))
+    requested: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: requested.append(set(cpus)))
     monkeypatch.setattr("parallax.machine.pinned.usable_cores", lambda: 3.0)
     pinned = RegisteredArena(
         9 * MIB + 5, lambda *_: 0, lambda _: 0, synchronize=lambda: None, cpus={1, 2}
     )
-    assert asked == [{1, 2}] * 3
+    assert requested == [{1, 2}] * 3
     assert not pinned.data.any()
     pinned.close()
 
@@ -138,10 +138,10 @@ def test_no_host_memory_is_allocated_after_the_store_was_made(scratch: Path) -> 
     """3 ms for each tensor, and up to twice its bytes, where every transfer pinned its own."""
 
     class Counting(LateCopies):
-        asked = 0
+        requested = 0
 
         def arena(self, count: int) -> PlainArena:
-            self.asked += 1
+            self.requested += 1
             return PlainArena(count)
 
     copies = Counting()
@@ -158,7 +158,7 @@ def test_no_host_memory_is_allocated_after_the_store_was_made(scratch: Path) -> 
         store.free(slot)
     store.close()
     copies.close()
-    assert copies.asked == 1
+    assert copies.requested == 1
     assert store.waste_bytes == 0
 
 

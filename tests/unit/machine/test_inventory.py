@@ -115,15 +115,15 @@ def test_what_the_catalog_does_not_have_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("listed", "said"),
+    ("listed", "message"),
     [
         ("", "Slurm lists no nodes"),
         ("n1|gpu:8|1000|8|0", "does not name the GPUs of n1"),
         ("n1|gpu:l4:1,gpu:a100:1|1000|8|0", "several kinds .a100-80, l4."),
     ],
 )
-def test_what_slurm_does_not_say_is_refused(listed: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_slurm_does_not_say_is_refused(listed: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         slurm_hosts(listed)
 
 

@@ -173,7 +173,7 @@ def _record(name: str, **changes: Any) -> Callable[[Any], None]:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (_places(relative_path="../secret"), "files must be beside their index"),
         (_places(relative_path="/etc/passwd"), "files must be beside their index"),
@@ -193,11 +193,11 @@ def _record(name: str, **changes: Any) -> Callable[[Any], None]:
     ],
 )
 def test_what_an_index_says_is_checked(
-    tmp_path: Path, change: Callable[[Any], Any], said: str
+    tmp_path: Path, change: Callable[[Any], Any], message: str
 ) -> None:
     with pytest.raises(CheckpointError) as reported:
         DistributedFiles(rewrite(written(tmp_path), change))
-    assert said in str(reported.value)
+    assert message in str(reported.value)
     assert str(reported.value).isprintable()
 
 

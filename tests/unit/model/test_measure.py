@@ -304,8 +304,8 @@ def test_measuring_leaves_the_random_state_alone() -> None:
     torch.manual_seed(1)
     batch = sample(4)
     before = torch.random.get_rng_state()
-    cut = lambda n: ((batch[0][0][:n],), batch[1][:n])  # noqa: E731
-    profile_of(chain_of(linear(), lambda: nn.Dropout(0.5), linear()), sample=cut)
+    first_rows = lambda n: ((batch[0][0][:n],), batch[1][:n])  # noqa: E731
+    profile_of(chain_of(linear(), lambda: nn.Dropout(0.5), linear()), sample=first_rows)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 

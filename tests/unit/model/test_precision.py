@@ -41,7 +41,7 @@ def test_every_recipe_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"parameters": "int8"}, "precision.parameters=int8"),
         ({"parameters": "fp64", "compute": "bf16"}, "precision.compute=bf16: accepted are fp64"),
@@ -56,8 +56,8 @@ def test_every_recipe_runs() -> None:
     ],
     ids=str,
 )
-def test_what_is_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         PrecisionConfig(**changes)
 
 

@@ -53,9 +53,9 @@ class Layers(nn.Module):
 class PacksItself(Layers):
     """In its own forward, and pads to the longest row of those it is given."""
 
-    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         packed = pack_padded_sequence(
-            self.embed(words), lengths.cpu(), batch_first=True, enforce_sorted=False
+            self.embed(tokens), lengths.cpu(), batch_first=True, enforce_sorted=False
         )
         return self.scores(*pad_packed_sequence(self.first(packed)[0], batch_first=True))
 
@@ -63,10 +63,10 @@ class PacksItself(Layers):
 class SortsItself(Layers):
     """And pads to what it was given."""
 
-    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
-        length = words.shape[1]
+    def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        length = tokens.shape[1]
         lengths, order = lengths.sort(descending=True)
-        packed = pack_padded_sequence(self.embed(words)[order], lengths.cpu(), batch_first=True)
+        packed = pack_padded_sequence(self.embed(tokens)[order], lengths.cpu(), batch_first=True)
         padded, _ = pad_packed_sequence(self.first(packed)[0], True, total_length=length)
         found, back = torch.tanh(self.middle(padded)), order.argsort()
         scores: Tensor = self.head(found[back].mean(1))
@@ -74,9 +74,9 @@ class SortsItself(Layers):
 
 
 class ReturnsPacked(Layers):
-    def forward(self, words: Tensor, lengths: Tensor) -> PackedSequence:
+    def forward(self, tokens: Tensor, lengths: Tensor) -> PackedSequence:
         packed = pack_padded_sequence(
-            self.embed(words), lengths.cpu(), batch_first=True, enforce_sorted=False
+            self.embed(tokens), lengths.cpu(), batch_first=True, enforce_sorted=False
         )
         found, _ = self.first(packed)
         return PackedSequence(self.head(found.data), *found[1:])

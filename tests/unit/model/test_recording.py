@@ -191,15 +191,15 @@ class AgainReentrant(AgainBetween):
 
 
 @pytest.mark.parametrize(
-    ("model", "said"), [(AgainInside, False), (AgainBetween, True), (AgainReentrant, True)]
+    ("model", "is_logged"), [(AgainInside, False), (AgainBetween, True), (AgainReentrant, True)]
 )
 def test_own_recomputation_between_modules_is_logged(
-    model: type[nn.Module], said: bool, caplog: pytest.LogCaptureFixture
+    model: type[nn.Module], is_logged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     entry = Entry(model, F.mse_loss, rows_of((WIDTH,)))
     with caplog.at_level("INFO", logger="parallax"):
         chain, blocks, plain = both(entry)
-    assert ("the plan decides there (plan.activations)" in caplog.text) == said
+    assert ("the plan decides there (plan.activations)" in caplog.text) == is_logged
     for module in (*blocks, plain):
         module.train()
     check_same(entry, chain, blocks, plain, 3)

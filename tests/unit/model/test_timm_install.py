@@ -13,7 +13,7 @@ from tests.distributed.pool import ROOT
 
 
 @pytest.mark.parametrize(
-    ("raised", "said"),
+    ("raised", "message"),
     [
         ("ImportError('No module named torchvision')", r"pip install 'parallax-train\[timm\]'"),
         (
@@ -23,12 +23,12 @@ from tests.distributed.pool import ROOT
     ],
 )
 def test_a_timm_that_cannot_be_imported_says_what_to_install(
-    raised: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    raised: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "timm.py").write_text(f"raise {raised}\n")
     monkeypatch.delitem(sys.modules, "timm", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=said) as found:
+    with pytest.raises(ConfigError, match=message) as found:
         _timm()
     assert str(found.value).isprintable()
 

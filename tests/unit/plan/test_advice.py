@@ -25,13 +25,15 @@ def advised(message: str) -> list[list[str]]:
     """The ways out that a refusal names, each as what is to be typed."""
     _, _, text = re.sub(r"these changes fit: ", "use ", message).partition("use ")
     found = [WORD.findall(part) for part in re.split(r", or |, ", text)]
-    return [words for words in found if words]
+    return [overrides for overrides in found if overrides]
 
 
-def refusal(words: list[str], blocks: int, *, fixed: bool = False) -> str:
+def refusal(overrides: list[str], blocks: int, *, fixed: bool = False) -> str:
     """Why settings are refused before anything is measured; empty where they are not. Read here and not composed,
     which takes a hundred times as long."""
-    typed = {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in words)}
+    typed = {
+        key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in overrides)
+    }
     try:
         check_question(
             Question(
@@ -74,24 +76,24 @@ SETTINGS = st.tuples(
 
 
 @settings(max_examples=200, deadline=None)
-@given(words=SETTINGS, blocks=st.integers(1, 9), fixed=st.booleans())
+@given(overrides=SETTINGS, blocks=st.integers(1, 9), fixed=st.booleans())
 def test_advice_on_settings_that_exclude_each_other(
-    words: list[str], blocks: int, fixed: bool
+    overrides: list[str], blocks: int, fixed: bool
 ) -> None:
     """Another refusal may be behind the first; following the first advice of each ends in settings that go together,
     after no more refusals than settings were typed."""
-    output, typed = list[str](), len(words)
-    while message := refusal(words, blocks, fixed=fixed):
-        assert message not in output, (words, message)
+    output, typed = list[str](), len(overrides)
+    while message := refusal(overrides, blocks, fixed=fixed):
+        assert message not in output, (overrides, message)
         output.append(message)
         variants = advised(message)
         assert variants, message
         for variant in variants:
-            assert refusal([*words, *variant], blocks, fixed=fixed) != message, (
-                words,
+            assert refusal([*overrides, *variant], blocks, fixed=fixed) != message, (
+                overrides,
                 variant,
             )
-        words = [*words, *variants[0]]
+        overrides = [*overrides, *variants[0]]
     assert len(output) <= typed
 
 
@@ -126,8 +128,8 @@ def test_advice_on_plans_that_do_not_fit(
         *config,
     ]
 
-    def attempt(words: list[str]) -> str:
-        requested = compose([*typed, *words])
+    def attempt(overrides: list[str]) -> str:
+        requested = compose([*typed, *overrides])
         devices = int(requested.cluster.devices)  # type: ignore[arg-type]
         try:
             machines = cluster(

@@ -125,10 +125,10 @@ def test_attention_has_a_share_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", DEVICE_KINDS)
 def test_default_figures_name_their_software_and_their_error(name: str) -> None:
-    said = describe_figures(name)
-    assert f"figures of {name}, " in said
-    assert "torch.compile" in said
-    assert "%" in said or "third" in said
+    message = describe_figures(name)
+    assert f"figures of {name}, " in message
+    assert "torch.compile" in message
+    assert "%" in message or "third" in message
 
 
 def test_a_decoder_on_h100s_is_priced_at_the_published_rate() -> None:
@@ -226,7 +226,7 @@ def test_json_round_trip() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "not an efficiency file"),
         ("[1, 2]", "an object of numbers"),
@@ -241,8 +241,8 @@ def test_json_round_trip() -> None:
         ('{"tile": -1}', "finite numbers from 0"),
     ],
 )
-def test_bad_json_is_refused(text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_bad_json_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Efficiency.from_json(text)
 
 

@@ -136,7 +136,7 @@ def test_frozen_parameters_have_only_their_own_bytes_in_the_tier(
 
 
 @pytest.mark.parametrize(
-    ("key", "share", "words"),
+    ("key", "share", "message"),
     [
         ("state_bytes", 0.0, "the optimizer's states need"),
         ("streamed_bytes", 1.0, "offloaded parameters need"),
@@ -144,13 +144,13 @@ def test_frozen_parameters_have_only_their_own_bytes_in_the_tier(
 )
 @pytest.mark.parametrize("left", [0.0, 0.7])
 def test_a_plan_that_gives_less_is_refused(
-    scratch: Path, key: str, share: float, words: str, left: float
+    scratch: Path, key: str, share: float, message: str, left: float
 ) -> None:
     chain = make_chain()
     plan = given(chain, optimizer_offload=1.0, parameter_offload=share)
     least = int(left * getattr(plan.stages[0], key))
     less = replace(plan, stages=(replace(plan.stages[0], **{key: least}),))
-    with pytest.raises(PlanError, match=f"blocks 0..5: {words} .* gives them .*: plan again"):
+    with pytest.raises(PlanError, match=f"blocks 0..5: {message} .* gives them .*: plan again"):
         train(chain, less, scratch)
 
 

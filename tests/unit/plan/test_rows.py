@@ -14,8 +14,8 @@ ROWS, PARTS = st.integers(0, 200), st.integers(1, 20)
 
 @given(rows=ROWS, parts=PARTS)
 def test_parts_cover_all_rows_and_differ_by_one_at_most(rows: int, parts: int) -> None:
-    for cut in (micro_batch_rows, replica_rows):
-        bounds = [cut(rows, parts, i) for i in range(parts)]
+    for partition in (micro_batch_rows, replica_rows):
+        bounds = [partition(rows, parts, i) for i in range(parts)]
         assert bounds[0][0] == 0
         assert bounds[-1][1] == rows
         assert all(a[1] == b[0] for a, b in itertools.pairwise(bounds))

@@ -406,7 +406,7 @@ def turned(pipeline_ranks: int, pipeline_rank: int, micro_batches: int) -> list[
 
 @pytest.mark.usefixtures("known")
 @pytest.mark.parametrize(
-    ("listing", "said"),
+    ("listing", "message"),
     [
         (forgets, r"backward\(0, 0\) missing"),
         (repeats, "an action missing, unknown or duplicated"),
@@ -416,8 +416,8 @@ def turned(pipeline_ranks: int, pipeline_rank: int, micro_batches: int) -> list[
         (late, "wait for each other"),
     ],
 )
-def test_a_schedule_that_cannot_run_is_refused(listing: Listing, said: str) -> None:
-    with pytest.raises(PlanError, match=said):
+def test_a_schedule_that_cannot_run_is_refused(listing: Listing, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
         register_schedule("mine", listing)
     assert "mine" not in SCHEDULES
 

@@ -158,10 +158,10 @@ def mixed_cluster(r: random.Random, machines: Cluster, devices: int) -> Cluster:
         )
         for _ in range(2)
     ]
-    chosen, cut = [r.choice(kinds) for _ in range(devices)], r.randrange(1, devices)
+    chosen, boundary = [r.choice(kinds) for _ in range(devices)], r.randrange(1, devices)
     nodes = (
-        Node(name="a", devices=tuple(chosen[:cut]), concurrent=r.choice([0.5, 1, 100])),
-        Node(name="b", devices=tuple(chosen[cut:]), concurrent=100),
+        Node(name="a", devices=tuple(chosen[:boundary]), concurrent=r.choice([0.5, 1, 100])),
+        Node(name="b", devices=tuple(chosen[boundary:]), concurrent=100),
     )
     return replace(machines, nodes=nodes)
 

@@ -263,9 +263,9 @@ def test_names_are_taken_once(opened: list[Store]) -> None:
 
 def test_unknown_tiers(tmp_path: Path) -> None:
     chain = describe(MLPConfig(layers=2, hidden=8, embedding=4, sequence=4).build)
-    for tier, words in (("second", "tier second is not registered"), ("none", "holds no data")):
+    for tier, message in (("second", "tier second is not registered"), ("none", "holds no data")):
         plan = make_plan(chain, directive="offload", global_batch=ROWS, tier=tier)
-        with pytest.raises(PlanError, match=words):
+        with pytest.raises(PlanError, match=message):
             Engine.build(chain, plan, loss=MLP.loss, scratch=tmp_path)
     with pytest.raises(
         ConfigError, match=r"swap\.tier=second: accepted are auto, host, disk, none"

@@ -159,9 +159,9 @@ def test_a_contradicted_profile_is_dropped_so_that_the_next_plan_measures(
     files[1].write_text(replace(other, fingerprint="another").to_json())
     (tmp_path / "profile.json").write_text(replace(mine, optimizer_bytes=1.0).to_json())
     summary = {"steps": 60, "step_seconds_median": 0.027, "predicted_step_seconds": 1.71} | changed
-    words = drop_contradicted(tmp_path, compose([]), summary)
+    message = drop_contradicted(tmp_path, compose([]), summary)
     assert [file.exists() for file in files] == [not dropped, True]
-    assert words == (
+    assert message == (
         "a step takes 0.027 s, 0.02 times the 1.710 s that were predicted: the kept profile of m is dropped, and the "
         "next plan measures again"
         if dropped

@@ -16,7 +16,7 @@ RUN = ["model=mlp", "name=a", "trainer.steps=60", *RATES]
 
 
 @pytest.mark.parametrize(
-    ("typed", "said"),
+    ("typed", "message"),
     [
         ([], ""),
         (["trainer.steps=60"], ""),
@@ -34,11 +34,11 @@ RUN = ["model=mlp", "name=a", "trainer.steps=60", *RATES]
     ],
 )
 def test_a_learning_rate_that_changes_at_resume_is_reported(
-    tmp_path: Path, typed: list[str], said: str
+    tmp_path: Path, typed: list[str], message: str
 ) -> None:
     (tmp_path / "a/checkpoints/step-00000060").mkdir(parents=True)
     (tmp_path / "a/checkpoints/step-00000060" / INDEX).touch()
     (tmp_path / "a" / STORED).write_text(dump(compose(RUN)))
     found = settings(["name=a", *typed], tmp_path)
     assert found.changed is not None
-    assert found.rate == said
+    assert found.rate == message

@@ -38,7 +38,7 @@ def script(*points: list[str], **given: object) -> str:
     return job.script(Path("/home/of some one"), Path("runs"))
 
 
-def asked(text: str) -> list[str]:
+def options_of(text: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in text.splitlines() if "#SBATCH" in line]
 
 
@@ -72,7 +72,7 @@ def test_the_script_by_hand_ends_as_what_is_written() -> None:
 
 
 def test_the_options_of_the_batch_script() -> None:
-    found = asked(script(gpus=8, time="1-0", grace_seconds=90.5, options=["--partition=gpu"]))
+    found = options_of(script(gpus=8, time="1-0", grace_seconds=90.5, options=["--partition=gpu"]))
     assert found == [
         "--job-name=run",
         "--chdir='/home/of some one'",
@@ -88,26 +88,26 @@ def test_the_options_of_the_batch_script() -> None:
         "--requeue",
         "--partition=gpu",
     ]
-    shared = asked(script(["seed=1"], ["seed=2"], cpus=16))
+    shared = options_of(script(["seed=1"], ["seed=2"], cpus=16))
     assert "--cpus-per-task=16" in shared
     assert not {"--exclusive", "--mem=0"} & set(shared)
     assert {"--array=0-1", "--output=runs/run-%a/slurm.log"} <= set(shared)
 
 
 def test_a_run_without_a_time_limit_is_signalled_in_time() -> None:
-    assert "--signal=B:USR1@90" in asked(script(grace_seconds=0))
+    assert "--signal=B:USR1@90" in options_of(script(grace_seconds=0))
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"options": ["partition=gpu"]}, "--sbatch=partition=gpu: accepted are options of sbatch"),
         ({"options": ["--comment=a\nb"]}, r"--sbatch=--comment=a\\nb: accepted are"),
         ({"time": "1 day"}, "--time=1 day: accepted is what sbatch takes"),
     ],
 )
-def test_what_is_no_option_is_refused(given: dict[str, object], said: str) -> None:
-    with pytest.raises(cli.ConfigError, match=said):
+def test_what_is_no_option_is_refused(given: dict[str, object], message: str) -> None:
+    with pytest.raises(cli.ConfigError, match=message):
         script(**given)
 
 
@@ -128,7 +128,7 @@ def test_a_dry_launch_prints_and_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     axes = ["--array", "seed=1,2", "model.layers=2,3", "optimizer.lr=1e-3", "name=swept"]
     text = dry(capfd, *NODES, *axes, "trainer.steps=9", "trainer.grace_seconds=10")
-    assert {"--array=0-3", "--job-name=swept", "--signal=B:USR1@40"} <= set(asked(text))
+    assert {"--array=0-3", "--job-name=swept", "--signal=B:USR1@40"} <= set(options_of(text))
     assert "settings=(optimizer.lr=1e-3 trainer.steps=9 trainer.grace_seconds=10)" in text
     assert "    2) settings+=(seed=2 model.layers=2) ;;" in text
     assert list(tmp_path.iterdir()) == []
@@ -141,13 +141,13 @@ def test_a_plan_says_how_many_nodes(
     monkeypatch.chdir(tmp_path)
     cluster = ["cluster=dgx_a100", "cluster.devices=16", "cluster.device_memory=10GiB"]
     text = dry(capfd, *cluster, "name=planned", "experiment=tiny", "trainer.global_batch=16")
-    assert {"--nodes=2", "--gpus-per-node=8"} <= set(asked(text))
+    assert {"--nodes=2", "--gpus-per-node=8"} <= set(options_of(text))
     assert "processes=8" in text
     assert "settings=(experiment=tiny trainer.global_batch=16 cluster.device_memory=10GiB)" in text
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--nodes", "2"], "--slurm"),
         (["--slurm"], "--nodes N"),
@@ -170,7 +170,7 @@ def test_mistakes_are_found_before_the_queue(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     arguments: list[str],
-    said: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -178,7 +178,7 @@ def test_mistakes_are_found_before_the_queue(
     (line,) = capfd.readouterr().err.splitlines()
     assert code == 2
     assert line.startswith("parallax: ")
-    assert said in line
+    assert message in line
 
 
 # ---- the end of a run
@@ -236,9 +236,9 @@ def ended(how: str, step: int) -> str:
 
 
 def test_a_complete_run_ends_the_job(node: Node) -> None:
-    code, said = node.ends(ended("steps", 60))
+    code, message = node.ends(ended("steps", 60))
     assert (code, node.requeued()) == (0, False)
-    assert said == "slurm: job 7, start 1: runs/run on n[1-2], meeting at 10.0.0.1:20007"
+    assert message == "slurm: job 7, start 1: runs/run on n[1-2], meeting at 10.0.0.1:20007"
     (call,) = [line for line in node.calls.read_text().splitlines() if line.startswith("srun ")]
     assert "--kill-on-bad-exit=1" in call
     assert node.ends("true")[0] == 0  # is complete already, so nothing is written
@@ -246,29 +246,29 @@ def test_a_complete_run_ends_the_job(node: Node) -> None:
 
 
 def test_a_run_that_was_stopped_is_queued_again(node: Node) -> None:
-    code, said = node.ends(ended("stopped", 5))
+    code, message = node.ends(ended("stopped", 5))
     assert (code, node.requeued()) == (0, True)
-    assert said.endswith("resumes from runs/run/checkpoints/step-00000005")
+    assert message.endswith("resumes from runs/run/checkpoints/step-00000005")
 
 
 def test_a_run_that_gets_nowhere_is_not(node: Node) -> None:
     """It would be queued again for ever."""
     assert node.ends(ended("stopped", 5))[0] == 0
     node.calls.unlink()
-    code, said = node.ends(ended("stopped", 5))
+    code, message = node.ends(ended("stopped", 5))
     assert (code, node.requeued()) == (1, False)
-    assert "has made no step since it was started" in said
-    code, said = node.ends("true")  # what the last start has left is not this one's
+    assert "has made no step since it was started" in message
+    code, message = node.ends("true")  # what the last start has left is not this one's
     assert (code, node.requeued()) == (1, False)
-    assert "was asked to end before its first step" in said
+    assert "was asked to end before its first step" in message
 
 
 def test_a_failure_is_the_jobs(node: Node) -> None:
     node.ends(ended("stopped", 5))
     node.calls.unlink()
-    code, said = node.ends("exit 3")
+    code, message = node.ends("exit 3")
     assert (code, node.requeued()) == (3, False)
-    assert said == "slurm: runs/run ended with code 3"
+    assert message == "slurm: runs/run ended with code 3"
 
 
 def test_the_batch_shell_forwards_its_signal(node: Node) -> None:

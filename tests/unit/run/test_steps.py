@@ -86,13 +86,13 @@ def test_a_plan_by_hand_may_use_fewer_devices_than_are_given(
     """Each point of a sweep over devices has a plan, and so has each that a refusal once advised."""
     monkeypatch.chdir(tmp_path)
     base = ["plan", "cluster=dgx_a100", "model=transformer", "model.layers=4"]
-    for words, used in (
+    for overrides, used in (
         (["cluster.devices=3", "plan=single"], "using 1 of 3 devices"),
         (["cluster.devices=3", "plan.stages=1", "plan.replicas=2"], "using 2 of 3 devices"),
         (["cluster.devices=3", "plan.replicas=[1,1]"], "using 2 of 3 devices"),
         (["cluster.devices=1"], ""),
         (["cluster.devices=2"], ""),
     ):
-        assert cli.main([*base, *words]) == 0
+        assert cli.main([*base, *overrides]) == 0
         out = capfd.readouterr().out
         assert used in out if used else "using" not in out

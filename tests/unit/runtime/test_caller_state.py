@@ -117,7 +117,7 @@ def itself() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "message"),
     [
         ({"rows": iter([1])}, "holds a list_iterator at ['rows']: accepted are numbers, text"),
         ({"a": [1, Holds()]}, "holds a Holds at ['a'][1]"),
@@ -131,10 +131,10 @@ def itself() -> list[Any]:
         ({"a\n": Holds()}, r"at ['a\n']"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_with_its_place(state: Any, said: str) -> None:
+def test_what_cannot_be_kept_is_refused_with_its_place(state: Any, message: str) -> None:
     with pytest.raises(CheckpointError) as refused:
         state_text(state)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert str(refused.value).isprintable()
 
 

@@ -90,7 +90,7 @@ def whole(chain: Any, loss: Callable[[Any, Any], Tensor], inputs: Any, targets: 
     return value.item(), {n: blocks[i].get_parameter(inner).grad for n, (i, inner) in names.items()}
 
 
-def cut(
+def by_micro_batches(
     chain: Any, loss: Callable[[Any, Any], Tensor], batch: TensorRows, micro: int, **options: Any
 ) -> tuple[float, dict[str, Tensor], float]:
     plan = make_plan(chain, global_batch=len(batch), microbatch=micro, **options)
@@ -122,7 +122,9 @@ def test_random_losses_with_random_masks(name: str, rows: int, micro: int, seed:
     )
     chain = chain_of(build)
     value, gradients = whole(chain, LOSSES[name], inputs, targets)
-    found, parts, evaluated = cut(chain, LOSSES[name], TensorRows(inputs, targets), micro)
+    found, parts, evaluated = by_micro_batches(
+        chain, LOSSES[name], TensorRows(inputs, targets), micro
+    )
     assert found == pytest.approx(value, rel=1e-12)
     assert evaluated == pytest.approx(value, rel=1e-12)
     assert parts.keys() == gradients.keys()
@@ -136,7 +138,7 @@ def test_probabilities_are_no_classes() -> None:
     inputs = torch.randn(5, LENGTH, WIDTH, dtype=torch.float64, generator=random)
     targets = torch.rand(5, CLASSES, LENGTH, dtype=torch.float64, generator=random)
     chain = chain_of(build)
-    assert cut(chain, loss, TensorRows(inputs, targets), 2)[0] == pytest.approx(
+    assert by_micro_batches(chain, loss, TensorRows(inputs, targets), 2)[0] == pytest.approx(
         whole(chain, loss, inputs, targets)[0], rel=1e-12
     )
 
@@ -146,7 +148,7 @@ def test_a_batch_without_counted_targets_has_no_loss_and_no_gradients(rows: int)
     batch = TensorRows(
         torch.ones(rows, LENGTH, WIDTH, dtype=torch.float64), torch.full((rows, LENGTH), -100)
     )
-    value, gradients, evaluated = cut(chain_of(build), usual_loss, batch, 2)
+    value, gradients, evaluated = by_micro_batches(chain_of(build), usual_loss, batch, 2)
     assert (value, evaluated) == (0.0, 0.0)
     assert not any(each.any() for each in gradients.values())
 
@@ -207,17 +209,17 @@ def test_a_custom_mean_over_masked_targets_is_refused(micro: int) -> None:
     )  # rows of other numbers of counted targets in each way to cut
     chain = chain_of(build)
     unmasked = TensorRows(inputs, targets.clamp(min=0))
-    cut(chain, own_mean, unmasked, micro)
+    by_micro_batches(chain, own_mean, unmasked, micro)
     with pytest.raises(
         ConfigError, match=r"the loss depends on the micro-batches.*count\(targets"
     ) as caught:
-        cut(chain, own_mean, TensorRows(inputs, targets), micro)
+        by_micro_batches(chain, own_mean, TensorRows(inputs, targets), micro)
     assert "\n" not in str(caught.value)
-    cut(chain, own_mean, TensorRows(inputs, targets), 6)
-    cut(chain, row_mean, TensorRows(inputs, targets), micro)
-    value, _, _ = cut(chain, OwnCounted(), TensorRows(inputs, targets), micro)
+    by_micro_batches(chain, own_mean, TensorRows(inputs, targets), 6)
+    by_micro_batches(chain, row_mean, TensorRows(inputs, targets), micro)
+    value, _, _ = by_micro_batches(chain, OwnCounted(), TensorRows(inputs, targets), micro)
     assert value == pytest.approx(whole(chain, own_mean, inputs, targets)[0], rel=1e-12)
-    gathered = cut(
+    gathered = by_micro_batches(
         chain, own_mean, TensorRows(inputs, targets), micro, gather_loss=True, schedule="gpipe"
     )
     assert gathered[0] == pytest.approx(value, rel=1e-12)

@@ -20,14 +20,14 @@ class Asked:
     """A batch that notes what is asked of it, and has a broken row."""
 
     def __init__(self, broken: int = -1) -> None:
-        self.asked: list[tuple[int, int]] = []
+        self.requested: list[tuple[int, int]] = []
         self._broken = broken
 
     def __len__(self) -> int:
         return 5
 
     def inputs(self, start: int, stop: int) -> dict[str, Any]:
-        self.asked.append((start, stop))
+        self.requested.append((start, stop))
         if start <= self._broken < stop:
             raise ArithmeticError(f"row {self._broken} is broken")
         return {"x": torch.arange(start, stop), "name": "rows"}
@@ -41,16 +41,16 @@ def stage(**options: bool) -> StagePlan:
 
 
 def test_one_micro_batch_ahead_where_the_plan_says_so() -> None:
-    for options, asked in (({}, [1, 2, 3]), ({"inputs_ahead": True}, [2, 3, 3])):
+    for options, requested in (({}, [1, 2, 3]), ({"inputs_ahead": True}, [2, 3, 3])):
         inputs, batch = open_inputs([stage(**options)], CPU, CpuCopies()), Asked()
         for _ in range(2):
-            batch.asked.clear()
+            batch.requested.clear()
             inputs.begin(batch, PARTS)
-            for part, count in zip(PARTS, asked):
+            for part, count in zip(PARTS, requested):
                 found = inputs.take(part)
                 assert torch.equal(found["x"], torch.arange(part[0], sum(part)))
                 assert found["name"] == "rows"
-                assert len(batch.asked) == count
+                assert len(batch.requested) == count
 
 
 @pytest.mark.parametrize("kind", [InputsAtOnce, InputsAhead])

@@ -117,7 +117,7 @@ def test_what_is_no_list_of_rows_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said"),
+    ("inputs", "message"),
     [
         (np.array([["a", "b"]] * ROWS), "inputs are a NumPy array of type <U1"),
         ([[1, 2], [1], [3], [4]], "holds rows of several lengths"),
@@ -125,9 +125,9 @@ def test_what_is_no_list_of_rows_stays() -> None:
         (None, "hold no rows; accepted are tensors"),
     ],
 )
-def test_rows_that_cannot_be_tensors_are_refused_in_one_line(inputs: Any, said: str) -> None:
+def test_rows_that_cannot_be_tensors_are_refused_in_one_line(inputs: Any, message: str) -> None:
     targets = TARGETS if isinstance(inputs, list | np.ndarray) else None
-    with pytest.raises(DataError, match=said) as found:
+    with pytest.raises(DataError, match=message) as found:
         RowCheck().of(TensorRows(inputs, targets), "the batch").inputs(0, ROWS)  # type: ignore[arg-type]
     assert str(found.value).isprintable()
 

@@ -37,13 +37,13 @@ def tight(model: nn.Module, free_bytes: int = 2**17) -> int:
     return 2 * sum(p.nbytes for p in model.parameters()) + free_bytes
 
 
-def refused(call: Callable[[], Any], *words: str) -> str:
+def refused(call: Callable[[], Any], *parts: str) -> str:
     """The message of an error of ours: one line, no words of a plan's configuration."""
     with pytest.raises(ParallaxError) as found:
         call()
     message = str(found.value)
     assert isinstance(found.value, ConfigError | BudgetExceeded | SwapError)
-    for word in words:
+    for word in parts:
         assert word in message, message
     for other in ("\n", "cluster.", "trainer.", "plan.", " swap.", "swap.tier", "swap.directory"):
         assert other not in message, message
@@ -367,12 +367,12 @@ def test_host_memory_errors_use_the_callers_names(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_engine_keeps_its_keys(scratch: Path) -> None:
-    for remedies, words in (
+    for remedies, parts in (
         (ENGINE, r"\(cluster\.host_memory\)"),
         (SCOPE, "raise tier_bytes, or raise limit"),
     ):
         store = HostStore(4096, CpuCopies(), remedies)
-        with pytest.raises(SwapError, match=f"the host tier is full: .*{words}"):
+        with pytest.raises(SwapError, match=f"the host tier is full: .*{parts}"):
             store.write(torch.zeros(5000, dtype=torch.uint8))
         store.close()
     disk = DiskStore(scratch, 4096, CpuCopies(), threads=1)

@@ -370,8 +370,8 @@ def outcome(case: Case, context: contextlib.AbstractContextManager[Any]) -> list
         with context:
             return [tensor.detach() for tensor in case()]
     except RuntimeError as error:
-        words = str(error)
-        return f"{type(error)}{words.split(':')[0]} {words[words.find('is at version') :].split(' Hint')[0]}"
+        message = str(error)
+        return f"{type(error)}{message.split(':')[0]} {message[message.find('is at version') :].split(' Hint')[0]}"
 
 
 @pytest.mark.sampled

@@ -172,8 +172,8 @@ def test_states_of_a_step_that_is_not_split_must_fit(tight: Callable[..., Swappi
     model = build()
     optimizer = Ema(model.parameters())
     with tight(model, optimizer, free_bytes=MIB) as swapping:
-        words = r"a step of Ema needs .* its step in pieces has another result.*nothing was stepped: raise limit by"
-        with pytest.raises(BudgetExceeded, match=words):
+        message = r"a step of Ema needs .* its step in pieces has another result.*nothing was stepped: raise limit by"
+        with pytest.raises(BudgetExceeded, match=message):
             plain_loop(model, optimizer)
     assert "Ema: 1.1 MiB of states" in swapping.report()
 

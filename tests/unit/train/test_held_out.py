@@ -31,15 +31,15 @@ def data(rows: int) -> tuple[Tensor, Tensor]:
 class Slices:
     """Held-out rows as slices, with what a source does behind the last."""
 
-    def __init__(self, rows: int, behind: str, said: bool = False) -> None:
+    def __init__(self, rows: int, behind: str, counted: bool = False) -> None:
         self._inputs, self._targets = data(rows)
         self._behind = behind
-        self.asked: list[int] = []
-        if said:
+        self.requested: list[int] = []
+        if counted:
             self.validation_rows = rows
 
     def validation(self, index: int, rows: int) -> TensorRows:
-        self.asked.append(index)
+        self.requested.append(index)
         part = slice(index * rows, (index + 1) * rows)
         if index * rows >= len(self._inputs):
             if self._behind == "stop":
@@ -99,15 +99,15 @@ def evaluated(
 )
 @pytest.mark.parametrize("rows", [4, 8, 9, 11])
 @pytest.mark.parametrize(
-    ("behind", "said"),
+    ("behind", "counted"),
     [("stop", False), ("index", False), ("empty", False), ("again", True), ("empty", True)],
 )
-def test_all_held_out_rows_count_alike(behind: str, said: bool, rows: int, loss: Any) -> None:
-    source = Slices(rows, behind, said)
+def test_all_held_out_rows_count_alike(behind: str, counted: bool, rows: int, loss: Any) -> None:
+    source = Slices(rows, behind, counted)
     found, whole, reported = evaluated(source, None, loss)
     assert found.loss == pytest.approx(whole(*data(rows)), rel=1e-6)
     assert (found.batches, found.truncated) == (-(-rows // BATCH), False)
-    assert reported[-1] == (found.batches, found.batches if said else None)
+    assert reported[-1] == (found.batches, found.batches if counted else None)
 
 
 def test_what_a_source_raises_behind_a_short_batch_is_the_end() -> None:
@@ -120,14 +120,14 @@ def test_what_a_source_raises_behind_a_short_batch_is_the_end() -> None:
 def test_rows_that_begin_again_are_not_counted_twice() -> None:
     source = Slices(8, "again")
     found, whole, _ = evaluated(source, None)
-    assert source.asked == [0, 1, 2]
+    assert source.requested == [0, 1, 2]
     assert (found.batches, found.loss) == (2, pytest.approx(whole(*data(8)), rel=1e-6))
 
 
 @pytest.mark.parametrize(("most", "batches"), [(1, 1), (2, 2), (7, 3)])
 def test_at_most_so_many_batches(most: int, batches: int) -> None:
-    for said in (False, True):
-        found, whole, _ = evaluated(Slices(9, "again" if said else "stop", said), most)
+    for counted in (False, True):
+        found, whole, _ = evaluated(Slices(9, "again" if counted else "stop", counted), most)
         inputs, targets = data(9)
         rows = min(9, BATCH * most)
         assert found.batches == batches

@@ -7,8 +7,9 @@ Each block has a step with parameters, or several small ones, and adjacent steps
 The tensors that later steps still use cross a boundary; a tensor that is used much later passes unchanged through every
 block between. Tensors computed from integer inputs only (masks, positions) are recomputed instead, if that sends fewer
 bytes. Between two steps with parameters the boundary is where the fewest bytes cross. No boundary is possible where a
-tensor depends on the rows but has no row dimension, where a tensor is changed in place later, between two uses of a
-module with buffers, which must see all of its updates, or between tensors and a derivative of one by the other.
+crossing tensor depends on the rows but has no row dimension, or is changed in place later; between two uses of a module
+with buffers, because one block must see all updates of these; and between two tensors and the derivative of one by the
+other.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _DERIVATIVES = "grad", "backward"
 
 @dataclass(frozen=True)
 class _Piece:
-    """One block of the program: its steps, the module that runs them, and the indices of its input and output
+    """One block of the program: its steps, the module that runs them, and the numbers of its input and output
     tensors."""
 
     name: str
@@ -168,7 +169,8 @@ class ProgramPartitioner:
                 self._record_use(source, position)
 
     def _find_recomputed(self) -> set[int]:
-        """Return tensors that every block recomputes: computed from integer inputs that are no larger, or from none."""
+        """Return the tensors that every block recomputes: those computed only from integer inputs that are no larger,
+        or from no input."""
         found: set[int] = set()
         sources: dict[int, frozenset[int]] = {}
         for tensor in self._tensors:
@@ -274,7 +276,8 @@ class ProgramPartitioner:
         return step.module if straight and all(r in (0, -1) for r in rows) else None
 
     def _adopt_unused(self, module: nn.Module) -> bool:
-        """Add the tensors that no step uses to the last block; return whether there are any."""
+        """Return whether some of the model's tensors are used by no step; they are added to ``module``, the last
+        block."""
         found = False
         for path, part in self._model.named_modules():
             own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]

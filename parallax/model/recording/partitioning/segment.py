@@ -76,7 +76,7 @@ class RecordedSegment(nn.Module):
 
 
 class UnknownSize(Exception):
-    """A size cannot be computed from the sizes of the tensors that a block has."""
+    """Raised if a size cannot be computed from the sizes of a block's tensors."""
 
 
 class SegmentWriter:
@@ -261,7 +261,7 @@ class SegmentWriter:
         return text
 
     def _nest(self, part: Any) -> str:
-        """Return code for an instance of a user class that holds tensors."""
+        """Return code that builds an instance of a user class that holds tensors."""
         found: list[str] = []
 
         def number(inner: Any) -> Any:
@@ -358,7 +358,7 @@ def expression(values: tuple[Any, ...], known: Mapping[Sizes, str]) -> str | Non
 
 
 def _forms(values: tuple[Any, ...], size: Sizes, name: str) -> Iterator[str]:
-    """Yield ``values`` as functions of one size, the simplest first."""
+    """Yield expressions for ``values`` in terms of one size, simplest first."""
     if values == size and all(type(value) is int for value in values):
         yield name
         return
@@ -383,7 +383,7 @@ def _forms(values: tuple[Any, ...], size: Sizes, name: str) -> Iterator[str]:
 
 
 def _line(values: tuple[int, ...], size: Sizes, name: str) -> Iterator[str]:
-    """Yield a·x + b, if at least three runs agree on it."""
+    """Yield the expression a·x + b if at least three runs agree on it."""
     points = sorted(set(zip(size, values)))
     if len(points) < 3 or len({x for x, _ in points}) < len(points):
         return

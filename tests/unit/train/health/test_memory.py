@@ -42,12 +42,12 @@ class Host:
 
 
 @pytest.mark.parametrize(
-    ("part", "words"),
+    ("part", "message"),
     [(ROWS, "the data source keeps"), (STEP, "the model or the loss"), (BETWEEN, "evaluation")],
 )
-def test_the_part_of_the_step_is_named_once(part: str, words: str) -> None:
+def test_the_part_of_the_step_is_named_once(part: str, message: str) -> None:
     (growth,) = Host(**{part: 3 * MIB}).trained()
-    assert words in growth.suspect
+    assert message in growth.suspect
     assert growth.bytes_per_step == pytest.approx(3 * MIB, rel=0.01)
     # Of two ranks on this host, each of which is to have its share.
     assert growth.steps_left == pytest.approx(1000 / 3 / 2, rel=0.01)

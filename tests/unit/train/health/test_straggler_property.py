@@ -182,9 +182,9 @@ def test_a_replica_without_rows_is_no_reference() -> None:
     judge = StragglerDetector(plan)
     found = [each for _ in range(30) for each in judge.add(5.0, [0.8, 3e-5, 4.5])]
     assert [rank for rank, _ in found] == [2]
-    words = str(judge.straggler(*found[0], "here"))
-    assert "stage 1, replica 1" in words
-    assert "as predicted, beside the other ranks" in words, "the other replica has no rows"
+    message = str(judge.straggler(*found[0], "here"))
+    assert "stage 1, replica 1" in message
+    assert "as predicted, beside the other ranks" in message, "the other replica has no rows"
 
 
 def test_waits_do_not_count() -> None:

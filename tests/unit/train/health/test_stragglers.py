@@ -46,8 +46,8 @@ def test_one_five_times_slower_than_predicted_is_named_once() -> None:
     ((rank, factor),) = named(plan((1, 1), (0.2, 0.1)), lambda n, c: (0.2 * c.uniform(1, 1.3), 0.5))
     assert rank == 1
     assert 4 < factor < 5.1
-    words = str(StragglerDetector(plan((1, 1), (0.2, 0.1))).straggler(1, 4.97, "node7"))
-    assert words == (
+    message = str(StragglerDetector(plan((1, 1), (0.2, 0.1))).straggler(1, 4.97, "node7"))
+    assert message == (
         "rank 1 (stage 1, replica 0, on node7) is slow: its actions take 5.0 times as long as predicted, beside the "
         "other ranks"
     )
