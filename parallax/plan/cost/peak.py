@@ -59,4 +59,5 @@ def bytes_above_budget(terms: dict[str, int], device: Device) -> int:
 
 def _kept_bytes(terms: dict[str, int], device: Device) -> int:
     """Return the freed memory that malloc keeps, and the holes between allocations; fitted to measurements."""
-    return math.ceil(device.kept_share * (passing_bytes(terms) + _BLOCKS_KEPT * terms["workspace"]))
+    freed = passing_bytes(terms) + _BLOCKS_KEPT * terms["workspace"] + terms["staging"] / 4
+    return math.ceil(device.kept_share * freed)
