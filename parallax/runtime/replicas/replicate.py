@@ -39,7 +39,7 @@ class GradientSync(Protocol):
         """Announce the step's last backward of ``stage``: reduce each bucket as soon as it is complete."""
 
     def ended(self, stage: int) -> None:
-        """End that backward: gradients of unused parameters are complete too."""
+        """End that backward or pass: gradients of unused parameters are complete too."""
 
     def split(self, stage: int, pending: Collection[nn.Parameter]) -> Reduced:
         """Announce that all gradients of ``stage`` are final except those of ``pending``. Return a function to call for
@@ -163,17 +163,18 @@ class StageGradientSync:
 
 
 class SyncStep(Protocol):
-    """Work after a rank's own gradients are reduced; it may start in a step's last backward."""
+    """Work after a rank's own gradients are reduced; it may start in the last backward of the rank's last stage."""
 
     @property
     def all_reduces(self) -> int:
         """All-reduces of replicated gradients so far."""
 
-    def arm(self) -> None:
-        """Announce the last backward."""
+    def arm(self, pending: Collection[nn.Parameter] | None = None) -> None:
+        """Announce that backward, or a last weight-gradient pass, before which all gradients except those of
+        ``pending`` are final."""
 
     def ended(self) -> None:
-        """End that backward."""
+        """End that backward or pass."""
 
     def run(self) -> None:
         """Do the work."""
@@ -190,7 +191,7 @@ class StatisticsAverage:
     def __init__(self, norms: BatchNorms) -> None:
         self._norms = norms
 
-    def arm(self) -> None:
+    def arm(self, pending: Collection[nn.Parameter] | None = None) -> None:
         """No-op: the work is done in :meth:`run`."""
 
     def ended(self) -> None:
@@ -219,7 +220,7 @@ class SharedSum:
         self._shared, self._gives = shared, gives
         self._unused = set(shared)
 
-    def arm(self) -> None:
+    def arm(self, pending: Collection[nn.Parameter] | None = None) -> None:
         """No-op: the work is done in :meth:`run`."""
 
     def ended(self) -> None:
@@ -244,10 +245,14 @@ class SharedSum:
 
 
 class ChainedSync:
-    """A synchronization and the work that follows it, in order."""
+    """A synchronization and the work that follows it, in order. That work is of all ``stages`` of the rank together, so
+    it starts with the stage whose gradients are complete last."""
 
-    def __init__(self, inner: GradientSync, following: Sequence[SyncStep]) -> None:
-        self._inner, self._following = inner, following
+    def __init__(
+        self, inner: GradientSync, following: Sequence[SyncStep], stages: Collection[int]
+    ) -> None:
+        self._inner, self._following, self._stages = inner, following, frozenset(stages)
+        self._incomplete = set(stages)
 
     @property
     def all_reduces(self) -> int:
@@ -255,29 +260,39 @@ class ChainedSync:
 
     def arm(self, stage: int) -> None:
         self._inner.arm(stage)
-        for each in self._following:
-            each.arm()
+        self._arm(stage, None)
 
     def ended(self, stage: int) -> None:
         self._inner.ended(stage)
-        for each in self._following:
-            each.ended()
+        self._incomplete.discard(stage)
+        if not self._incomplete:
+            for each in self._following:
+                each.ended()
 
     def split(self, stage: int, pending: Collection[nn.Parameter]) -> Reduced:
-        return self._inner.split(stage, pending)
+        ready = self._inner.split(stage, pending)
+        self._arm(stage, pending)
+        return ready
 
     def disarm(self) -> None:
         self._inner.disarm()
+        self._incomplete = set(self._stages)
         for each in self._following:
             each.forget()
 
     def finish(self) -> float:
         """Reduce the rank's own parameters, then do the work that follows."""
         waited = self._inner.finish()
+        self._incomplete = set(self._stages)
         start = time.perf_counter()
         for each in self._following:
             each.run()
         return waited + time.perf_counter() - start
+
+    def _arm(self, stage: int, pending: Collection[nn.Parameter] | None) -> None:
+        if self._incomplete == {stage}:
+            for each in self._following:
+                each.arm(pending)
 
 
 class SharedStates:
@@ -353,7 +368,7 @@ def sync_for(
         following.append(StatisticsAverage(stage.norms))
     if shared:
         following.append(SharedSum(shared, gives=mesh.replica == 0))
-    return ChainedSync(sync, following) if following else sync
+    return ChainedSync(sync, following, mesh.stages) if following else sync
 
 
 def _streamed_sum(

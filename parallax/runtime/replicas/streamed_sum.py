@@ -1,4 +1,5 @@
-"""Gradients of offloaded parameters, summed over the replicas of a stage while the last backward runs.
+"""Gradients of offloaded parameters, summed over the replicas of a rank's stages while the last backward runs, or the
+last weight-gradient pass.
 
 Gradients become final block by block and are then offloaded, so they are summed before: in buckets, through two
 permanent buffers. If no buffer is free, a gradient is offloaded first, and read back when its bucket is next. So the
@@ -145,15 +146,19 @@ class StreamedSum:
         self._unfinished: list[_GradientBucket] | None = None
         self.all_reduces = 0
 
-    def arm(self) -> None:
-        """Announce the step's last backward."""
+    def arm(self, pending: Collection[nn.Parameter] | None = None) -> None:
+        """Announce the step's last backward, or its last weight-gradient pass, in which only gradients of ``pending``
+        change."""
         if not self._beside:
             return
         self._begin(self._buckets)
+        if pending is not None:
+            for bucket in self._buckets:
+                bucket.pending.intersection_update(pending)
         self._streamed.sink = self
 
     def ended(self) -> None:
-        """End that backward: gradients of unused parameters are complete too."""
+        """End that backward or pass: gradients of unused parameters are complete too."""
         self._streamed.sink = None
         for bucket in (*self._active, *self._waiting):
             bucket.pending.clear()
