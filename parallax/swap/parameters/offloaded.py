@@ -11,6 +11,10 @@ summed in the order in which autograd would sum them on the device, so the resul
                    …
              │ block 2 runs │ block 1 is read │ gradients of block 3 are written │        backward
 
+Gradients that are computed without autograd, in the weight-gradient pass of a split backward, are added to the stored
+ones between :meth:`OffloadedParameters.fetch_gradient` and :meth:`OffloadedParameters.offload_gradient`; this needs no
+weights.
+
 Bytes on the device never exceed ``limit_bytes``: the ``window`` largest blocks, and the gradients of one."""
 
 from __future__ import annotations
@@ -97,7 +101,9 @@ class OffloadedParameters:
         self._watched: set[nn.Parameter] = set()
         self._visits = PrefetchOrder()
         self._current: FlatParameter | None = None
-        self._reserved = 0  # gradients that the running block's backward has still to make
+        # gradients that the running block's backward has still to make, or that are fetched
+        self._reserved = 0
+        self._fetched: set[nn.Parameter] = set()
         self._pending: deque[_PendingGradient] = deque()
         self.sink: GradientSink | None = None
         self._statistics = ParameterStatistics()
@@ -239,6 +245,7 @@ class OffloadedParameters:
             for flat in self._flats:
                 flat.clear_gradients(to_none=set_to_none)
             self._reserved = 0
+            self._fetched.clear()
             self._visits.restart()
 
     def read_full(self, block: int) -> list[Tensor]:
@@ -315,8 +322,46 @@ class OffloadedParameters:
             self._watched.update(new)
             self._weight_limit, self._limit_bytes = self._limits()
 
+    def fetch_gradient(self, parameter: nn.Parameter) -> None:
+        """Set ``.grad`` of an offloaded parameter to its stored gradient, if there is one, so that the caller can add
+        to it. Its bytes are reserved until :meth:`offload_gradient`, and free once more for the summand. All
+        parameters that are fetched at one time belong to one block, and no backward runs meanwhile. No-op for a
+        parameter that is not offloaded."""
+        if parameter not in self._flat_of:
+            return
+        with self.lock, torch.no_grad():
+            self._check_open()
+            start = time.perf_counter()
+            if not self._fetched:
+                self._reserved = 0  # of the last backward, which has ended
+            self._fetched.add(parameter)
+            self._reserved += parameter.nbytes
+            self._collect_written()
+            self._free_bytes_for(parameter.nbytes)
+            self._note_high_water(parameter.nbytes)
+            stored = self._flat_of[parameter].gradient(parameter)
+            if stored.is_stored:
+                total = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                stored.read_all(total)
+                parameter.grad = total
+            self._statistics.stall_seconds += time.perf_counter() - start
+
+    def offload_gradient(self, parameter: nn.Parameter) -> None:
+        """Begin to write ``.grad`` in place of the stored gradient that :meth:`fetch_gradient` read. No-op for a
+        parameter that is not offloaded."""
+        if parameter not in self._flat_of:
+            return
+        total, parameter.grad = parameter.grad, None
+        assert total is not None
+        with self.lock, torch.no_grad():
+            self._check_open()
+            start = time.perf_counter()
+            self._fetched.remove(parameter)
+            self._write_gradient(parameter, total.detach().contiguous())
+            self._statistics.stall_seconds += time.perf_counter() - start
+
     def _offload_gradient(self, parameter: Tensor) -> None:
-        """Begin to write a gradient, added to the stored one."""
+        """Begin to write a gradient of autograd, added to the stored one."""
         assert isinstance(parameter, nn.Parameter)
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
@@ -336,18 +381,23 @@ class OffloadedParameters:
                 total = torch.empty_like(total)
                 stored.read_all(total)
                 total.add_(gradient)
-            self._reserved = max(0, self._reserved - total.nbytes)
-            taken = () if self.sink is None else self.sink.accept(parameter, total)
-            rest = [segment for segment in stored.segments if segment not in taken]
-            if rest:
-                part = total.view(-1)[rest[0].start : rest[-1].stop]
-                self._pending.append(_PendingGradient(total, stored.write(part, rest)))
-            if self.sink is not None:
-                self.sink.accepted(parameter)
-            self._note_high_water()
-            self._collect_written()
-            self._prefetch()
+            self._write_gradient(parameter, total)
             self._statistics.stall_seconds += time.perf_counter() - start
+
+    def _write_gradient(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Begin to write the ``total`` of a parameter's gradients, or the part that the sink does not take."""
+        stored = self._flat_of[parameter].gradient(parameter)
+        self._reserved = max(0, self._reserved - total.nbytes)
+        taken = () if self.sink is None else self.sink.accept(parameter, total)
+        rest = [segment for segment in stored.segments if segment not in taken]
+        if rest:
+            part = total.view(-1)[rest[0].start : rest[-1].stop]
+            self._pending.append(_PendingGradient(total, stored.write(part, rest)))
+        if self.sink is not None:
+            self.sink.accepted(parameter)
+        self._note_high_water()
+        self._collect_written()
+        self._prefetch()
 
     def _prefetch(self) -> None:
         """Begin to read the next blocks if they fit."""
@@ -463,6 +513,12 @@ class ResidentParameters:
 
     def write_full(self, block: int, tensors: Sequence[Tensor]) -> None:
         """No-op: no parameter is offloaded."""
+
+    def fetch_gradient(self, parameter: nn.Parameter) -> None:
+        """No-op: no gradient is offloaded."""
+
+    def offload_gradient(self, parameter: nn.Parameter) -> None:
+        """No-op: gradients stay on the device."""
 
     def zero_gradients(self, *, set_to_none: bool = False) -> None:
         """No-op: no gradient is offloaded."""
