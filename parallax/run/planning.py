@@ -319,7 +319,6 @@ def plan_catalog(
             rows=global_batch,
             microbatch=microbatch,
             swap=swap.offloads,
-            runnable=False,
             gather_loss=gather_loss,
         )
     )
@@ -332,7 +331,6 @@ def plan_catalog(
         global_batch=global_batch,
         microbatch=microbatch,
         swap=swap.offloads,
-        runnable=False,
         gather_loss=gather_loss,
         spare=True,
         progress=progress,

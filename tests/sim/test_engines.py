@@ -64,6 +64,8 @@ def test_schedules(sim_pool: Pool, schedule: str, direct: bool) -> None:
         ((2,), {"shard": True}),
         ((1, 2), {"directive": "offload", "tier": "disk"}),
         ((2, 1), OFFLOADED),
+        ((2, 1), {**OFFLOADED, "schedule": "zb-h1"}),
+        ((1, 1), {**OFFLOADED, "schedule": "zb-v", "interleave": 2, "tier": "disk"}),
         pytest.param((2,), {}, marks=pytest.mark.thorough),
         pytest.param((2, 2), {"directive": "offload"}, marks=pytest.mark.thorough),
     ],
