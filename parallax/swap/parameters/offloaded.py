@@ -109,7 +109,7 @@ class OffloadedParameters:
         self._statistics = ParameterStatistics()
         self._counted = (0, 0)
         self._closed = False
-        self._weight_limit, self._limit_bytes = self._limits()
+        self._weight_limit, self._limit_bytes, self._write_limit = self._limits()
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -300,8 +300,9 @@ class OffloadedParameters:
                 "offloaded parameters were read after close(): call close() after the last use"
             )
 
-    def _limits(self) -> tuple[int, int]:
-        """Return the limits in bytes of weights, and of weights and gradients together.
+    def _limits(self) -> tuple[int, int, int]:
+        """Return the limits in bytes of weights, of weights and gradients together, and of gradients under write, which
+        the store holds twice: its capacity has one block more, with gradients.
 
         Adding a gradient to a stored one needs its bytes twice, beside the running block."""
         sizes = [flat.size for flat in self._flats]
@@ -309,7 +310,8 @@ class OffloadedParameters:
         weights = min(sum(sizes), self._window * largest)
         gradients = max((flat.gradient_bytes for flat in self._flats), default=0)
         twice = max((p.nbytes for p in self._flat_of if p.requires_grad), default=0)
-        return weights, max(weights + gradients, largest + gradients + twice)
+        limit = max(weights + gradients, largest + gradients + twice)
+        return weights, limit, largest + gradients
 
     def _watch(self, flat: FlatParameter) -> None:
         """Hook the gradients of trained parameters; a parameter may have been unfrozen since the last call."""
@@ -320,7 +322,7 @@ class OffloadedParameters:
                 for parameter in new
             )
             self._watched.update(new)
-            self._weight_limit, self._limit_bytes = self._limits()
+            self._weight_limit, self._limit_bytes, self._write_limit = self._limits()
 
     def fetch_gradient(self, parameter: nn.Parameter) -> None:
         """Set ``.grad`` of an offloaded parameter to its stored gradient, if there is one, so that the caller can add
@@ -390,6 +392,8 @@ class OffloadedParameters:
         self._reserved = max(0, self._reserved - total.nbytes)
         taken = () if self.sink is None else self.sink.accept(parameter, total)
         rest = [segment for segment in stored.segments if segment not in taken]
+        while self._pending and self._under_write() + total.nbytes > self._write_limit:
+            self._finish_oldest_write()
         if rest:
             part = total.view(-1)[rest[0].start : rest[-1].stop]
             self._pending.append(_PendingGradient(total, stored.write(part, rest)))
@@ -472,7 +476,10 @@ class OffloadedParameters:
         return sum(flat.size for flat in self._flats if not flat.is_offloaded)
 
     def _gradients(self) -> int:
-        return self._reserved + sum(pending.gradient.nbytes for pending in self._pending)
+        return self._reserved + self._under_write()
+
+    def _under_write(self) -> int:
+        return sum(pending.gradient.nbytes for pending in self._pending)
 
     def _note_high_water(self, more: int = 0) -> None:
         held = self._weights() + self._gradients() + more
