@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from parallax.errors import SwapError, check_positive
+from parallax.machine.host import relieve_memory
 from parallax.model.block import tensors_in
 from parallax.plan.plan import STATE_BUCKET_BYTES
 from parallax.swap.parameters.chunks import Chunk, ChunkStore, Gradient, GradientWrite, has_ended
@@ -341,6 +342,7 @@ class OffloadedParameters:
             self._collect_written()
             self._free_bytes_for(parameter.nbytes)
             self._note_high_water(parameter.nbytes)
+            relieve_memory(coming=2 * parameter.nbytes)
             stored = self._flat_of[parameter].gradient(parameter)
             if stored.is_stored:
                 total = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
