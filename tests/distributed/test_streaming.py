@@ -58,6 +58,22 @@ def of_all_products() -> nn.Module:
     return nn.Sequential(nn.Embedding(64, WIDTH), *blocks, UsedTwice(), nn.Linear(WIDTH, 64))
 
 
+class Sequences(nn.Module):
+    """The outputs of a recurrent module, without its states."""
+
+    def __init__(self, kind: Callable[..., nn.RNNBase]) -> None:
+        super().__init__()
+        self.cells = kind(WIDTH, WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.cells(x)[0]
+        return outputs
+
+
+def recurrent(kind: Callable[..., nn.RNNBase] = nn.LSTM) -> nn.Module:
+    return nn.Sequential(nn.Embedding(256, WIDTH), Sequences(kind), nn.Linear(WIDTH, 256))
+
+
 def gradients_of(case: Case, folder: Path, batch: int) -> tuple[float, dict[str, Tensor], int, int]:
     """Loss and gradients, the most that streamed parameters held on the device, and what they may hold."""
     engine = case.engine(folder)
@@ -127,7 +143,13 @@ def test_gradients_are_bit_identical(
 @pytest.mark.parametrize(
     ("factory", "replicas"),
     [
-        *((UNTIED, (1,)), (gpt(), (1, 1)), (half_frozen, (1, 1)), (with_buffers, (1, 1))),
+        *(
+            (recurrent, (1,)),
+            (UNTIED, (1,)),
+            (gpt(), (1, 1)),
+            (half_frozen, (1, 1)),
+            (with_buffers, (1, 1)),
+        ),
         *(
             pytest.param(*each, marks=pytest.mark.thorough)
             for each in (
@@ -259,6 +281,13 @@ def test_a_checkpoint_does_not_know_where_parameters_were(
     for one, other in zip(whole, rest):
         assert other.losses == one.losses[2:]
         assert all(torch.equal(other.weights[name], weight) for name, weight in one.weights.items())
+
+
+def test_recurrent_weights_are_offloaded_on_a_cpu(pool: Pool, tmp_path: Path) -> None:
+    case = Case(recurrent, dtype=torch.float32).under((1,), **OFFLOADED)
+    ((below, resident),) = pool.run(offloaded_names, 1, case, tmp_path)
+    assert any("cells.weight" in name for name in below)
+    assert not resident
 
 
 def offloaded_names(case: Case, folder: Path) -> tuple[set[str], set[str]]:

@@ -95,6 +95,14 @@ def test_one_rank(sim_pool: Pool, options: dict[str, Any]) -> None:
     check(sim_pool, (1,), options, direct=False)
 
 
+def test_recurrent_weights_in_one_buffer_stay_and_the_rest_is_offloaded(sim_pool: Pool) -> None:
+    ((expected, every),) = sim_pool.run(partial(jobs.recurrent, {}), 1)
+    ((losses, resident),) = sim_pool.run(partial(jobs.recurrent, OFFLOADED), 1)
+    assert losses == expected
+    assert resident == {name for name in every if ".cells." in name}
+    assert 0 < len(resident) < len(every)
+
+
 @pytest.mark.parametrize(
     "options", [{"optimizer_offload": 1.0}, {"optimizer_offload": 0.5, "tier": "disk"}], ids=str
 )

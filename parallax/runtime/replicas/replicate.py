@@ -378,7 +378,7 @@ def _streamed_sum(
     streamed = stage.offloaded
     if mesh.streamed is None or mesh.replicas is None:
         return
-    if isinstance(streamed, OffloadedParameters):
+    if isinstance(streamed, OffloadedParameters) and streamed.chunks:
         yield StreamedSum(
             streamed,
             mesh.streamed,
