@@ -188,7 +188,6 @@ class Question:
             cell.config if cell else PlanConfig(),
             global_batch=self.global_batch,
             microbatch=cell.microbatch if cell else "auto",
-            runnable=False,
         )
         return plan
 

@@ -53,6 +53,11 @@ class Accelerator:
         return SMALL_TENSORS_BYTES
 
     @property
+    def flattens_recurrent_weights(self) -> bool:
+        """Whether torch keeps all weights of an nn.LSTM, nn.GRU or nn.RNN in one buffer on a device."""
+        return False
+
+    @property
     def collective_bytes(self) -> int:
         """Return the device bytes, outside torch's allocator, of a process group of ``backend`` for all-reduces."""
         return 0

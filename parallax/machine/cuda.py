@@ -38,6 +38,11 @@ class Cuda(Accelerator):
         return super().reserve_bytes + _HANDLES * _WORKSPACE_BYTES + _PIECES_BYTES
 
     @property
+    def flattens_recurrent_weights(self) -> bool:
+        """For cuDNN and MIOpen."""
+        return True
+
+    @property
     def collective_bytes(self) -> int:
         """Return the bytes of the buffers of NCCL's configured channels."""
         return collective_bytes(int(self._channels[_MOST_CHANNELS]))

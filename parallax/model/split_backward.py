@@ -7,6 +7,9 @@ with parameters (linear layers, matrix products, convolutions) are replaced by a
 values; their backward returns the input gradient and stores the operands of the weight gradient. Everything else
 (norms, embeddings, custom functions) computes the gradients of its parameters in the B pass, as usual.
 
+The bytes of an offloaded weight are on the device in a block's forward and B pass, not in its W pass. So the W pass
+reads no weight, and no copy of an offloaded weight in another type outlives the forward: the B pass makes it again.
+
 Source of the idea: the weight gradient store of Qi et al. 2024, "Zero Bubble Pipeline Parallelism".
 """
 
@@ -16,7 +19,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,9 +35,15 @@ Ready = Callable[[nn.Parameter], None]
 class WeightGradStore:
     """The deferred weight gradients of one micro-batch. Its forward runs inside :meth:`splitting`; after its backward,
     :meth:`finish` computes the weight gradients. Until then the store holds each product's input and output
-    gradient."""
+    gradient. ``is_offloaded``: whether a tensor uses the memory of an offloaded parameter, whose block is on the
+    device."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        is_offloaded: Callable[[Tensor], bool] = lambda _: False,
+    ) -> None:
+        self._is_offloaded = is_offloaded
         # Replaces the parameters as graph inputs: otherwise hooks on the parameters would fire in the B pass.
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._deferred: list[tuple[_Product, Tensor, Tensor]] = []
@@ -56,10 +65,15 @@ class WeightGradStore:
         return result
 
     def defer(self, product: _Product, x: Tensor, gradient: Tensor) -> None:
-        """Store the operands of a weight gradient. Ignored inside a forward: a derivative taken there is one of
-        inputs."""
+        """Store the operands of a weight gradient, and copies of those in memory that will be offloaded. Ignored inside
+        a forward: a derivative taken there is one of inputs."""
         if not self._forward:
+            x, gradient = (t.clone() if self._is_offloaded(t) else t for t in (x, gradient))
             self._deferred.append((product, x, gradient))
+
+    def held(self, product: _Product) -> _Product:
+        """Return ``product`` as it is kept between passes: without a copy of an offloaded weight."""
+        return replace(product, copy=None) if self._is_offloaded(product.weight) else product
 
     def separate_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Copy each ``.grad`` that shares memory with a stored tensor; call it after the backward. Autograd may adopt a
@@ -83,16 +97,21 @@ class WeightGradStore:
         """Return the parameters whose gradients are incomplete."""
         return {parameter for product, _, _ in self._deferred for parameter in product.parameters}
 
-    def finish(self, ready: Ready | None = None) -> None:
-        """Add the stored weight gradients to ``.grad``, last layer first; call ``ready`` with each parameter whose
-        gradient is complete."""
+    def finish(self, ready: Ready | None = None, *, begin: Ready | None = None) -> None:
+        """Add the stored weight gradients to ``.grad``, last layer first. Call ``begin`` with each parameter before the
+        first addition to its gradient, and ``ready`` after the last."""
         left = Counter(
             parameter for product, _, _ in self._deferred for parameter in product.parameters
         )
+        begun: set[nn.Parameter] = set()
         self._deferred.reverse()  # each entry is freed once it is used, in the order of the backward
         with torch.no_grad():
             while self._deferred:
                 product, x, gradient = self._deferred.pop()
+                for parameter in product.parameters:
+                    if begin is not None and parameter not in begun:
+                        begin(parameter)
+                begun.update(product.parameters)
                 product.add_gradients(x, gradient)
                 for parameter in product.parameters:
                     left[parameter] -= 1
@@ -108,7 +127,7 @@ class _DeferredProduct(torch.autograd.Function):
         ctx: Any, anchor: Tensor, x: Tensor, product: _Product, store: WeightGradStore
     ) -> Tensor:
         del anchor
-        ctx.product, ctx.store = product, store
+        ctx.product, ctx.store = store.held(product), store
         ctx.save_for_backward(x)
         return product.forward(x)
 
@@ -127,12 +146,23 @@ class _DeferredProduct(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Product(ABC):
-    """One use of a weight. ``used`` and ``used_bias`` are weight and bias in the type of the computation."""
+    """One use of a weight, in the type of the computation, ``dtype``. ``copy``: the weight in this type, where its own
+    type is another and the copy is kept."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    used: Tensor
-    used_bias: Tensor | None
+    dtype: torch.dtype
+    copy: Tensor | None
+
+    @property
+    def used(self) -> Tensor:
+        """The weight in the type of the computation."""
+        return self.weight.detach().to(self.dtype) if self.copy is None else self.copy
+
+    @property
+    def used_bias(self) -> Tensor | None:
+        """The bias in the type of the computation."""
+        return None if self.bias is None else self.bias.detach().to(self.dtype)
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -158,11 +188,12 @@ class _Linear(_Product):
     """``x @ weight.T + bias``: torch.nn.functional.linear."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.used_bias is None or x.dim() == 2:
-            return F.linear(x, self.used, self.used_bias)
+        weight, bias = self.used, self.used_bias
+        if bias is None or x.dim() == 2:
+            return F.linear(x, weight, bias)
         # F.linear returns a view here, and a view that a custom function returns cannot be changed in place.
-        result = x.new_empty((*x.shape[:-1], len(self.used)))
-        torch.addmm(self.used_bias, _matrix(x), self.used.t(), out=result.view(-1, len(self.used)))
+        result = x.new_empty((*x.shape[:-1], len(weight)))
+        torch.addmm(bias, _matrix(x), weight.t(), out=result.view(-1, len(weight)))
         return result
 
     def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
@@ -180,9 +211,8 @@ class _Matrix(_Product):
     """``x @ weight + bias``: matrix products, torch.addmm."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.used_bias is not None:
-            return torch.addmm(self.used_bias, x, self.used)
-        return torch.matmul(x, self.used)
+        bias = self.used_bias
+        return torch.matmul(x, self.used) if bias is None else torch.addmm(bias, x, self.used)
 
     def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
         del x
@@ -205,22 +235,31 @@ class _Convolution(_Product):
         return torch.convolution(x, self.used, self.used_bias, *self.options)
 
     def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
-        return self._backward(x, gradient, (True, False, False))[0]
+        return self._backward(x, gradient, self.used, (True, False, False))[0]
 
     def add_gradients(self, x: Tensor, gradient: Tensor) -> None:
         wanted = [
             parameter is not None and parameter.requires_grad
             for parameter in (self.weight, self.bias)
         ]
-        found = self._backward(x, gradient, (False, *wanted))[1:]
+        found = self._backward(x, gradient, self._like_used(), (False, *wanted))[1:]
         for parameter, value in zip((self.weight, self.bias), found):
             if parameter is not None and parameter.requires_grad:
                 _add(parameter, value)
 
-    def _backward(self, x: Tensor, gradient: Tensor, mask: tuple[bool, ...]) -> tuple[Tensor, ...]:
+    def _like_used(self) -> Tensor:
+        """Return a tensor of the shape and type of the weight; its values may be undefined. The weight itself may be
+        offloaded."""
+        if self.copy is None and self.dtype is not self.weight.dtype:
+            return torch.empty_like(self.weight, dtype=self.dtype)
+        return self.used
+
+    def _backward(
+        self, x: Tensor, gradient: Tensor, weight: Tensor, mask: tuple[bool, ...]
+    ) -> tuple[Tensor, ...]:
         sizes = None if self.bias is None else [len(self.bias)]
         found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
-            gradient, x, self.used, sizes, *self.options, mask
+            gradient, x, weight, sizes, *self.options, mask
         )
         return found
 
@@ -310,21 +349,24 @@ _MAKERS: dict[Callable[..., Any], Callable[..., tuple[_Product, Tensor] | None]]
 
 
 def _splits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether weight and bias are plain parameters, of which at least one needs a gradient."""
+    """Return whether weight and bias are plain parameters, of which at least one needs a gradient, and ``x`` is not a
+    view of a parameter, which may be offloaded before the weight-gradient pass."""
     parameters = [weight] if bias is None else [weight, bias]
     plain = (
         all(isinstance(p, nn.Parameter) and type(p.data) is Tensor for p in parameters)
         and type(x) is Tensor
+        and not isinstance(x._base, nn.Parameter)
     )
     return plain and any(p.requires_grad for p in parameters)
 
 
 def _as_computed(
     weight: Any, bias: Any
-) -> tuple[nn.Parameter, nn.Parameter | None, Tensor, Tensor | None]:
-    """Return a product's weight and bias, and both in the type of the computation."""
-    with torch.no_grad():
-        return weight, bias, _cast(weight.detach()), None if bias is None else _cast(bias.detach())
+) -> tuple[nn.Parameter, nn.Parameter | None, torch.dtype, Tensor | None]:
+    """Return a product's weight and bias, the type of the computation, and a copy of the weight in this type where its
+    own is another."""
+    used = _cast(weight.detach())
+    return weight, bias, used.dtype, None if used.dtype is weight.dtype else used
 
 
 def _cast(tensor: Tensor) -> Tensor:

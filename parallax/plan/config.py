@@ -125,12 +125,3 @@ class PlanConfig:
     def interleaves(self, schedule: Schedule) -> tuple[int, ...]:
         """Return the numbers of stages per device to try with ``schedule``."""
         return schedule.interleaves if self.interleave == AUTO else (int(self.interleave),)
-
-    def check_streaming(self) -> None:
-        """Raise :class:`ConfigError` if ``plan.parameters=host`` is set and the runtime cannot offload all
-        parameters."""
-        if self.parameters == "host" and all(schedule.splits for schedule in self.schedules):
-            raise ConfigError(
-                "plan.parameters=host: offloaded parameters need backwards that are not split, unlike "
-                f"plan.schedule={self.schedules[0]}; use plan.schedule=1f1b or gpipe, or plan.parameters=device"
-            )

@@ -159,11 +159,12 @@ class ModelProfile:
     """The blocks of a model in order, the parameters they share, and the device and precision of the costs.
 
     ``ties`` lists the bytes of each shared trained parameter and the blocks that use it, ``frozen_ties`` those of
-    parameters that are not trained. ``optimizer_bytes`` is the optimizer state for each byte of trained parameters
-    (AdamW in fp32: 2.0), ``master_bytes`` the full-precision copies (0.0 if the parameters themselves are in full
-    precision), ``optimizer_seconds`` the time of an update for each byte. ``gathered_rows``: the rows over which one
-    loss is computed in a step; 0: the loss is part of the last block. Computing takes ``freeing_slowdown`` times as
-    long if the allocator returns freed memory to the system at once. ``source``: measured, or derived from shapes.
+    parameters that are not trained. An entry with one block is of parameters that stay on the device as shared ones
+    do. ``optimizer_bytes`` is the optimizer state for each byte of trained parameters (AdamW in fp32: 2.0),
+    ``master_bytes`` the full-precision copies (0.0 if the parameters themselves are in full precision),
+    ``optimizer_seconds`` the time of an update for each byte. ``gathered_rows``: the rows over which one loss is
+    computed in a step; 0: the loss is part of the last block. Computing takes ``freeing_slowdown`` times as long if the
+    allocator returns freed memory to the system at once. ``source``: measured, or derived from shapes.
     ``disturbance``: the measured time relative to an idle machine.
     """
 
@@ -224,9 +225,9 @@ class ModelProfile:
             named = all(0 <= user < len(self.blocks) for user in users) and list(users) == sorted(
                 set(users)
             )
-            if size <= 0 or len(users) < 2 or not named:
+            if size <= 0 or not users or not named:
                 raise PlanError(
-                    f"profile of {self.model}: tie {users} of {size} bytes must name two or more of its "
+                    f"profile of {self.model}: tie {users} of {size} bytes must name one or more of its "
                     f"{len(self.blocks)} blocks, each once and in order"
                 )
             for user in users:
@@ -245,7 +246,7 @@ class ModelProfile:
 
     @property
     def shared(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Return all parameters, trained and frozen, that several blocks use, in the form of :attr:`ties`."""
+        """Return all parameters that cannot be offloaded, trained or not, in the form of :attr:`ties`."""
         return (*self.ties, *self.frozen_ties)
 
     def unique_parameter_bytes(self, blocks: Sequence[int]) -> int:

@@ -318,7 +318,6 @@ def plan_catalog(
             rows=global_batch,
             microbatch=microbatch,
             swap=swap.offloads,
-            runnable=False,
             gather_loss=gather_loss,
         )
     )
@@ -331,7 +330,6 @@ def plan_catalog(
         global_batch=global_batch,
         microbatch=microbatch,
         swap=swap.offloads,
-        runnable=False,
         gather_loss=gather_loss,
         spare=True,
         progress=progress,

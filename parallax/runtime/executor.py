@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from parallax.common.events import Span
@@ -39,6 +39,7 @@ from parallax.runtime.health.row_check import RowCheck
 from parallax.runtime.inputs import ModelInputs, Part
 from parallax.runtime.loss import Roots, StepLoss
 from parallax.runtime.meters.spans import SpanClock
+from parallax.runtime.replicas.buckets import Reduced
 from parallax.runtime.replicas.replicate import GradientSync
 from parallax.runtime.stage import MicroBatchContext, Stage
 from parallax.runtime.update import Update
@@ -257,9 +258,11 @@ class Executor:
 
     def _run_forward(self, action: Action, step: StepContext, first: int, rows: int) -> None:
         stage, micro = action.stage, action.micro
-        in_flight = _InFlight(
-            weight_gradients=WeightGradStore(self._device) if step.program.splits else None
-        )
+        in_flight = _InFlight()
+        if step.program.splits:
+            in_flight.weight_gradients = WeightGradStore(
+                self._device, self._stage.holds_offloaded_memory
+            )
         entering, leaving = self._plan.entering(stage), self._plan.leaving(stage)
         if entering is None:
             inputs = self._chain.arguments(with_own_storage(self._inputs.take((first, rows))))
@@ -335,20 +338,32 @@ class Executor:
         return self._stall_seconds() - before
 
     def _backward_weight(self, action: Action, step: StepContext) -> float:
+        before, sync = self._stall_seconds(), self._training_parts.sync
         in_flight = self._in_flight.pop(_key(action), None)
-        completes = self._completes(action, step)
-        if in_flight is None:
-            if completes:
-                self._training_parts.sync.split(action.stage, ())
-        elif in_flight.weight_gradients is not None:
-            in_flight.weight_gradients.finish(
-                self._training_parts.sync.split(
-                    action.stage, in_flight.weight_gradients.pending_parameters()
-                )
-                if completes
-                else None
-            )
-        return 0.0
+        deferred = WeightGradStore() if in_flight is None else in_flight.weight_gradients
+        assert deferred is not None
+        if not self._completes(action, step):
+            self._add_weight_gradients(deferred)
+            return self._stall_seconds() - before
+        self._add_weight_gradients(
+            deferred, sync.split(action.stage, deferred.pending_parameters())
+        )
+        sync.ended(action.stage)
+        return self._stall_seconds() - before
+
+    def _add_weight_gradients(
+        self, deferred: WeightGradStore, complete: Reduced | None = None
+    ) -> None:
+        """Add weight gradients to those of resident and of offloaded parameters; call ``complete`` with each parameter
+        whose gradient is complete."""
+        offloaded = self._stage.offloaded
+
+        def ready(parameter: nn.Parameter) -> None:
+            offloaded.offload_gradient(parameter)
+            if complete is not None:
+                complete(parameter)
+
+        deferred.finish(ready, begin=offloaded.fetch_gradient)
 
     def _reduce(self, action: Action, step: StepContext) -> float:
         del action, step

@@ -97,7 +97,13 @@ def build_stage(
     return_freed(mesh.device, plan.prediction.ranks[mesh.rank])
     copies = copies_for(mesh.device, configs.swap.delay())
     tiers = Tiers(
-        plan.tier, [*plans.values()], configs.swap, configs.scratch, copies, trains=trains
+        plan.tier,
+        [*plans.values()],
+        configs.swap,
+        configs.scratch,
+        copies,
+        mesh.device,
+        trains=trains,
     )
     stage = Stage(
         chain,

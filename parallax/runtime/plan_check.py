@@ -20,14 +20,6 @@ def accepted(plan: Plan, chain: Chain) -> Plan:
             f"{len(chain.blocks)} ({chain.fingerprint()}): plan again for this model"
         )
     check_gathering(plan, plan.global_batch)
-    beyond = []
-    if plan.schedule.splits and any(stage.parameter_offload for stage in plan.stages):
-        beyond.append(f"offloaded parameters under schedule {plan.schedule}")
-    if beyond:
-        raise PlanError(
-            f"the plan of {plan.model} has {' and '.join(beyond)}, which can be planned but not run: plan with "
-            "plan.schedule=1f1b and plan.parameters=device"
-        )
     return plan
 
 

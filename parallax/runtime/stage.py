@@ -25,6 +25,7 @@ from parallax.model.layers.sparse import make_gradients_dense
 from parallax.model.materialise import materialise_each
 from parallax.model.precision import AS_IT_IS, PrecisionConfig
 from parallax.model.private import SAME_TENSORS
+from parallax.model.recurrent import flattens_weights, recurrent_weights
 from parallax.model.saved import Selector
 from parallax.model.split_backward import WeightGradStore
 from parallax.plan.plan import Directive, StagePlan
@@ -161,7 +162,7 @@ class Stage(nn.Module):
         """Make the blocks in order and yield the parameters of each that are offloaded. The last blocks are offloaded,
         except for parameters that other blocks share."""
         sizes = [
-            sum(p.nbytes for p in untied(chain, index, chain.blocks[index].module))
+            sum(p.nbytes for p in offloadable(chain, index, chain.blocks[index].module, device))
             for index in self._indices
         ]
         first = first_offloaded(sizes, share)
@@ -170,13 +171,15 @@ class Stage(nn.Module):
             if place < first:
                 yield []
                 continue
-            yield untied(chain, self._indices[place], block)
+            yield offloadable(chain, self._indices[place], block, device)
             trim_freed_memory()  # of the block, before the next one is made
 
     def _check_share(self, chain: Chain, share: float) -> None:
         """Raise :class:`PlanError` where more parameters stay on the device than the plan counts."""
         may_go = {
-            p for i, block in zip(self._indices, self.blocks) for p in untied(chain, i, block)
+            p
+            for i, block in zip(self._indices, self.blocks)
+            for p in offloadable(chain, i, block, self._device)
         }
         whole = sum(parameter.nbytes for parameter in may_go)
         held = {
@@ -397,15 +400,19 @@ def _relieve(gradients: tuple[Tensor, ...]) -> None:
     relieve_memory()
 
 
-def untied(chain: Chain, index: int, block: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of the chain's block ``index``, made as ``block``, that no other block uses."""
-    tied = {
+def offloadable(
+    chain: Chain, index: int, block: nn.Module, device: torch.device
+) -> list[nn.Parameter]:
+    """Return the parameters of the chain's block ``index``, made as ``block``, that may be offloaded from ``device``:
+    no other block uses them, and they are not in one buffer."""
+    stay = recurrent_weights(block) if flattens_weights(device) else set()
+    stay |= {
         block.get_parameter(name)
         for users in chain.ties.values()
         for user, name in users
         if user == index and any(other != index for other, _ in users)
     }
-    return [parameter for parameter in block.parameters() if parameter not in tied]
+    return [parameter for parameter in block.parameters() if parameter not in stay]
 
 
 def first_offloaded(sizes: Sequence[int], share: float) -> int:

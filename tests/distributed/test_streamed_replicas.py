@@ -88,20 +88,25 @@ def summing(case: Case, late: bool = False) -> Found:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "last"), [("1f1b", Kind.BACKWARD), ("zb-h1", Kind.BACKWARD_WEIGHT)]
+)
 @pytest.mark.parametrize("late", [False, True])
-def test_sums_are_those_of_gradients_on_the_device(pool: Pool, late: bool) -> None:
+def test_sums_are_those_of_gradients_on_the_device(
+    pool: Pool, late: bool, schedule: str, last: Kind
+) -> None:
     """If other ranks are late, gradients are offloaded and fetched again. (They were once summed one by one, after the
     backward.)"""
     case = Case(wide, dtype=torch.float32, sizes=(8,))
-    expected = pool.run(summing, 2, case.under((2,)))
-    job = case.under((2,), **OFFLOADED)
+    expected = pool.run(summing, 2, case.under((2,), schedule=schedule))
+    job = case.under((2,), **OFFLOADED, schedule=schedule)
     for found, other in zip(pool.run(summing, 2, job, late), expected):
         assert found.gradients.keys() == other.gradients.keys()
         assert all(torch.equal(found.gradients[n], g) for n, g in other.gradients.items())
         assert 5 <= found.reduced <= 8  # of ten parameters, fourteen MiB in all
         for begun in found.during:
-            assert begun[0] is Kind.BACKWARD
-            assert late or begun.count(Kind.BACKWARD) >= 2
+            assert begun[0] is last
+            assert late or begun.count(last) >= 2
 
 
 def test_larger_buckets_are_fewer(pool: Pool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallax.runtime.optim.optimizer import OptimizerConfig
@@ -16,9 +17,61 @@ from parallax.swap.parameters.offloaded import ResidentParameters
 from tests.distributed.pool import Pool
 from tests.distributed.test_checkpoint import CASE, training
 from tests.distributed.test_engine import Case, gpt, half_frozen, make_batch, with_buffers
+from tests.plans import stages_each
 
 UNTIED = gpt(tied=False)
 OFFLOADED = {"optimizer_offload": 1.0, "parameter_offload": 1.0}
+WIDTH = 16
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.second = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=2, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.second(torch.tanh(self.first(x.transpose(1, 2))))
+        return x + self.norm(found.transpose(1, 2))
+
+
+class UsedTwice(nn.Module):
+    """Of both parameters, gradients are computed in both passes; one is also the input of a product with the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(torch.tanh(x @ self.matrix)) + x * self.matrix[0])
+        product = F.linear(self.matrix.unsqueeze(0), self.linear.weight)
+        data = F.linear(self.matrix.detach().unsqueeze(0), self.linear.weight)
+        return self.linear(x @ self.matrix) + (product + data)[:, :1]
+
+
+def of_all_products() -> nn.Module:
+    partly, frozen = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    partly.weight.requires_grad_(False)
+    blocks = [Convolutions(), UsedTwice(), partly, Convolutions(), frozen.requires_grad_(False)]
+    return nn.Sequential(nn.Embedding(64, WIDTH), *blocks, UsedTwice(), nn.Linear(WIDTH, 64))
+
+
+class Sequences(nn.Module):
+    """The outputs of a recurrent module, without its states."""
+
+    def __init__(self, kind: Callable[..., nn.RNNBase]) -> None:
+        super().__init__()
+        self.cells = kind(WIDTH, WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.cells(x)[0]
+        return outputs
+
+
+def recurrent(kind: Callable[..., nn.RNNBase] = nn.LSTM) -> nn.Module:
+    return nn.Sequential(nn.Embedding(256, WIDTH), Sequences(kind), nn.Linear(WIDTH, 256))
 
 
 def gradients_of(case: Case, folder: Path, batch: int) -> tuple[float, dict[str, Tensor], int, int]:
@@ -90,7 +143,13 @@ def test_gradients_are_bit_identical(
 @pytest.mark.parametrize(
     ("factory", "replicas"),
     [
-        *((UNTIED, (1,)), (gpt(), (1, 1)), (half_frozen, (1, 1)), (with_buffers, (1, 1))),
+        *(
+            (recurrent, (1,)),
+            (UNTIED, (1,)),
+            (gpt(), (1, 1)),
+            (half_frozen, (1, 1)),
+            (with_buffers, (1, 1)),
+        ),
         *(
             pytest.param(*each, marks=pytest.mark.thorough)
             for each in (
@@ -104,16 +163,41 @@ def test_gradients_are_bit_identical(
 def test_training_is_bit_identical(
     pool: Pool, tmp_path: Path, factory: Callable[[], nn.Module], replicas: tuple[int, ...]
 ) -> None:
+    compare_training(pool, tmp_path, factory, replicas)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "shape"),
+    [
+        ((1, 1), {"schedule": "zb-h1"}),
+        ((2, 2), {"schedule": "zb-v", "interleave": 2}),
+        pytest.param((2,), {"schedule": "zb-h2"}, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_training_with_split_backwards_is_bit_identical(
+    pool: Pool, tmp_path: Path, replicas: tuple[int, ...], shape: dict[str, Any]
+) -> None:
+    compare_training(pool, tmp_path, of_all_products, replicas, **shape)
+
+
+def compare_training(
+    pool: Pool,
+    folder: Path,
+    factory: Callable[[], nn.Module],
+    replicas: tuple[int, ...],
+    **shape: Any,
+) -> None:
     case = replace(
         Case(factory, dtype=torch.float32), optimizer=OptimizerConfig(lr=3e-3, clip_norm=0.1)
     )
     expected = pool.run(
-        training, sum(replicas), case.under(replicas), tmp_path / "device", 0, 4, None
+        training, sum(replicas), case.under(replicas, **shape), folder / "device", 0, 4, None
     )
     for share in (0.5, 1.0):
-        offloaded = case.under(replicas, optimizer_offload=1.0, parameter_offload=share)
+        offloaded = case.under(replicas, **shape, optimizer_offload=1.0, parameter_offload=share)
         found = pool.run(
-            training, sum(replicas), offloaded, tmp_path / f"offloaded-{share}", 0, 4, None
+            training, sum(replicas), offloaded, folder / f"offloaded-{share}", 0, 4, None
         )
         for one, other in zip(expected, found):
             assert (other.losses, other.norms) == (one.losses, one.norms)
@@ -122,12 +206,51 @@ def test_training_is_bit_identical(
             )
 
 
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.thorough)])
-def test_stages_of_one_rank_share_a_window(pool: Pool, tmp_path: Path, tied: bool) -> None:
+@pytest.mark.sampled
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 2), (1,), (1, 2)], ids=str)
+@pytest.mark.parametrize("compute", ["", "bf16"])
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2", "zb-v"])
+def test_split_backwards_are_bit_identical(
+    pool: Pool, tmp_path: Path, schedule: str, compute: str, replicas: tuple[int, ...]
+) -> None:
+    case = Case(of_all_products, dtype=torch.float32, compute=compute)
+    world, shape = sum(replicas), {"schedule": schedule, "interleave": stages_each(schedule, 2)}
+    if len(replicas) == 1:
+        shape = {"schedule": "zb-h1" if schedule == "zb-v" else schedule}
+    expected = pool.run(gradients_of, world, case.under(replicas, **shape), tmp_path, 7)
+    for share in (0.5, 1.0):
+        offloaded = case.under(
+            replicas, **shape, optimizer_offload=1.0, parameter_offload=share, microbatch=2
+        )
+        found = pool.run(gradients_of, world, offloaded, tmp_path, 7)
+        for one, (loss, gradients, held, limit) in zip(expected, found):
+            assert loss == one[0]
+            assert gradients.keys() == one[1].keys()
+            for name, gradient in one[1].items():
+                assert torch.equal(gradients[name], gradient), name
+            assert held <= limit
+        assert max(held for _, _, held, _ in found) > 0
+
+
+@pytest.mark.parametrize(
+    ("replicas", "tied"),
+    [
+        ((1, 1), True),
+        ((2, 2), True),
+        pytest.param((1, 1), False, marks=pytest.mark.thorough),
+        pytest.param((2, 2), False, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_stages_of_one_rank_share_a_window(
+    pool: Pool, tmp_path: Path, replicas: tuple[int, ...], tied: bool
+) -> None:
+    """Replicas sum the gradients of a rank when those of all its stages are complete. (The second stage failed.)"""
     case = Case(gpt(tied=tied), dtype=torch.float32)
     shape: dict[str, Any] = {"schedule": "interleaved", "interleave": 2}
-    expected = pool.run(gradients_of, 2, case.under((1, 1), **shape), tmp_path, 8)
-    found = pool.run(gradients_of, 2, case.under((1, 1), **shape, **OFFLOADED), tmp_path, 8)
+    world = sum(replicas)
+    expected = pool.run(gradients_of, world, case.under(replicas, **shape), tmp_path, 8)
+    found = pool.run(gradients_of, world, case.under(replicas, **shape, **OFFLOADED), tmp_path, 8)
     for (loss, gradients, _, _), (loss_offloaded, gradients_offloaded, held, limit) in zip(
         expected, found
     ):
@@ -139,18 +262,32 @@ def test_stages_of_one_rank_share_a_window(pool: Pool, tmp_path: Path, tied: boo
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("before", "after"),
-    [({}, OFFLOADED), (OFFLOADED, {}), (OFFLOADED, OFFLOADED)],
-    ids=["down", "up", "offloaded"],
+    [
+        ({}, OFFLOADED),
+        (OFFLOADED, {}),
+        (OFFLOADED, OFFLOADED),
+        ({"schedule": "zb-h1"}, {**OFFLOADED, "schedule": "zb-h1"}),
+        ({**OFFLOADED, "schedule": "zb-h1"}, {"schedule": "zb-h1"}),
+    ],
+    ids=["down", "up", "offloaded", "down, split", "up, split"],
 )
 def test_a_checkpoint_does_not_know_where_parameters_were(
     pool: Pool, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    whole = pool.run(training, 2, CASE.under((1, 1)), tmp_path / "whole", 0, 4, None)
+    schedule = {key: before[key] for key in ("schedule",) if key in before}
+    whole = pool.run(training, 2, CASE.under((1, 1), **schedule), tmp_path / "whole", 0, 4, None)
     pool.run(training, 2, CASE.under((1, 1), **before), tmp_path, 0, 2, None)
     rest = pool.run(training, 2, CASE.under((1, 1), **after), tmp_path, 2, 4, 2)
     for one, other in zip(whole, rest):
         assert other.losses == one.losses[2:]
         assert all(torch.equal(other.weights[name], weight) for name, weight in one.weights.items())
+
+
+def test_recurrent_weights_are_offloaded_on_a_cpu(pool: Pool, tmp_path: Path) -> None:
+    case = Case(recurrent, dtype=torch.float32).under((1,), **OFFLOADED)
+    ((below, resident),) = pool.run(offloaded_names, 1, case, tmp_path)
+    assert any("cells.weight" in name for name in below)
+    assert not resident
 
 
 def offloaded_names(case: Case, folder: Path) -> tuple[set[str], set[str]]:

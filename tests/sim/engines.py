@@ -10,10 +10,12 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from parallax.errors import SwapError
 from parallax.machine.accelerators import register_accelerator
@@ -24,6 +26,7 @@ from parallax.plan.plan import Plan
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.config import SwapConfig
+from tests.distributed.test_streaming import recurrent as recurrent_model
 from tests.plans import described, make_plan
 from tests.sim import group
 from tests.sim.device import SIM, C, Sim
@@ -205,3 +208,26 @@ def _fail_on_disk(engine: Engine, following: Callable[[TensorRows], object]) -> 
             assert torch.equal(before, first), "a step that failed has changed weights"
             return
     raise AssertionError("a full disk was not told of")
+
+
+class OneBuffer(Shared):
+    """Keeps recurrent weights as CUDA does, except that they are no buffer."""
+
+    @property
+    def flattens_recurrent_weights(self) -> bool:
+        return True
+
+
+def recurrent(options: dict[str, Any]) -> tuple[list[float], set[str]]:
+    """The losses of an RNN whose weights stay on the device, and the names of the resident parameters. (An LSTM needs a
+    kernel that the simulator lacks.)"""
+    register_accelerator(OneBuffer("sim", "", group.NAME))
+    chain = described(partial(recurrent_model, nn.RNN))
+    plan = make_plan(chain, tier="host", tier_bytes=64 * MIB, **options)
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Engine.build(chain, plan, loss=GPT.loss, device=SIM, scratch=Path(folder))
+        losses = [engine.step(batch()).loss for _ in range(STEPS)]
+        named = engine._stage.named_tensors().items()
+        resident = {name for name, tensor in named if not engine._stage.is_offloaded(tensor)}
+        engine.close()
+    return losses, resident

@@ -21,6 +21,13 @@ def engine(*args: Any, **options: Any) -> Any:
     return ran._replace(verdict=tuple(ran.verdict))._asdict()
 
 
+def recurrent(options: dict[str, Any]) -> Any:
+    """An RNN."""
+    from tests.sim.engines import recurrent
+
+    return recurrent(options)
+
+
 def scenario_names() -> list[str]:
     from tests.sim.scenarios import SCENARIOS
 

@@ -52,7 +52,7 @@ NO_WAITS = {
     "runtime/replicas/reducer.py finish": "reduces",
     "runtime/replicas/reducer.py _settle": "reduces",
     "runtime/replicas/replicate.py split": "a function of that name, which tells",
-    "runtime/executor.py _backward_weight": "computes",
+    "runtime/executor.py _add_weight_gradients": "computes",
     "runtime/meters/memory.py _touch_libraries": "computes",
     "runtime/update.py run: self._optimizer.skip()": "drops gradients, which the next step clears, too",
     "runtime/optim/optimizer.py skip": "the same",

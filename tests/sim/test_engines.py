@@ -64,6 +64,8 @@ def test_schedules(sim_pool: Pool, schedule: str, direct: bool) -> None:
         ((2,), {"shard": True}),
         ((1, 2), {"directive": "offload", "tier": "disk"}),
         ((2, 1), OFFLOADED),
+        ((2, 1), {**OFFLOADED, "schedule": "zb-h1"}),
+        ((1, 1), {**OFFLOADED, "schedule": "zb-v", "interleave": 2, "tier": "disk"}),
         pytest.param((2,), {}, marks=pytest.mark.thorough),
         pytest.param((2, 2), {"directive": "offload"}, marks=pytest.mark.thorough),
     ],
@@ -91,6 +93,14 @@ def test_replicas(
 )
 def test_one_rank(sim_pool: Pool, options: dict[str, Any]) -> None:
     check(sim_pool, (1,), options, direct=False)
+
+
+def test_recurrent_weights_in_one_buffer_stay_and_the_rest_is_offloaded(sim_pool: Pool) -> None:
+    ((expected, every),) = sim_pool.run(partial(jobs.recurrent, {}), 1)
+    ((losses, resident),) = sim_pool.run(partial(jobs.recurrent, OFFLOADED), 1)
+    assert losses == expected
+    assert resident == {name for name in every if ".cells." in name}
+    assert 0 < len(resident) < len(every)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from parallax.model.block import module_repr
 from parallax.model.describe import Chain
+from parallax.model.recurrent import recurrent_weights
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,24 @@ class BlockSizes:
         )
 
 
-def tie_costs(chain: Chain, *, trained: bool = True) -> Iterator[tuple[int, tuple[int, ...]]]:
+def tie_costs(
+    chain: Chain, *, trained: bool = True, flat: bool = False
+) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yield, for each parameter that several blocks share, its bytes and these blocks; ``trained``: of trained or of
-    frozen parameters."""
+    frozen parameters. ``flat``: yield the bytes of each block's recurrent weights, too, which are one buffer."""
+    tied = set()
     for users in chain.ties.values():
         blocks = tuple(sorted({index for index, _ in users}))
         first, name = users[0]
         parameter = chain.blocks[first].module.get_parameter(name)
-        if len(blocks) > 1 and parameter.requires_grad == trained:
-            yield parameter.numel() * chain.dtype.itemsize, blocks
+        if len(blocks) > 1:
+            tied |= {chain.blocks[index].module.get_parameter(inner) for index, inner in users}
+            if parameter.requires_grad == trained:
+                yield parameter.numel() * chain.dtype.itemsize, blocks
+    for index, block in enumerate(chain.blocks if flat else ()):
+        own = recurrent_weights(block.module) - tied
+        if count := sum(p.numel() for p in own if p.requires_grad == trained):
+            yield count * chain.dtype.itemsize, (index,)
 
 
 class BlockFindings(Protocol):

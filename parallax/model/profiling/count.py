@@ -74,8 +74,9 @@ def count(
         precision=str(precision),
         dtype=precision.compute,
         blocks=tuple(blocks),
-        ties=tuple(tie_costs(chain, trained=True)),
-        frozen_ties=tuple(tie_costs(chain, trained=False)),
+        # of GPUs, which keep recurrent weights in one buffer
+        ties=tuple(tie_costs(chain, trained=True, flat=True)),
+        frozen_ties=tuple(tie_costs(chain, trained=False, flat=True)),
         optimizer_bytes=how.optimizer / how.weight,
         gradient_bytes=how.gradient / how.weight,
         master_bytes=how.master / how.weight,

@@ -47,6 +47,7 @@ from parallax.model.profiling.cache import (
 from parallax.model.profiling.clock import Clock, NoiseMeter
 from parallax.model.profiling.offloads import Offloader, slowdown_seconds
 from parallax.model.profiling.timed import BlockPasses, Tensors, optimizer_seconds
+from parallax.model.recurrent import flattens_weights
 from parallax.model.saved import SavedBytes
 from parallax.plan.analytic.recipe import recipe
 from parallax.plan.profile import Affine, BlockCost, ModelProfile
@@ -172,8 +173,8 @@ def _profile_of(
                 gathered_seconds=whole.seconds,
             ),
         ),
-        ties=tuple(tie_costs(chain, trained=True)),
-        frozen_ties=tuple(tie_costs(chain, trained=False)),
+        ties=tuple(tie_costs(chain, trained=True, flat=flattens_weights(device))),
+        frozen_ties=tuple(tie_costs(chain, trained=False, flat=flattens_weights(device))),
         optimizer_bytes=how.optimizer / how.weight,
         optimizer_seconds=optimizer_seconds(device, chain.dtype),
         gradient_bytes=how.gradient / how.weight,

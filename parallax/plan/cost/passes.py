@@ -2,7 +2,7 @@
 
 A pass is a forward, a backward, or the weight-gradient pass (W) of a split backward. Only blocks that keep their
 activations run W later: recomputed or prefetched activations are not held until then, so their blocks run both passes
-at once.
+at once. Gradients of offloaded parameters are fetched and written by the pass that computes them.
 """
 
 from __future__ import annotations
@@ -65,6 +65,35 @@ class Passes:
             for index, block in enumerate(self.load.blocks)
             if self._later(index)
         )
+
+    @cached_property
+    def streaming(self) -> dict[Kind, tuple[float, float]]:
+        """Return, for each kind of pass, the bytes of offloaded parameters and gradients that it fetches and writes."""
+        states = self.load.states
+        later = states.written_bytes * self._deferred_share
+        half = states.read_bytes / 2
+        return {
+            Kind.FORWARD: (half, 0.0),
+            Kind.BACKWARD: (half, states.written_bytes - later),
+            Kind.BACKWARD_WEIGHT: (0.0, later),
+        }
+
+    def adding_seconds(self, kind: Kind) -> float:
+        """Return the seconds for which a backward or a weight-gradient pass adds its gradients to stored ones."""
+        share = self._deferred_share
+        part = share if kind is Kind.BACKWARD_WEIGHT else 1 - share
+        return self.load.states.adding_seconds * part
+
+    @property
+    def _deferred_share(self) -> float:
+        """Return the share of the gradients that the weight-gradient pass computes."""
+        blocks = self.load.blocks
+        later = sum(
+            block.trained_bytes
+            for index, block in enumerate(blocks)
+            if self._later(index) and block.weight_seconds > 0
+        )
+        return later / max(1, sum(block.trained_bytes for block in blocks))
 
     @cached_property
     def recomputed(self) -> float:

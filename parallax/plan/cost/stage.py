@@ -33,7 +33,7 @@ class BlockLoad:
     """One block for one micro-batch on one rank. ``recompute_seconds`` is the part of ``backward_seconds`` that runs
     the forward again, ``weight_seconds`` the part that computes gradients of parameters; ``loss_bytes`` is the part
     of ``kept_bytes`` that the loss saves. With a separate weight-gradient pass, ``deferred_bytes`` replace
-    ``kept_bytes`` between the two passes."""
+    ``kept_bytes`` between the two passes. ``trained_bytes`` are of its trained parameters."""
 
     forward_seconds: float
     backward_seconds: float
@@ -45,6 +45,7 @@ class BlockLoad:
     forward_work: int
     backward_work: int
     deferred_bytes: int = 0
+    trained_bytes: int = 0
 
     @property
     def held_bytes(self) -> int:
@@ -221,6 +222,7 @@ def load_block(
         forward_work=max(forward_work, cost.gathered_work),  # the loss follows the last forward
         backward_work=backward_work,
         deferred_bytes=deferred,
+        trained_bytes=cost.parameter_bytes - cost.frozen_bytes,
     )
 
 

@@ -21,7 +21,7 @@ from parallax.plan.rows import micro_batch_count
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """The planner's question in numbers. ``fixed``: the ranks have started, so a plan must use every device;
-    ``runnable``: the plan will be executed, not only planned; ``gather_loss``: one loss is computed over all rows."""
+    ``gather_loss``: one loss is computed over all rows."""
 
     config: PlanConfig
     blocks: int
@@ -31,7 +31,6 @@ class Question:
     swap: bool = True
     fixed: bool = False
     model: str = "the model"
-    runnable: bool = True
     gather_loss: bool = False
 
     @property
@@ -102,8 +101,6 @@ def _check_settings(question: Question) -> None:
             f"plan.{key}=host needs a host tier for the optimizer's step: swap.tier is none; use swap.tier=auto, or "
             f"plan.{key}=device"
         )
-    if question.runnable:
-        config.check_streaming()
     _check_gathering(question)
     if config.activations == Directive.OFFLOAD and question.interleaves:
         raise ConfigError(

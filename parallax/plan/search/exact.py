@@ -191,7 +191,7 @@ class ExactSearch:
         key = self.request.device(first, stop), plain, shape.split
         if key not in self._fitters:
             allowed = [Directive.KEEP] if plain else self.request.allowed
-            states = self.request.offload_fractions(shape)
+            states = self.request.host_states
             self._fitters[key] = ExactStageFitter(
                 self.request.profile, key[0], allowed=allowed, host_states=states
             )

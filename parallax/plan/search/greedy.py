@@ -369,10 +369,8 @@ class GreedySearch:
     def _any_options(self, shape: Shape) -> StageOptions:
         return StageOptions(tuple(self.request.allowed_in(shape)))
 
-    def _offload_fractions(
-        self, shape: Shape, options: StageOptions
-    ) -> tuple[OffloadFractions, ...]:
-        found = self.request.offload_fractions(shape)
+    def _offload_fractions(self, options: StageOptions) -> tuple[OffloadFractions, ...]:
+        found = self.request.host_states
         return tuple(
             b for b in found if options.sharded is None or b.sharded == options.sharded
         ) or tuple(found)
@@ -395,7 +393,7 @@ class GreedySearch:
         )
         key = kind, shape.interleave > 1, options
         if key not in self._fitters:
-            offload = self._offload_fractions(shape, options)
+            offload = self._offload_fractions(options)
             self._fitters[key] = GreedyStages(
                 self.request.profile,
                 self._chain,

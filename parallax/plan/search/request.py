@@ -93,8 +93,7 @@ class Candidate:
 class Request:
     """A request to the search, for one order of the devices.
 
-    ``runnable`` restricts the search to plans that the runtime can execute; otherwise every schedule and tier may be
-    planned. ``gather_loss`` restricts it to schedules under which one loss can be computed over all rows. ``idle``
+    ``gather_loss`` restricts the search to schedules under which one loss can be computed over all rows. ``idle``
     allows replicas without rows, for ranks that have started and that no plan has rows for.
     """
 
@@ -107,7 +106,6 @@ class Request:
         global_batch: int,
         microbatch: int | str = AUTO,
         swap: bool = True,
-        runnable: bool = True,
         gather_loss: bool = False,
         idle: bool = False,
         order: tuple[int, ...] | None = None,
@@ -118,7 +116,7 @@ class Request:
         check_count("trainer.global_batch", global_batch)
         self.profile, self.cluster, self.config = profile, cluster, config
         self.global_batch, self.microbatch, self.gather_loss = global_batch, microbatch, gather_loss
-        self.swap, self.runnable, self.idle = swap, runnable, idle
+        self.swap, self.idle = swap, idle
         self.microbatches, self.schedules = sizes(global_batch, microbatch), config.schedules
         self.order = order or tuple(range(len(cluster.devices)))
         self.devices = tuple(cluster.devices[rank] for rank in self.order)
@@ -133,8 +131,6 @@ class Request:
             raise ConfigError("plan.activations=offload needs a tier: swap.tier is none")
         self._check_schedule()
         check_counted_loss(profile, global_batch, gather_loss=gather_loss)
-        if runnable:
-            config.check_streaming()
 
     def _check_schedule(self) -> None:
         """Raise :class:`ConfigError` if the settings contradict each other."""
@@ -161,7 +157,6 @@ class Request:
             "global_batch": self.global_batch,
             "microbatch": self.microbatch,
             "swap": self.swap,
-            "runnable": self.runnable,
             "gather_loss": self.gather_loss,
             "idle": self.idle,
             "order": self.order,
@@ -214,15 +209,6 @@ class Request:
         """The options that keep all states on the device."""
         return {"none": (ALL_ON_DEVICE,), "optimizer": (SHARDED,)}.get(
             self.config.shard, (ALL_ON_DEVICE, SHARDED)
-        )
-
-    def offload_fractions(self, shape: Shape) -> tuple[OffloadFractions, ...]:
-        """Return the elements of :attr:`host_states` that a shape supports."""
-        may_offload_parameters = not (self.runnable and shape.split)
-        return tuple(
-            offload
-            for offload in self.host_states
-            if may_offload_parameters or not offload.parameters
         )
 
     def visits(self, shape: Shape) -> Visits:
@@ -327,7 +313,7 @@ class Request:
             # All schedules are equal here, and this one has the fewest micro-batches in flight.
             fewest = GPIPE if self.gather_loss else ONE_FORWARD_ONE_BACKWARD
             return shape.schedule is fewest
-        if not self.offload_fractions(shape) or not self.allowed_in(shape):
+        if not self.allowed_in(shape):
             return False
         if shape.split:
             return shape.pipeline_ranks == 1 or self._weight_share > 0

@@ -67,7 +67,6 @@ def search(
     global_batch: int,
     microbatch: int | str = AUTO,
     swap: bool = True,
-    runnable: bool = True,
     gather_loss: bool = False,
     spare: bool = False,
     progress: Progress = lambda text: None,
@@ -76,9 +75,9 @@ def search(
 
     Every replica gets rows. With ``spare``, the plan may use only the first devices if that makes the step shorter; on
     large clusters only a few device counts are tried. ``microbatch`` is in rows; auto tries the halvings of the batch
-    and the sizes that divide the batch evenly over the replicas. ``runnable`` restricts the search to plans that the
-    runtime can execute, ``gather_loss`` to plans that compute one loss over all rows of the batch; ``progress``
-    receives status messages. Raises :class:`InfeasiblePlan`, with the smallest change found that fits, if no plan fits.
+    and the sizes that divide the batch evenly over the replicas. ``gather_loss`` restricts the search to plans that
+    compute one loss over all rows of the batch; ``progress`` receives status messages. Raises :class:`InfeasiblePlan`,
+    with the smallest change found that fits, if no plan fits.
     """
     whole = Request(
         profile,
@@ -87,7 +86,6 @@ def search(
         global_batch=global_batch,
         microbatch=microbatch,
         swap=swap,
-        runnable=runnable,
         gather_loss=gather_loss,
     )
     devices = len(cluster.devices)

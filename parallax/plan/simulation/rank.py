@@ -148,7 +148,7 @@ class Rank:
                     if action.kind is Kind.BACKWARD:
                         yield from self._backward(action)
                     else:
-                        yield self._core.compute(self._passes_of(action).weight_seconds)
+                        yield from self._backward_weight(action)
                 case Kind.SEND_ACTIVATION | Kind.SEND_GRADIENT:
                     self._send(action)
                 case Kind.RECEIVE_ACTIVATION | Kind.RECEIVE_GRADIENT:
@@ -192,7 +192,8 @@ class Rank:
                 terms["backward"] += seconds - waited - again
                 terms["stall"] += waited
             case Kind.BACKWARD_WEIGHT:
-                terms["backward"] += seconds
+                terms["backward"] += seconds - waited
+                terms["stall"] += waited
             case Kind.REDUCE:
                 terms["reduce"] += waited
 
@@ -215,8 +216,7 @@ class Rank:
 
     def _forward(self, action: Action) -> Routine:
         passes = self._passes_of(action)
-        states = passes.load.states
-        streaming = self._swapping.stream(states.read_bytes / 2, 0)
+        streaming = self._swapping.stream(*passes.streaming[action.kind])
         for run in passes.forward:
             yield self._core.compute(run.seconds)
             if run.moved:
@@ -242,8 +242,7 @@ class Rank:
 
     def _backward(self, action: Action) -> Routine:
         passes = self._passes_of(action)
-        states = passes.load.states
-        streaming = self._swapping.stream(states.read_bytes / 2, states.written_bytes)
+        streaming = self._swapping.stream(*passes.streaming[action.kind])
         for run in passes.backward:
             if not run.moved:
                 yield self._core.compute(run.seconds)
@@ -252,7 +251,13 @@ class Rank:
             for _ in range(PIECES):
                 yield self._core.compute(run.seconds / PIECES)
                 self._swapping.release(1 / PIECES)
-        yield from self._swapping.streamed(streaming, states.adding_seconds)
+        yield from self._swapping.streamed(streaming, passes.adding_seconds(action.kind))
+
+    def _backward_weight(self, action: Action) -> Routine:
+        passes = self._passes_of(action)
+        streaming = self._swapping.stream(*passes.streaming[action.kind])
+        yield self._core.compute(passes.weight_seconds)
+        yield from self._swapping.streamed(streaming, passes.adding_seconds(action.kind))
 
     def _sharing(self, stage: int, rows: int) -> list[tuple[int, float]]:
         """Return the ranks of a stage at the other end of an edge that share rows with this one in a micro-batch of

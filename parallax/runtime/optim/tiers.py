@@ -14,7 +14,7 @@ from parallax.machine.device import CopyEngine
 from parallax.model.describe import Chain
 from parallax.plan.plan import STATE_BUCKET_BYTES, StagePlan
 from parallax.plan.tier import tier_named
-from parallax.runtime.stage import first_offloaded, untied
+from parallax.runtime.stage import first_offloaded, offloadable
 from parallax.swap.config import SwapConfig
 from parallax.swap.parameters.offloaded import OffloadedParameters
 from parallax.swap.stores.store import Store
@@ -24,7 +24,7 @@ PAGE_BYTES = 4096
 
 
 class Tiers:
-    """Opens stores in ``tier`` for the ``stages`` of one rank; ``trains``: the rank trains.
+    """Opens stores in ``tier`` for the ``stages`` of one rank on ``device``; ``trains``: the rank trains.
 
     The exact bytes of each store's content are known here. If they exceed those of the plan, the plan is of another
     model, optimizer or precision, or was edited, and :class:`PlanError` is raised.
@@ -37,11 +37,13 @@ class Tiers:
         config: SwapConfig,
         scratch: Path,
         copies: CopyEngine,
+        device: torch.device,
         *,
         trains: bool = True,
     ) -> None:
         self._tier, self._stages, self._trains = tier, stages, trains
         self._config, self._scratch, self._copies = config, scratch, copies
+        self._device = device
         self._opened: list[Store] = []
 
     def open_activations(self) -> Store:
@@ -65,7 +67,9 @@ class Tiers:
         """Open a store for the offloaded parameters: a share ``share`` of those of the blocks ``indices``, which
         ``blocks`` yields. In training the store also holds their gradients, and the new values of one block beside the
         old ones."""
-        described = [untied(chain, index, chain.blocks[index].module) for index in indices]
+        described = [
+            offloadable(chain, index, chain.blocks[index].module, self._device) for index in indices
+        ]
         sizes = [_bytes(block, chain.dtype) for block in described]
         trained = [
             _bytes([p for p in b if p.requires_grad and self._trains], chain.dtype)
@@ -79,7 +83,7 @@ class Tiers:
         # Trained parameters have gradients, and those of two bytes have full-precision masters.
         more = 3 if chain.dtype.itemsize == 2 else 1
         needed = sum(sizes[first:]) + more * sum(trained[first:])
-        needed += max(sizes[first:]) + max(trained[first:])
+        needed += max(sizes[first:], default=0) + max(trained[first:], default=0)
         given = sum(stage.streamed_bytes for stage in self._stages)
         self._check("offloaded parameters", needed, given)
         store = self._open(given + (1 + more) * chunks * PAGE_BYTES)

@@ -39,7 +39,7 @@ class GradientSync(Protocol):
         """Announce the step's last backward of ``stage``: reduce each bucket as soon as it is complete."""
 
     def ended(self, stage: int) -> None:
-        """Announce the end of the backward that :meth:`arm` announced: gradients of unused parameters are complete
+        """Announce the end of the backward or pass that was announced: gradients of unused parameters are complete
         too."""
 
     def split(self, stage: int, pending: Collection[nn.Parameter]) -> Reduced:
@@ -172,11 +172,12 @@ class SyncStep(Protocol):
     def all_reduces(self) -> int:
         """All-reduces of replicated gradients so far."""
 
-    def arm(self, stage: int) -> None:
-        """Announce the last backward of ``stage``."""
+    def arm(self, stage: int, pending: Collection[nn.Parameter] | None = None) -> None:
+        """Announce the last backward of ``stage``, or its last weight-gradient pass, before which all its gradients
+        except those of ``pending`` are final."""
 
     def ended(self, stage: int) -> None:
-        """Announce the end of that backward."""
+        """Announce the end of that backward or pass."""
 
     def run(self) -> None:
         """Run the synchronization."""
@@ -193,7 +194,7 @@ class StatisticsAverage:
     def __init__(self, norms: BatchNorms) -> None:
         self._norms = norms
 
-    def arm(self, stage: int) -> None:
+    def arm(self, stage: int, pending: Collection[nn.Parameter] | None = None) -> None:
         """No-op: the work is done in :meth:`run`."""
 
     def ended(self, stage: int) -> None:
@@ -222,7 +223,7 @@ class SharedSum:
         self._shared, self._gives = shared, gives
         self._unused = set(shared)
 
-    def arm(self, stage: int) -> None:
+    def arm(self, stage: int, pending: Collection[nn.Parameter] | None = None) -> None:
         """No-op: the work is done in :meth:`run`."""
 
     def ended(self, stage: int) -> None:
@@ -267,7 +268,10 @@ class ChainedSync:
             each.ended(stage)
 
     def split(self, stage: int, pending: Collection[nn.Parameter]) -> Reduced:
-        return self._inner.split(stage, pending)
+        ready = self._inner.split(stage, pending)
+        for each in self._following:
+            each.arm(stage, pending)
+        return ready
 
     def disarm(self) -> None:
         self._inner.disarm()
@@ -367,7 +371,7 @@ def _streamed_sum(
     streamed = stage.offloaded
     if mesh.streamed is None or mesh.replicas is None:
         return
-    if isinstance(streamed, OffloadedParameters):
+    if isinstance(streamed, OffloadedParameters) and streamed.chunks:
         yield StreamedSum(
             streamed,
             {number: stage.parameters_of(number) for number in mesh.stages},

@@ -1,4 +1,5 @@
-"""Gradients of offloaded parameters, summed over the replicas of a stage while the last backward runs.
+"""Gradients of offloaded parameters, summed over the replicas of a rank's stages while the last backward runs, or the
+last weight-gradient pass.
 
 Gradients become final block by block and are then offloaded, so they are summed before that, in buckets, through two
 permanent buffers. If no buffer is free, a gradient is offloaded unsummed, and read back when its bucket is next. So the
@@ -146,17 +147,19 @@ class StreamedSum:
         self._unfinished: list[_GradientBucket] | None = None
         self.all_reduces = 0
 
-    def arm(self, stage: int) -> None:
-        """Announce the step's last backward of ``stage``."""
-        del stage
+    def arm(self, stage: int, pending: Collection[nn.Parameter] | None = None) -> None:
+        """Announce the step's last backward of ``stage``, or its last weight-gradient pass, in which only gradients of
+        ``pending`` change."""
         if not self._beside:
             return
         if not self._begun:
             self._begin(self._buckets)
+        if pending is not None:
+            self._complete(set(self._members[stage]).difference(pending))
         self._streamed.sink = self
 
     def ended(self, stage: int) -> None:
-        """Announce the end of that backward: gradients of unused parameters of ``stage`` are complete too."""
+        """Announce the end of that backward or pass: gradients of unused parameters of ``stage`` are complete too."""
         self._complete(self._members[stage])
 
     def _complete(self, parameters: Iterable[nn.Parameter]) -> None:

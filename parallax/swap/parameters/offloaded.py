@@ -14,6 +14,10 @@ summed in the order in which autograd would sum them on the device, so the resul
 Where a block computes several micro-batches before the next block does, its weights are read once for all of them,
 and its gradients stay on the device until the last (:meth:`OffloadedParameters.hold_gradients`).
 
+Gradients that are computed without autograd, in the weight-gradient pass of a split backward, are added to the stored
+ones between :meth:`OffloadedParameters.fetch_gradient` and :meth:`OffloadedParameters.offload_gradient`; this needs no
+weights.
+
 Bytes on the device never exceed ``limit_bytes``: the ``window`` largest blocks, and the gradients of one."""
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from parallax.errors import SwapError, check_positive
+from parallax.machine.host import relieve_memory
 from parallax.model.block import tensors_in
 from parallax.plan.plan import STATE_BUCKET_BYTES
 from parallax.swap.parameters.chunks import Chunk, ChunkStore, Gradient, GradientWrite, has_ended
@@ -100,7 +105,9 @@ class OffloadedParameters:
         self._watched: set[nn.Parameter] = set()
         self._visits = PrefetchOrder()
         self._current: FlatParameter | None = None
-        self._reserved = 0  # gradients that the running block's backward has still to make
+        # gradients that the running block's backward has still to make, or that are fetched
+        self._reserved = 0
+        self._fetched: set[nn.Parameter] = set()
         self._holds = False
         self._held: set[nn.Parameter] = set()  # parameters whose gradients include the stored ones
         self._pending: deque[_PendingGradient] = deque()
@@ -108,7 +115,7 @@ class OffloadedParameters:
         self._statistics = ParameterStatistics()
         self._counted = (0, 0)
         self._closed = False
-        self._weight_limit, self._limit_bytes = self._limits()
+        self._weight_limit, self._limit_bytes, self._write_limit = self._limits()
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -258,6 +265,7 @@ class OffloadedParameters:
                 flat.clear_gradients(to_none=set_to_none)
             self._reserved = 0
             self._held.clear()
+            self._fetched.clear()
             self._visits.restart()
 
     def read_full(self, block: int) -> list[Tensor]:
@@ -312,8 +320,9 @@ class OffloadedParameters:
                 "offloaded parameters were read after close(): call close() after the last use"
             )
 
-    def _limits(self) -> tuple[int, int]:
-        """Return the limits in bytes of weights, and of weights and gradients together.
+    def _limits(self) -> tuple[int, int, int]:
+        """Return the limits in bytes of weights, of weights and gradients together, and of gradients under write, which
+        the store holds twice: its capacity has one block more, with gradients.
 
         Adding a gradient to a stored one needs its bytes twice, beside the running block."""
         sizes = [flat.size for flat in self._flats]
@@ -321,7 +330,8 @@ class OffloadedParameters:
         weights = min(sum(sizes), self._window * largest)
         gradients = max((flat.gradient_bytes for flat in self._flats), default=0)
         twice = max((p.nbytes for p in self._flat_of if p.requires_grad), default=0)
-        return weights, max(weights + gradients, largest + gradients + twice)
+        limit = max(weights + gradients, largest + gradients + twice)
+        return weights, limit, largest + gradients
 
     def _watch(self, flat: FlatParameter) -> None:
         """Hook the gradients of trained parameters; a parameter may have been unfrozen since the last call."""
@@ -332,10 +342,49 @@ class OffloadedParameters:
                 for parameter in new
             )
             self._watched.update(new)
-            self._weight_limit, self._limit_bytes = self._limits()
+            self._weight_limit, self._limit_bytes, self._write_limit = self._limits()
+
+    def fetch_gradient(self, parameter: nn.Parameter) -> None:
+        """Set ``.grad`` of an offloaded parameter to its stored gradient, if there is one, so that the caller can add
+        to it. Its bytes are reserved until :meth:`offload_gradient`, and free once more for the summand. All
+        parameters that are fetched at one time belong to one block, and no backward runs meanwhile. No-op for a
+        parameter that is not offloaded."""
+        if parameter not in self._flat_of:
+            return
+        with self.lock, torch.no_grad():
+            self._check_open()
+            start = time.perf_counter()
+            if not self._fetched:
+                self._reserved = 0  # of the last backward, which has ended
+            self._fetched.add(parameter)
+            self._reserved += parameter.nbytes
+            self._collect_written()
+            self._free_bytes_for(parameter.nbytes)
+            self._note_high_water(parameter.nbytes)
+            relieve_memory(coming=2 * parameter.nbytes)
+            stored = self._flat_of[parameter].gradient(parameter)
+            if stored.is_stored:
+                total = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                stored.read_all(total)
+                parameter.grad = total
+            self._statistics.stall_seconds += time.perf_counter() - start
+
+    def offload_gradient(self, parameter: nn.Parameter) -> None:
+        """Begin to write ``.grad`` in place of the stored gradient that :meth:`fetch_gradient` read. No-op for a
+        parameter that is not offloaded."""
+        if parameter not in self._flat_of:
+            return
+        total, parameter.grad = parameter.grad, None
+        assert total is not None
+        with self.lock, torch.no_grad():
+            self._check_open()
+            start = time.perf_counter()
+            self._fetched.remove(parameter)
+            self._write_gradient(parameter, total.detach().contiguous())
+            self._statistics.stall_seconds += time.perf_counter() - start
 
     def _offload_gradient(self, parameter: Tensor) -> None:
-        """Begin to write a gradient, added to the stored one; while gradients are held, add it only."""
+        """Begin to write a gradient of autograd, added to the stored one; while gradients are held, add it only."""
         assert isinstance(parameter, nn.Parameter)
         gradient, added = parameter.grad, parameter in self._held
         if gradient is None or (self._holds and added):
@@ -361,18 +410,25 @@ class OffloadedParameters:
                 self._held.add(parameter)
                 return
             self._held.discard(parameter)
-            self._reserved = max(0, self._reserved - total.nbytes)
-            taken = () if self.sink is None else self.sink.accept(parameter, total)
-            rest = [segment for segment in stored.segments if segment not in taken]
-            if rest:
-                part = total.view(-1)[rest[0].start : rest[-1].stop]
-                self._pending.append(_PendingGradient(total, stored.write(part, rest)))
-            if self.sink is not None:
-                self.sink.accepted(parameter)
-            self._note_high_water()
-            self._collect_written()
-            self._prefetch()
+            self._write_gradient(parameter, total)
             self._statistics.stall_seconds += time.perf_counter() - start
+
+    def _write_gradient(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Begin to write the ``total`` of a parameter's gradients, or the part that the sink does not take."""
+        stored = self._flat_of[parameter].gradient(parameter)
+        self._reserved = max(0, self._reserved - total.nbytes)
+        taken = () if self.sink is None else self.sink.accept(parameter, total)
+        rest = [segment for segment in stored.segments if segment not in taken]
+        while self._pending and self._under_write() + total.nbytes > self._write_limit:
+            self._finish_oldest_write()
+        if rest:
+            part = total.view(-1)[rest[0].start : rest[-1].stop]
+            self._pending.append(_PendingGradient(total, stored.write(part, rest)))
+        if self.sink is not None:
+            self.sink.accepted(parameter)
+        self._note_high_water()
+        self._collect_written()
+        self._prefetch()
 
     def _prefetch(self) -> None:
         """Begin to read the next blocks if they fit."""
@@ -447,7 +503,10 @@ class OffloadedParameters:
         return sum(flat.size for flat in self._flats if not flat.is_offloaded)
 
     def _gradients(self) -> int:
-        return self._reserved + sum(pending.gradient.nbytes for pending in self._pending)
+        return self._reserved + self._under_write()
+
+    def _under_write(self) -> int:
+        return sum(pending.gradient.nbytes for pending in self._pending)
 
     def _note_high_water(self, more: int = 0) -> None:
         held = self._weights() + self._gradients() + more
@@ -491,6 +550,12 @@ class ResidentParameters:
 
     def hold_gradients(self, hold: bool) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
         return contextlib.nullcontext()
+
+    def fetch_gradient(self, parameter: nn.Parameter) -> None:
+        """No-op: no gradient is offloaded."""
+
+    def offload_gradient(self, parameter: nn.Parameter) -> None:
+        """No-op: gradients stay on the device."""
 
     def zero_gradients(self, *, set_to_none: bool = False) -> None:
         """No-op: no gradient is offloaded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -175,6 +176,23 @@ def test_autocast() -> None:
         same(one.grad, other.grad, 2e-2)
 
 
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_no_copy_of_an_offloaded_weight_is_kept(offloaded: bool) -> None:
+    """A copy of a resident weight in the type of autocast is kept, for the input gradient."""
+    model, weight_grads = nn.Linear(7, 5), WeightGradStore(None, lambda _: offloaded)
+    with torch.autocast("cpu", dtype=torch.bfloat16), weight_grads.splitting():
+        outputs = model(torch.randn(3, 7, requires_grad=True))
+
+    def copies() -> int:
+        tensors = (found for found in gc.get_objects() if type(found) is Tensor)
+        return sum(t.dtype is torch.bfloat16 and t.shape == (5, 7) for t in tensors)
+
+    assert copies() == (not offloaded)
+    outputs.float().sum().backward()
+    assert copies() == (not offloaded)
+    weight_grads.finish()
+
+
 def test_recomputed_blocks_split_as_well() -> None:
     torch.manual_seed(1)
     model = OfAllKinds()
@@ -214,6 +232,21 @@ def test_ready_is_called_when_a_gradient_is_complete() -> None:
     assert sorted(reported) == sorted(names[parameter] for parameter in deferred)
     assert len(reported) == len(set(reported))
     assert reported[0] == "matrix" or reported.index("matrix") < reported.index("first.weight")
+
+
+def test_each_gradient_is_begun_once_before_it_is_ready() -> None:
+    torch.manual_seed(1)
+    model, weight_grads, calls = OfAllKinds(), WeightGradStore(), []
+    with weight_grads.splitting():
+        outputs = model(torch.randn(2, 3, 8))
+    outputs.sum().backward()
+    deferred = weight_grads.pending_parameters()
+    weight_grads.finish(
+        lambda parameter: calls.append((parameter, "ready")),
+        begin=lambda parameter: calls.append((parameter, "begin")),
+    )
+    for parameter in deferred:
+        assert [call for found, call in calls if found is parameter] == ["begin", "ready"]
 
 
 def test_nothing_is_held_after_the_weight_gradient_pass() -> None:

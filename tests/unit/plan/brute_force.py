@@ -149,7 +149,7 @@ def every_stage(
     model, device = request.profile, request.device(0, 1)
     sums, keep = Sums.of(request, cut), (Directive.KEEP,) * (cut.stop - cut.start)
     found: list[tuple[float, float, float]] = []
-    for offload in request.offload_fractions(shape):
+    for offload in request.host_states:
         if offload.sharded and cut.replicas == 1 and found:
             continue
         where = {"device": device, "offload": offload, "replicas": cut.replicas, "split": cut.split}

@@ -33,7 +33,6 @@ def free_request(name: str) -> Request:
         question.cluster,
         PlanConfig(),
         global_batch=question.global_batch,
-        runnable=False,
     )
 
 
@@ -131,7 +130,6 @@ def test_a_search_says_how_far_it_is() -> None:
         question.cluster,
         PlanConfig(),
         global_batch=question.global_batch,
-        runnable=False,
         progress=reported.append,
     )
     assert any("of" in line and "shapes, best step" in line for line in reported)
@@ -141,9 +139,7 @@ def test_a_search_says_how_far_it_is() -> None:
 def test_what_is_refused_is_refused_soon() -> None:
     """The least memory is looked for among the leanest shapes, not among all."""
     question = Question.of("800b a100x1024 fp32 tight")
-    request = Request(
-        question.profile, question.cluster, PlanConfig(), global_batch=2048, runnable=False
-    )
+    request = Request(question.profile, question.cluster, PlanConfig(), global_batch=2048)
     quick, shapes = GreedySearch(request), list(request.shapes())
     lean = quick.leanest(shapes)
     assert len(lean) < len(shapes) / 20
@@ -179,7 +175,7 @@ def test_a_heavy_first_block_hides_a_part_of_the_ramp(batch: int, schedule: str)
     )
     model, machines = profile([first, *[other] * 35]), cluster(8, 22_000)
     config = PlanConfig(replicas=1, schedule=schedule)
-    request = Request(model, machines, config, global_batch=batch, runnable=False)
+    request = Request(model, machines, config, global_batch=batch)
     searched = CandidateSearch(request, Forecasts(request))
     searched.run()
     least = searched.forecasts.least()
@@ -187,7 +183,7 @@ def test_a_heavy_first_block_hides_a_part_of_the_ramp(batch: int, schedule: str)
     for microbatch in (1, 2, 3, 5, 8, 10, 13):
         if microbatch <= batch:
             requested, _ = search(
-                model, machines, config, global_batch=batch, microbatch=microbatch, runnable=False
+                model, machines, config, global_batch=batch, microbatch=microbatch
             )
             # The slowest pipeline rank is the first block alone; how the others share the rest is not looked at
             # further.
@@ -223,7 +219,6 @@ def test_what_fits_is_not_refused(settings: str, config: PlanConfig) -> None:
         config,
         global_batch=question.global_batch,
         swap=composed.swap.tier != "none",
-        runnable=False,
         spare=True,
     )
     assert all(rank.peak_bytes <= rank.budget_bytes for rank in plan.prediction.ranks)
@@ -265,7 +260,7 @@ def test_the_printed_bound_is_below_what_was_found(
 ) -> None:
     """Few micro-batches of blocks that are alike: pipeline ranks that wait less may hold more."""
     model, machines = profile([block(weight_seconds=1.0)] * blocks), cluster(devices, 10**9)
-    request = Request(model, machines, config, global_batch=batch, runnable=False)
+    request = Request(model, machines, config, global_batch=batch)
     searched = CandidateSearch(request, Forecasts(request))
     searched.run()
     assert searched.bound_seconds <= searched.forecasts.least() * (1 + 1e-9)
@@ -280,7 +275,6 @@ def test_no_replica_goes_without_a_row_of_any_micro_batch() -> None:
         question.cluster,
         PlanConfig(),
         global_batch=question.global_batch,
-        runnable=False,
     )
     shape = Shape(SCHEDULES["1f1b"], 51, 10)
     assert request.has_rows(shape, 50)

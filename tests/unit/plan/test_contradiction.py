@@ -151,10 +151,6 @@ def test_settings_that_exclude_each_other() -> None:
             "plan.parameters=host needs a host tier",
         ),
         (
-            ["plan.parameters=host", "plan.schedule=zb-h1"],
-            "unlike plan.schedule=zb-h1",
-        ),
-        (
             ["replicas.compress=powersgd", "plan.replicas=2", "plan.schedule=zb-h2"],
             "where the backwards of zb-h2 are",
         ),
@@ -183,12 +179,6 @@ def test_parameters_that_cannot_be_offloaded_are_refused_before_measuring(
     assert cli.main(["plan", "cluster.devices=2", "data.max_bytes=64KiB", *typed]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert expected in line
-
-
-def test_what_is_only_planned_may_live_where_it_cannot_run() -> None:
-    for settings in ({"schedule": "zb-h1"}, {}):
-        config = PlanConfig(parameters="host", **settings)
-        check_question(Question(config=config, blocks=4, devices=2, rows=8, runnable=False))
 
 
 def test_the_search_has_a_shape_for_exactly_what_is_not_refused() -> None:

@@ -17,13 +17,16 @@ from parallax.errors import PlanError
 from parallax.machine.device import CpuCopies
 from parallax.model.describe import Chain, describe
 from parallax.model.profiling.blocks import BlockSizes, tie_costs
+from parallax.model.recurrent import flattens_weights
 from parallax.plan.cost.offload_tier import with_offload_bytes
+from parallax.plan.cost.states import Sizes
 from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.runtime.optim.optimizer import OptimizerConfig, StageOptimizer
 from parallax.runtime.replicas.replicate import SharedStates
+from parallax.runtime.stage import offloadable
 from parallax.swap.parameters.offloaded import ResidentParameters
 from parallax.swap.stores.store import Store
 from tests.plans import make_plan
@@ -234,6 +237,42 @@ class Tied(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.last(self.middle(self.first(x)))
         return out
+
+
+class Recurrent(nn.Module):
+    """Its weights are one buffer on CUDA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(WIDTH, 40, batch_first=True)
+        self.down = nn.Linear(40, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.cells(x)[0])
+        return out
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_plan_and_stage_offload_the_same_recurrent_weights(device: str, frozen: bool) -> None:
+    chain = describe(
+        lambda: nn.Sequential(nn.Linear(8, WIDTH), Recurrent().requires_grad_(not frozen)),
+        blocks=["0", "1"],
+    )
+    flat = flattens_weights(torch.device(device))
+    assert flat == (device == "cuda")
+    kinds = {"ties": True, "frozen_ties": False}
+    known = {k: tuple(tie_costs(chain, trained=t, flat=flat)) for k, t in kinds.items()}
+    sizes = Sizes.of(replace(costs(chain), **known), 0, 2)
+    found = [
+        offloadable(chain, index, block.module, torch.device(device))
+        for index, block in enumerate(chain.blocks)
+    ]
+    every = [p for block in found for p in block]
+    assert sizes.offloadable == sum(p.nbytes for p in every)
+    assert sizes.offloadable_trained == sum(p.nbytes for p in every if p.requires_grad)
+    assert sizes.offloadable_block == max(sum(p.nbytes for p in block) for block in found)
+    assert len(every) == (4 if flat else 8)
 
 
 def test_states_stepped_in_the_tier_because_of_another_stage_are_counted() -> None:

@@ -306,7 +306,7 @@ def test_blocks_of_impossible_cost(key: str, value: Any) -> None:
         {"blocks": None},
         {"ties": [[8, [0, 2]]]},
         {"ties": [[8, [0, 0]]]},
-        {"ties": [[8, [1]]]},
+        {"ties": [[8, []]]},
         {"ties": [[0, [0, 1]]]},
         {"ties": [[8, [-1, 0]]]},
         {"ties": 4},

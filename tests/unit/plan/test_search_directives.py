@@ -78,12 +78,12 @@ def test_states_and_then_parameters_are_offloaded_as_memory_shrinks() -> None:
             host_update_seconds=1e-9,
             tier_name="host",
         )
-        plan, _ = search(model, machines, PlanConfig(), global_batch=8, runnable=False)
+        plan, _ = search(model, machines, PlanConfig(), global_batch=8)
         check(plan, machines)
         seconds.append(plan.prediction.step_seconds)
         offloaded.append((plan.stages[0].optimizer_offload, plan.stages[0].parameter_offload))
         with pytest.raises(InfeasiblePlan) if memory < 48 else nullcontext():
-            search(model, machines, PlanConfig(optimizer="device"), global_batch=8, runnable=False)
+            search(model, machines, PlanConfig(optimizer="device"), global_batch=8)
     assert seconds == sorted(seconds)
     assert offloaded[0] == (0.0, 0.0)
     assert 0 < offloaded[1][0] < 1
@@ -132,20 +132,16 @@ def test_what_the_loss_saves_stays_under_every_directive() -> None:
     assert kept == [1110, 1010, 1030]
 
 
-def test_parameters_stream_only_where_a_stage_runs_whole_backwards() -> None:
+def test_parameters_are_offloaded_under_every_kind_of_schedule() -> None:
     machines = cluster(
         2, 15 * 10**6, write=Link(bytes_per_second=2e9), host_update_seconds=1e-9, tier_name="host"
     )
     model = layers(8, weight_seconds=1e-3, moved=1e5, parameter_bytes=10**6)
-    request = Request(model, machines, PlanConfig(), global_batch=16)
-    for shape in request.shapes():
-        streams = any(offload.parameters for offload in request.offload_fractions(shape))
-        assert streams == (not shape.split)
-    for interleave in (1, 2):
-        config = PlanConfig(parameters="host", stages=2, interleave=interleave)
+    for schedule in ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"):
+        config = PlanConfig(parameters="host", stages=2, schedule=schedule)
         plan, _ = search(model, machines, config, global_batch=16)
-        assert plan.interleave == interleave
-        assert not plan.schedule.splits
+        assert plan.schedule.name == schedule
+        assert all(stage.parameter_offload == 1.0 for stage in plan.stages)
         # The window of a rank: the block that runs, the next, and the gradients of one, whatever its stages.
         for stage in plan.prediction.stages:
             assert stage.memory["staging"] == 3 * 10**6

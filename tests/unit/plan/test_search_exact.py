@@ -34,14 +34,14 @@ CASES, CHECKED = 60, 40  # of a thousand: known not to be all alike, and compare
 def solved(seed: int) -> tuple[Request, SearchResult]:
     """A case, and what the search finds in it."""
     r = random.Random(seed)
-    size, runnable = r.choice(SIZES), r.random() < 0.5
+    size = r.choice(SIZES)
     if size == (8, 4) and r.random() < 0.8:
         size = (8, 3)  # the largest take a second each
     model, machines, batch = random_case(r, *size)
     splits = any(cost.weight_seconds.at(1) for cost in model.blocks)
     some = r.choice(["1f1b", "zb-h1", "zb-h2"] if splits else ["gpipe", "1f1b"])
     config = PlanConfig(schedule="auto" if r.random() < 0.2 else some, interleave=1)
-    request = Request(model, machines, config, global_batch=batch, runnable=runnable)
+    request = Request(model, machines, config, global_batch=batch)
     return request, find_candidates(request, CANDIDATES)
 
 

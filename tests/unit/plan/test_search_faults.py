@@ -105,7 +105,6 @@ def odd_case(r: random.Random) -> tuple[ModelProfile, Cluster, PlanConfig, dict[
     options = {
         "global_batch": batch,
         "microbatch": r.choice(["auto", 1, 2, 5]),
-        "runnable": r.random() < 0.7,
     }
     remote = Link(bytes_per_second=10 ** r.uniform(1, 4))
     return model, replace(machines, nodes=tuple(nodes), remote=remote), config, options
@@ -174,7 +173,7 @@ def test_plans_for_devices_that_differ_fit(seed: int) -> None:
     model, machines, batch = random_case(r, blocks, devices)
     mixed = mixed_cluster(r, machines, devices)
     try:
-        plan, _ = search(model, mixed, PlanConfig(), global_batch=batch, runnable=seed % 2 == 0)
+        plan, _ = search(model, mixed, PlanConfig(), global_batch=batch)
     except InfeasiblePlan:
         return
     check_fits(plan, model, mixed)
@@ -189,9 +188,7 @@ def test_no_pipeline_scores_below_the_bound_of_its_shape(seed: int) -> None:
     model, machines, _ = random_case(r, blocks, devices)
     mixed = mixed_cluster(r, with_memory(machines, 10**9), devices)
     schedule = "auto" if any(cost.weight_seconds.at(1) for cost in model.blocks) else "1f1b"
-    request = Request(
-        model, mixed, PlanConfig(schedule=schedule), global_batch=r.randrange(1, 40), runnable=False
-    )
+    request = Request(model, mixed, PlanConfig(schedule=schedule), global_batch=r.randrange(1, 40))
     for shape in request.shapes():
         for _ in range(5):
             assert random_score(r, request, shape) >= shape.bound[0]
@@ -286,9 +283,7 @@ def test_more_rows_than_a_micro_batch_can_have() -> None:
 @pytest.mark.parametrize("interleave", [3, 100])
 def test_interleaving_more_than_the_blocks_allow_is_refused(interleave: int) -> None:
     with pytest.raises(ParallaxError) as error:
-        search(
-            layers(4), cluster(2), PlanConfig(interleave=interleave), global_batch=8, runnable=False
-        )
+        search(layers(4), cluster(2), PlanConfig(interleave=interleave), global_batch=8)
     assert "\n" not in str(error.value)
 
 

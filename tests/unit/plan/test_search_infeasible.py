@@ -126,7 +126,7 @@ def test_rows_that_are_no_count_are_one_line(options: dict[str, Any]) -> None:
 
 def test_a_shape_that_cannot_be_is_named() -> None:
     with pytest.raises(InfeasiblePlan, match=r"plan.interleave=3 has no shape for 4 block\(s\)"):
-        search(layers(4), cluster(2), PlanConfig(interleave=3), global_batch=8, runnable=False)
+        search(layers(4), cluster(2), PlanConfig(interleave=3), global_batch=8)
 
 
 def test_the_stages_that_fit_come_with_their_replicas() -> None:

@@ -195,6 +195,26 @@ def test_only_blocks_that_keep_their_activations_split_their_backward(directive:
     assert times(result, "backward_weight") == {(0, 0): (5 + again, 6 + again)}
 
 
+def test_the_weight_gradient_pass_moves_the_gradients_that_it_computes() -> None:
+    """Of two blocks of 10 bytes only the first has a product: half of the gradients are computed later. A forward and a
+    backward read the weights, and each pass reads and writes its gradients, at 10 bytes per second."""
+    parts = [
+        block(parameter_bytes=10, weight_seconds=1),
+        block(parameter_bytes=10),
+    ]
+    offloaded = replace(stages([0, 2])[0], parameter_offload=1.0)
+    slow = cluster(1, write=Link(bytes_per_second=10))
+    fields = {"rows": 1, "micro": 1, "machines": slow}
+    split = run(parts, [offloaded], schedule="zb-h1", **fields)
+    assert times(split, "forward") == {(0, 0): (0, 2.5)}
+    assert times(split, "backward") == {(0, 0): (2.5, 6)}
+    assert times(split, "backward_weight") == {(0, 0): (6, 8)}
+    assert split.ranks[0].seconds["stall"] == pytest.approx(0.5 + 0.5 + 1)
+    whole = run(parts, [offloaded], **fields)
+    assert times(whole, "forward") == {(0, 0): (0, 3)}
+    assert times(whole, "backward") == {(0, 0): (3, 8)}
+
+
 def test_the_speed_of_a_node_falls_as_it_was_measured() -> None:
     """Three replicas; the third has two rows of four, and its backward runs alone."""
     machines = nodes(3, speeds=(1.0, 0.9, 0.6))

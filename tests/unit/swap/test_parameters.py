@@ -20,10 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from parallax.errors import ConfigError, SwapError
 from parallax.machine.device import CpuCopies
 from parallax.model.saved import Selector
+from parallax.model.split_backward import WeightGradStore
 from parallax.runtime.optim.scaling import gradient_norm
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
 from parallax.swap.parameters.offloaded import OffloadedParameters, PrefetchOrder
+from parallax.swap.stores.slots import StoreSlot
 from parallax.swap.stores.store import DiskStore, HostStore, Store
 from parallax.swap.verify import Delays
 from tests.unit.swap_fakes import MIB, ManualStore
@@ -497,6 +499,45 @@ def test_late_transfers_and_offloaded_activations(scratch: Path, seed: int) -> N
             streamed.attach(index, block)
         assert run(blocks, one_f_one_b(3)) == run(plain, one_f_one_b(3))
         assert_same(gradients(mine, streamed), gradients(plain))
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("large", [0, 10, 20])
+def test_a_slow_tier_holds_one_block_twice(
+    monkeypatch: pytest.MonkeyPatch, large: int, split: bool
+) -> None:
+    """Gradients that are written anew, while the tier has not freed the old ones. (The gradients of many small blocks
+    were more than a block.)"""
+    widths = [1024 if index == large else 64 for index in range(21)]
+    blocks = [  # of whole pages
+        nn.Sequential(nn.Linear(64, w, bias=False), nn.ReLU(), nn.Linear(w, 64, bias=False))
+        for w in widths
+    ]
+    store, most = ManualStore(), 0
+    streamed = OffloadedParameters([block.parameters() for block in blocks], store)
+    allocate = store.slots.allocate
+
+    def noting(size: int) -> StoreSlot:
+        nonlocal most
+        slot = allocate(size)
+        most = max(most, store.slots.used_bytes)
+        return slot
+
+    monkeypatch.setattr(store.slots, "allocate", noting)
+    for index, block in enumerate(blocks):
+        streamed.attach(index, block)
+    deferred = [WeightGradStore(None, streamed.holds_memory_of) for _ in range(3)]
+    for micro, weight_gradients in enumerate(deferred):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(micro))
+        with weight_gradients.splitting() if split else contextlib.nullcontext():
+            for block in blocks:
+                x = block(x)
+        x.sum().backward()
+    for weight_gradients in deferred:
+        weight_gradients.finish(streamed.offload_gradient, begin=streamed.fetch_gradient)
+    sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks]
+    assert streamed.take_statistics().high_water <= streamed.limit_bytes
+    assert most <= 2 * sum(sizes) + 2 * max(sizes)
 
 
 def test_a_window_of_nothing_is_refused(store: Store) -> None:

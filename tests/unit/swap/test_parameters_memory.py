@@ -9,15 +9,18 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallax.machine.device import CpuCopies
 from parallax.machine.host import ResidentMeter, return_freed_memory
+from parallax.model.split_backward import WeightGradStore
 from parallax.swap.parameters.offloaded import OffloadedParameters
 from parallax.swap.stores.store import DiskStore
 
@@ -38,7 +41,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for weight in self.weights:
-            x = torch.tanh(x @ weight.t())
+            x = torch.tanh(F.linear(x, weight))
         return x
 
 
@@ -49,26 +52,37 @@ def digest(tensors: Iterable[Tensor]) -> int:
     return found
 
 
-def losses(blocks: nn.ModuleList) -> list[float]:
-    """Two micro-batches, both in flight at once."""
+def losses(
+    blocks: nn.ModuleList, *, split: bool, stream: OffloadedParameters | None = None
+) -> list[float]:
+    """Two micro-batches, both in flight at once; with ``split`` backwards, all input-gradient passes come first."""
     x = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(99))
     roots = []
     for micro in x:
-        for block in blocks:
-            micro = block(micro)
-        roots.append(micro.square().mean())
-    for root in roots:
+        deferred = WeightGradStore(None, *([] if stream is None else [stream.holds_memory_of]))
+        with deferred.splitting() if split else nullcontext():
+            for block in blocks:
+                micro = block(micro)
+        roots.append((micro.square().mean(), deferred))
+    for root, _ in roots:
         root.backward()
-    return [root.item() for root in roots]
+    for _, deferred in roots:
+        if stream is None:
+            deferred.finish()
+        else:
+            deferred.finish(stream.offload_gradient, begin=stream.fetch_gradient)
+    return [root.item() for root, _ in roots]
 
 
-def resident(count: int = BLOCKS) -> tuple[list[float], int]:
+def resident(count: int = BLOCKS, *, split: bool = False) -> tuple[list[float], int]:
     blocks = nn.ModuleList(Block(index) for index in range(count))
-    found = losses(blocks)
+    found = losses(blocks, split=split)
     return found, digest(p.grad for p in blocks.parameters() if p.grad is not None)
 
 
-def streamed(scratch: Path, count: int = BLOCKS) -> tuple[list[float], int, int, int]:
+def streamed(
+    scratch: Path, count: int = BLOCKS, *, split: bool = False
+) -> tuple[list[float], int, int, int]:
     store = DiskStore(scratch, 4 * WEIGHTS, CpuCopies(), threads=2)
     blocks = nn.ModuleList()
 
@@ -82,7 +96,7 @@ def streamed(scratch: Path, count: int = BLOCKS) -> tuple[list[float], int, int,
     for index, block in enumerate(blocks):
         stream.attach(index, block)
     try:
-        found = losses(blocks)
+        found = losses(blocks, split=split, stream=stream)
         grads = digest(stream.read_gradient(p) for p in blocks.parameters())  # type: ignore[misc]
         return found, grads, stream.limit_bytes, meter.peak_bytes()
     finally:
@@ -90,35 +104,36 @@ def streamed(scratch: Path, count: int = BLOCKS) -> tuple[list[float], int, int,
         store.close()
 
 
-def limited(scratch: str) -> None:
+def limited(scratch: str, split: bool) -> None:
     """In a process of its own: resident until the kernel refuses memory; then it continues, and offloads under the same
     limit."""
     return_freed_memory()
-    resident(1)
-    streamed(Path(scratch), 1)  # what torch loads on first use is not the model's
+    resident(1, split=split)
+    streamed(Path(scratch), 1, split=split)  # what torch loads on first use is not the model's
     status = Path("/proc/self/status").read_text().split()
     limit = int(status[status.index("VmData:") + 1]) * 1024 + ALLOWED
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     failure = ""
     try:
-        resident()
+        resident(split=split)
     except RuntimeError as error:
         failure = str(error)
-    print(json.dumps([failure, *streamed(Path(scratch))]))
+    print(json.dumps([failure, *streamed(Path(scratch), split=split)]))
 
 
 @pytest.mark.slow
-def test_weights_that_do_not_fit_train(scratch: Path) -> None:
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_weights_that_do_not_fit_train(scratch: Path, split: bool) -> None:
     command = [
         sys.executable,
         "-c",
-        f"from tests.unit.swap.test_parameters_memory import limited; limited({str(scratch)!r})",
+        f"from tests.unit.swap.test_parameters_memory import limited; limited({str(scratch)!r}, {split})",
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as child:
-        unlimited = resident()
+        unlimited = resident(split=split)
         output, errors = child.communicate(timeout=120)
     assert child.returncode == 0, errors
     found: list[Any] = json.loads(output.splitlines()[-1])

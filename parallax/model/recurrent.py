@@ -1,0 +1,23 @@
+"""Weights of recurrent modules, which CUDA keeps in one buffer.
+
+cuDNN takes all weights of an nn.LSTM, nn.GRU or nn.RNN as one buffer, so torch makes them views of one. Weights in
+memory of their own are copied into such a buffer in every forward, which stays until the backward. So they stay on the
+device where parameters are offloaded."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from parallax.machine.accelerators import accelerator_of
+
+
+def flattens_weights(device: torch.device) -> bool:
+    """Whether torch keeps the weights of a recurrent module in one buffer on ``device``."""
+    return device.type != "cpu" and accelerator_of(device).flattens_recurrent_weights
+
+
+def recurrent_weights(block: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of the recurrent modules in ``block``."""
+    modules = (module for module in block.modules() if isinstance(module, nn.RNNBase))
+    return {parameter for module in modules for parameter in module.parameters()}
