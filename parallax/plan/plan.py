@@ -189,10 +189,11 @@ class Visits(NamedTuple):
 EACH_MICRO_BATCH = Visits()
 
 
-def visits_of(schedule: Schedule, micro_batches: int) -> Visits:
-    """Return the visits of a block that is a stage of its own."""
-    run = schedule.run_length(micro_batches)
-    return Visits(run, run == 1 or run < micro_batches)
+def visits_of(schedule: Schedule, micro_batches: int, *, alone: bool) -> Visits:
+    """Return the visits of a block; ``alone``: it is a stage of its own. A stage of several blocks visits each of them
+    for every micro-batch."""
+    run = schedule.run_length(micro_batches) if alone else 1
+    return Visits(run, run < micro_batches)
 
 
 def boundaries_held(schedule: Schedule, pipeline_ranks: int, micro_batches: int) -> int:
@@ -263,14 +264,9 @@ class Pipeline:
         return self._leaving.get(stage)
 
     def visits(self, stage: int) -> Visits:
-        """Return how often the blocks of ``stage`` are visited. A stage of several blocks visits each of them for every
-        micro-batch."""
+        """Return the visits of the blocks of ``stage``."""
         alone = self.stages[stage].stop - self.stages[stage].start == 1
-        return (
-            visits_of(self.schedule, self.micro_batches(self.global_batch))
-            if alone
-            else EACH_MICRO_BATCH
-        )
+        return visits_of(self.schedule, self.micro_batches(self.global_batch), alone=alone)
 
     @property
     def boundaries_held(self) -> int:

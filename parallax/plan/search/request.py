@@ -24,7 +24,6 @@ from parallax.plan.cost.communicators import Beside
 from parallax.plan.cost.states import ALL_ON_DEVICE, SHARDED, OffloadFractions, Sizes, load_states
 from parallax.plan.microbatches import balanced_sizes, sizes
 from parallax.plan.plan import (
-    EACH_MICRO_BATCH,
     Directive,
     StagePlan,
     Visits,
@@ -212,10 +211,9 @@ class Request:
         )
 
     def visits(self, shape: Shape) -> Visits:
-        """Return the visits of the blocks of a shape in which every stage is one block; else those of every
-        schedule."""
+        """Return the visits of the blocks of a shape; with a stage of several blocks, all count as visited often."""
         alone = shape.pipeline_ranks * shape.interleave == len(self.profile.blocks)
-        return visits_of(shape.schedule, self.count(shape)) if alone else EACH_MICRO_BATCH
+        return visits_of(shape.schedule, self.count(shape), alone=alone)
 
     def boundaries_held(self, shape: Shape) -> int:
         """Return the boundary tensors that a rank holds at one time."""

@@ -197,22 +197,25 @@ def test_only_blocks_that_keep_their_activations_split_their_backward(directive:
 
 def test_the_weight_gradient_pass_moves_the_gradients_that_it_computes() -> None:
     """Of two blocks of 10 bytes only the first has a product: half of the gradients are computed later. A forward and a
-    backward read the weights, and each pass reads and writes its gradients, at 10 bytes per second."""
+    backward read the weights while they compute, and each pass writes its gradients, at 10 bytes per second. It then
+    waits for the stored gradients, to which it adds them; a single micro-batch has none."""
     parts = [
         block(parameter_bytes=10, weight_seconds=1),
         block(parameter_bytes=10),
     ]
     offloaded = replace(stages([0, 2])[0], parameter_offload=1.0)
     slow = cluster(1, write=Link(bytes_per_second=10))
-    fields = {"rows": 1, "micro": 1, "machines": slow}
+    fields = {"rows": 2, "micro": 2, "machines": slow}
     split = run(parts, [offloaded], schedule="zb-h1", **fields)
-    assert times(split, "forward") == {(0, 0): (0, 2.5)}
-    assert times(split, "backward") == {(0, 0): (2.5, 6)}
-    assert times(split, "backward_weight") == {(0, 0): (6, 8)}
-    assert split.ranks[0].seconds["stall"] == pytest.approx(0.5 + 0.5 + 1)
-    whole = run(parts, [offloaded], **fields)
-    assert times(whole, "forward") == {(0, 0): (0, 3)}
-    assert times(whole, "backward") == {(0, 0): (3, 8)}
+    assert times(split, "forward") == {(0, 0): (0, 2), (0, 1): (8, 10)}
+    assert times(split, "backward") == {(0, 0): (2, 6), (0, 1): (10, 14)}
+    assert times(split, "backward_weight") == {(0, 0): (6, 8), (0, 1): (14, 16)}
+    assert split.ranks[0].seconds["stall"] == pytest.approx(2 * (1 + 1))
+    whole = run(parts, [offloaded], schedule="1f1b", **fields)
+    assert times(whole, "backward") == {(0, 0): (2, 8), (0, 1): (10, 16)}
+    once = run(parts, [offloaded], rows=1, micro=1, machines=slow)
+    assert times(once, "backward") == {(0, 0): (2, 6)}
+    assert once.ranks[0].seconds["stall"] == 0
 
 
 def test_the_speed_of_a_node_falls_as_it_was_measured() -> None:
