@@ -250,7 +250,7 @@ class StepBound:
         defer."""
         if not shape.split:
             return 0.0
-        allowed = self.request.allowed_in(shape)
+        allowed = self.request.allowed
         if Directive.KEEP not in allowed:
             return 0.0
         common = rows.count * rows.common.weight_seconds
@@ -259,7 +259,7 @@ class StepBound:
     def _total(self, shape: Shape, rows: _Rows, replicas: int) -> float:
         """Return the seconds of all blocks for one micro-batch. The common blocks that cannot keep their activations
         are recomputed, or copied in parallel with computing."""
-        allowed = self.request.allowed_in(shape)
+        allowed = self.request.allowed
         gone = 1.0 - (self._kept_share(shape, rows, replicas) if Directive.KEEP in allowed else 0.0)
         again, copied = rows.count * rows.again, rows.count * rows.copying
         if Directive.RECOMPUTE in allowed and Directive.OFFLOAD in allowed:

@@ -106,7 +106,7 @@ class _Evaluator:
         found = _Found(self.request, self._forecasts)
         ceiling = self._ceiling(shape, found)
         solved = self._solve(shape, found)
-        allowed, variants = self.request.allowed_in(shape), list[list[Directive]]()
+        allowed, variants = self.request.allowed, list[list[Directive]]()
         if solved is not None and solved.candidate is not None:
             rest: list[Directive] = [d for d in allowed if d is not Directive.OFFLOAD]
             variants = (
@@ -129,7 +129,7 @@ class _Evaluator:
         unsharded states, and partitioned evenly and by weight. One directive for all blocks can be faster than a
         mixture: offloading more blocks than necessary leaves memory for prefetching."""
         found = _Found(self.request, self._forecasts)
-        allowed, weights = self.request.allowed_in(shape), self.bound.weights(shape)
+        allowed, weights = self.request.allowed, self.bound.weights(shape)
         for directive in allowed:
             if directive is not Directive.KEEP and len(allowed) > 1:
                 self._solve(shape, found, [directive])

@@ -102,11 +102,6 @@ def _check_settings(question: Question) -> None:
             f"plan.{key}=device"
         )
     _check_gathering(question)
-    if config.activations == Directive.OFFLOAD and question.interleaves:
-        raise ConfigError(
-            "plan.activations=offload: the stages of an interleaved device would need one shared swap limit; "
-            "use plan.schedule=1f1b, or plan.activations=auto"
-        )
 
 
 def _check_gathering(question: Question) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -101,7 +101,7 @@ class GreedySearch:
         if shape.pipeline_ranks < self.request.least_pipeline_ranks:
             return None
         replicas = self._even(shape)
-        options = StageOptions(tuple(allowed or self.request.allowed_in(shape)), sharded)
+        options = StageOptions(tuple(allowed or self.request.allowed), sharded)
         return self._solve(shape, replicas, ceiling, options, tuple(weights)) if replicas else None
 
     def rebalance(self, candidate: Candidate) -> Iterator[Candidate]:
@@ -134,7 +134,7 @@ class GreedySearch:
             moved[donor], moved[slowest] = moved[donor] - 1, moved[slowest] + 1
             if self.request.has_rows(shape, moved[slowest]):
                 ceiling = candidate.score[1] / self.request.count(shape)
-                found = self._solve(shape, tuple(moved), ceiling, self._any_options(shape))
+                found = self._solve(shape, tuple(moved), ceiling, self._any_options())
                 if found is not None and found.candidate is not None:
                     return found.candidate
         return None
@@ -182,7 +182,7 @@ class GreedySearch:
         if shape.interleave > 1:
             return self._holds_even(shape, replicas, memory)
         in_flight_by_stage, firsts = self._in_flight(shape), list(accumulate(replicas, initial=0))
-        options = self._any_options(shape)
+        options = self._any_options()
         stop, length = len(self.request.profile.blocks), 1
         for pipeline_rank in reversed(range(shape.pipeline_ranks)):
             fitter = self._fitter(shape, firsts[pipeline_rank], replicas[pipeline_rank], options)
@@ -329,7 +329,7 @@ class GreedySearch:
     def _holds_even(self, shape: Shape, replicas: tuple[int, ...], memory: int) -> bool:
         return all(
             fitter.least_bytes(parts) <= max(memory, device.memory_bytes)
-            for parts, fitter, device in self._even_parts(shape, replicas, self._any_options(shape))
+            for parts, fitter, device in self._even_parts(shape, replicas, self._any_options())
         )
 
     def _even_parts(
@@ -366,8 +366,8 @@ class GreedySearch:
             ]
         return self._known_in_flight[key]
 
-    def _any_options(self, shape: Shape) -> StageOptions:
-        return StageOptions(tuple(self.request.allowed_in(shape)))
+    def _any_options(self) -> StageOptions:
+        return StageOptions(tuple(self.request.allowed))
 
     def _offload_fractions(self, options: StageOptions) -> tuple[OffloadFractions, ...]:
         found = self.request.host_states
@@ -458,13 +458,31 @@ class GreedySearch:
             if choice is None:
                 return []
             found.append(choice)
-        needed = rank_memory(
-            [
-                (choice.load, in_flight, choice.plan.swap_limit_bytes if choice.moved_bytes else 0)
-                for choice, (_, _, in_flight) in zip(found, place.parts)
-            ]
+        return found if len(found) == 1 else _within(found, place.parts, device)
+
+
+def _within(
+    choices: Sequence[StageChoice], parts: Sequence[Part], device: Device
+) -> list[StageChoice]:
+    """Return the stages of one pipeline rank with swap limits that fit its device together; empty if none do. What is
+    left beside the smallest limits is divided in proportion to them."""
+    loads, flights = [choice.load for choice in choices], [in_flight for _, _, in_flight in parts]
+    least = [load.smallest_swap_limit for load in loads]
+    needed = sum(rank_memory(list(zip(loads, flights, least))).values())
+    if needed > device.memory_bytes:
+        return []
+    spare = (device.memory_bytes - needed) / (1 + loads[0].gap_share)
+    share = 1 + spare / max(1, sum(least))
+    return [
+        replace(
+            choice,
+            plan=replace(
+                choice.plan,
+                swap_limit_bytes=min(int(limit * share), in_flight * load.moved_bytes),
+            ),
         )
-        return found if sum(needed.values()) <= device.memory_bytes else []
+        for choice, load, in_flight, limit in zip(choices, loads, flights, least)
+    ]
 
 
 def _slowest(places: Sequence[_PipelineRankPlace], weights: Sequence[float]) -> float:

@@ -370,7 +370,7 @@ class GreedyStages:
             base=float((in_flight_by_block * keep).sum()) - gone,
             plain=plain,
             both=np.maximum(plain, work[Directive.RECOMPUTE]),
-            buffers=self._swap_buffers(moving, gone, largest),
+            buffers=self._swap_buffers(moving, gone, largest, stages=len(parts)),
         )
 
     def _fill(self, sums: _Sums, free_bytes: float, tier: int, streaming: float) -> _Answer | None:
@@ -409,11 +409,13 @@ class GreedyStages:
         return answer
 
     def _swap_buffers(
-        self, moved: Floats, gone: Floats, largest: Floats
+        self, moved: Floats, gone: Floats, largest: Floats, *, stages: int
     ) -> tuple[tuple[Floats, Floats], ...]:
         nothing = np.zeros_like(moved)
         if Directive.OFFLOAD not in self._allowed:
             return ((nothing, nothing),)
+        if stages > 1:  # each has a limit of its own, of one block at least
+            return ((moved, nothing),)
         read = self._device.read
         waiting = np.where(moved > 0, read.latency_seconds + moved / read.bytes_per_second, 0.0)
         return (buffer_bytes(largest, gone), nothing), (largest, waiting)

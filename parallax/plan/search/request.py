@@ -140,12 +140,6 @@ class Request:
                 f"plan.schedule={config.schedule}: the profile of {self.profile.model} does not measure the gradients "
                 "of parameters separately; use plan.schedule=1f1b, or measure it again"
             )
-        shared = all(schedule.has_virtual_stages for schedule in requested)
-        if shared and config.activations == Directive.OFFLOAD:
-            raise ConfigError(
-                "plan.activations=offload: the stages of an interleaved device would need one shared swap limit; "
-                "use plan.schedule=1f1b, or plan.activations=auto"
-            )
 
     def changed(self, **changes: object) -> Request:
         """Return the same request with other arguments of :meth:`__init__`."""
@@ -218,11 +212,6 @@ class Request:
     def boundaries_held(self, shape: Shape) -> int:
         """Return the boundary tensors that a rank holds at one time."""
         return boundaries_held(shape.schedule, shape.pipeline_ranks, self.count(shape))
-
-    def allowed_in(self, shape: Shape) -> list[Directive]:
-        """Return the directives that a shape supports: several stages of a pipeline rank would need one shared swap
-        limit, which a plan cannot express."""
-        return [d for d in self.allowed if shape.interleave == 1 or d is not Directive.OFFLOAD]
 
     @property
     def small(self) -> bool:
@@ -311,8 +300,6 @@ class Request:
             # All schedules are equal here, and this one has the fewest micro-batches in flight.
             fewest = GPIPE if self.gather_loss else ONE_FORWARD_ONE_BACKWARD
             return shape.schedule is fewest
-        if not self.allowed_in(shape):
-            return False
         if shape.split:
             return shape.pipeline_ranks == 1 or self._weight_share > 0
         grouped = shape.schedule.grouped and shape.interleave > 1

@@ -127,7 +127,6 @@ def test_settings_that_exclude_each_other() -> None:
             question(2, microbatch=9),
             "trainer.microbatch=9: it is more than the 8 row(s) of a batch",
         ),
-        (question(2, schedule="interleaved", activations="offload"), "one shared swap limit"),
     ):
         with pytest.raises(ConfigError, match=re.escape(expected)):
             check_question(requested)
