@@ -16,6 +16,7 @@ memory of a running operator, and results that Python variables hold, come on to
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 import weakref
@@ -65,7 +66,7 @@ def swap(
     tier_bytes: int | str = AUTO,
     threads: int = 2,
     minimum_bytes: int | str = AUTO,
-    eager: bool = False,
+    eager: bool | str = AUTO,
     n_tensors: int | None = None,
     swapout_threshold: int = 0,
     swapin_ahead: int | None = None,
@@ -86,8 +87,8 @@ def swap(
     1 MiB on an accelerator). ``piece_bytes``: bytes of optimizer states to load at one time. ``threads`` and
     ``verify`` are those of :class:`~parallax.swap.config.SwapConfig`; ``eager``, ``n_tensors``,
     ``swapout_threshold``, ``swapin_ahead`` (also ``lb``) and ``swapin_groupby`` those of
-    :class:`~parallax.swap.activations.policy.Policy`. With ``n_tensors``, that many tensors are offloaded as soon
-    as they are saved, even if all would fit.
+    :class:`~parallax.swap.activations.policy.Policy`. ``eager=auto``: tensors are offloaded as soon as they are
+    saved if one of the last five is set by hand, otherwise only when memory is short.
 
     Raises :class:`ConfigError` for invalid arguments, and :class:`BudgetExceeded` if memory that cannot be
     offloaded exceeds the limit: on entry, or when one operator needs more than the movable bytes."""
@@ -110,19 +111,21 @@ def swap(
 
 
 def _policy(
-    eager: bool,
+    eager: bool | str,
     n_tensors: int | None,
     swapout_threshold: int,
     swapin_ahead: int | None,
     swapin_groupby: int,
 ) -> Policy:
-    return Policy(
-        eager=arguments.flag("eager", eager) or bool(n_tensors),
+    by_hand = Policy(
+        eager=False,
         n_tensors=arguments.whole_or_none("n_tensors", n_tensors),
         swapout_threshold=arguments.whole("swapout_threshold", swapout_threshold),
         swapin_ahead=swapin_ahead,
         swapin_groupby=arguments.whole("swapin_groupby", swapin_groupby, least=1),
     )
+    eager = arguments.flag_or_auto("eager", eager, by_hand.preferences() is not None)
+    return dataclasses.replace(by_hand, eager=eager)
 
 
 def _ahead(swapin_ahead: int | None, lb: int | None) -> int | None:
