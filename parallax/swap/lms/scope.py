@@ -31,8 +31,8 @@ from torch.optim import Optimizer
 from parallax.common.signals import uninterrupted
 from parallax.common.units import format_bytes, format_seconds
 from parallax.errors import BudgetExceeded, ConfigError, SwapError
-from parallax.machine.host import relieve_memory
-from parallax.model.private import in_backward, uncompiled
+from parallax.machine.host import relieve_memory, trim_freed_memory
+from parallax.model.private import as_plain_tensors, in_backward, uncompiled
 from parallax.model.saved import ELSEWHERE, SMALL, Selector
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
@@ -45,10 +45,13 @@ from parallax.swap.lms.limit import (
     divide,
     held_tensors,
     is_plain,
+    limit_or_auto,
     observe_process,
+    parameter_bytes,
 )
 from parallax.swap.lms.options import LazyStore, Options, device_of, tier_for, usual_folder
 from parallax.swap.lms.states import PIECE_BYTES, OptimizerStates
+from parallax.swap.lms.weights import OffloadedModel, SavedWeight
 from parallax.swap.lms.wrapped import parts
 from parallax.swap.statistics import SwapStatistics
 from parallax.swap.stores.store import Store
@@ -73,6 +76,7 @@ def swap(
     lb: int | None = None,
     swapin_groupby: int = 1,
     piece_bytes: int | str = PIECE_BYTES,
+    parameters: bool = False,
     verify: bool = False,
 ) -> Swapping:
     """Return the context in which a training loop keeps to ``limit`` bytes of device memory.
@@ -81,6 +85,7 @@ def swap(
     together: a number, ``"8GiB"``, or auto: the bytes free now, less a margin. ``model``: the module whose
     parameters and buffers stay on the device; several models in one ``nn.ModuleList``. ``optimizer``: one or
     several, whose states are offloaded if the limit requires it; states of other optimizers are not counted.
+    ``parameters``: offload the model's weights and gradients too, and fetch them block by block.
 
     ``tier``: host (pinned memory; CUDA only), disk, or auto. ``directory``: a folder of its own for the disk tier.
     ``tier_bytes``: capacity of the tier. ``minimum_bytes``: smaller tensors are never offloaded (auto: 64 KiB, or
@@ -105,6 +110,7 @@ def swap(
         threads=arguments.whole("threads", threads, least=1),
         minimum_bytes=arguments.smallest(minimum_bytes, device),
         piece_bytes=arguments.size("piece_bytes", piece_bytes),
+        parameters=arguments.flag("parameters", parameters),
         verify=arguments.flag("verify", verify),
     )
     return Swapping(model, optimizers, options)
@@ -151,6 +157,7 @@ class Swapping:
         self._total = SwapStatistics()
         self._manager: Callable[[], SwapManager | None] = lambda: None
         self._states: list[OptimizerStates] = []
+        self._offloaded: OffloadedModel | None = None
         self._exit = contextlib.ExitStack()
         self._thread = threading.get_ident()
 
@@ -170,9 +177,17 @@ class Swapping:
             options = self._options
             _OPEN_SCOPES.add(self)
             stack.callback(_OPEN_SCOPES.discard, self)
-            self._share = share = divide(
-                self._model, self._optimizers, options.limit, options.device
-            )
+            limit = limit_or_auto(self._model, self._optimizers, options.limit, options.device)
+            total = parameter_bytes(self._model) if options.parameters else 0
+            store = LazyStore(options.tier.name, lambda: options.open_store(limit, total))
+            options.check_tier()
+            managers: list[SwapManager] = []
+            # after the parameters were read from the store
+            stack.callback(lambda: managers.clear() if managers else store.close())
+            self._offloaded = None
+            if options.parameters:
+                self._offloaded = self._offload(stack, store, limit)
+            self._share = share = divide(self._model, self._optimizers, limit, self._offloaded)
             self._known = [*self._model.parameters()]
             self._trained = self._find_trained()
             if share.movable_bytes < max(1, options.minimum_bytes):
@@ -180,21 +195,26 @@ class Swapping:
                     f"{share}: memory that cannot be offloaded leaves too little; raise limit, or train fewer "
                     "parameters"
                 )
-            options.check_tier()
-            store = LazyStore(options.tier.name, lambda: options.open_store(share.limit))
             manager = SwapManager(
                 store, limit_bytes=share.movable_bytes, policy=options.policy, verify=options.verify
             )
             # A graph that outlives the scope holds the manager, so its backward works. The store is closed with the
             # last such graph, or with the interpreter.
             weakref.finalize(manager, _close_store, store)
+            managers.append(manager)
             self._total, self._states = SwapStatistics(), []
             self._manager = lambda: manager
             stack.callback(setattr, self, "_manager", weakref.ref(manager))
             for optimizer in self._optimizers:
                 budget = _Budget(self, len(self._states))
                 self._states.append(
-                    OptimizerStates(optimizer, store, budget, piece_bytes=options.piece_bytes)
+                    OptimizerStates(
+                        optimizer,
+                        store,
+                        budget,
+                        piece_bytes=options.piece_bytes,
+                        offloaded=self._offloaded,
+                    )
                 )
                 stack.callback(self._states[-1].close)
             held = [
@@ -205,13 +225,38 @@ class Swapping:
             ]
             selector = Selector(held, options.minimum_bytes)
             recount = _Recount(self)
-            stack.enter_context(_saving(manager, selector, share, self._states, recount))
+            stack.enter_context(
+                _saving(manager, selector, share, self._states, recount, self._offloaded)
+            )
             self._observed = observe_process(
                 self._model, self._optimizers, share.limit, options.device
             )
             if self._observed is not None:
                 stack.callback(self._observed.close)
             self._exit = stack.pop_all()
+
+    def _offload(self, stack: contextlib.ExitStack, store: Store, limit: int) -> OffloadedModel:
+        """Offload the model's parameters until the end of ``stack``."""
+        scope = weakref.ref(self)
+
+        def grown() -> None:
+            found = scope()
+            if found is not None and found.open:
+                found.recount(changed=True)
+
+        offloaded = OffloadedModel(
+            self._model,
+            self._optimizers,
+            store,
+            grown,
+            limit=limit,
+            minimum_bytes=self._options.minimum_bytes,
+            verify=self._options.verify,
+        )
+        stack.callback(offloaded.restore)
+        if self._options.device.type == "cpu":
+            trim_freed_memory()
+        return offloaded
 
     def __exit__(
         self,
@@ -276,6 +321,8 @@ class Swapping:
         )
         if self._observed is not None:
             lines.append(self._observed.report())
+        if self._offloaded is not None:
+            lines.append(self._offloaded.report())
         lines += [states.report() for states in self._states]
         reasons = sorted(found.decisions.items(), key=lambda item: -item[1][1])
         for reason, (tensors, size) in reasons:
@@ -313,19 +360,24 @@ class Swapping:
         self._add_statistics()
         return None if self._total.bytes_out else self._total.high_water
 
-    def recount(self) -> None:
-        """Count the gradients of layers that were frozen, unfrozen or added, before the next backward makes them."""
+    def recount(self, *, changed: bool = False) -> None:
+        """Count the gradients of layers that were frozen, unfrozen or added, before the next backward makes them, and
+        offloaded parameters if an operator needs more of them (``changed``)."""
         share, manager, before = self._share, self._manager(), self._trained
         assert share is not None
         self._trained = self._find_trained()
-        if self._trained == before or manager is None:
+        if (self._trained == before and not changed) or manager is None:
             return
-        found = divide(self._model, self._optimizers, share.limit, self._options.device)
-        share.weights, share.gradients = found.weights, found.gradients
+        found = divide(self._model, self._optimizers, share.limit, self._offloaded)
+        share.weights, share.gradients, share.visiting = (
+            found.weights,
+            found.gradients,
+            found.visiting,
+        )
         if share.movable_bytes < max(1, self._options.minimum_bytes):
             raise BudgetExceeded(
-                f"{share}: memory that cannot be offloaded leaves too little since layers were unfrozen or added; "
-                "raise limit, or train fewer parameters"
+                f"{share}: memory that cannot be offloaded leaves too little since layers were unfrozen or added, or "
+                "one operator used several parameters; raise limit, or train fewer parameters"
             )
         manager.limit_bytes = share.movable_bytes
 
@@ -418,6 +470,7 @@ def _saving(
     share: Share,
     states: Sequence[OptimizerStates],
     recount: _Recount,
+    offloaded: OffloadedModel | None,
 ) -> torch.autograd.graph.saved_tensors_hooks:
     """Return the manager's hooks, which also evict optimizer states and raise errors in terms of the limit.
 
@@ -441,6 +494,12 @@ def _saving(
 
     def pack(tensor: Tensor) -> Any:
         recount.forward()
+        if offloaded is not None:
+            with as_plain_tensors():
+                return offloaded.save(tensor) or pack_activation(tensor)
+        return pack_activation(tensor)
+
+    def pack_activation(tensor: Tensor) -> Any:
         if states:
             size = tensor.untyped_storage().nbytes() if is_plain(tensor) else 0
             if excess(size) > 0 and selector.moves(tensor):
@@ -454,6 +513,8 @@ def _saving(
 
     def unpack(packed: Any) -> Tensor:
         recount.backward()
+        if isinstance(packed, SavedWeight):
+            return packed.unpack()
         if states and excess(0) > 0:  # the manager may have prefetched since
             free_for(0)
         try:
