@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from parallax.common.units import format_bytes
 from parallax.machine.host import MemoryBound, available_memory
 from parallax.model.saved import address
-from parallax.swap.lms.weights import OffloadedModel, OffloadedWeight
+from parallax.swap.lms.offloaded_tensors import OffloadedWeight
+from parallax.swap.lms.weights import OffloadedModel
 from parallax.swap.lms.wrapped import local_bytes, parts
 
 # bytes beyond a limit that cause no warning: libraries (4 MiB measured), Python objects

@@ -15,7 +15,7 @@ from torch import Tensor, optim
 from torch.nn import Parameter
 
 from parallax.errors import SwapError
-from parallax.swap.lms.weights import OffloadedWeight
+from parallax.swap.lms.offloaded_tensors import OffloadedWeight
 from parallax.swap.lms.wrapped import address_of, parts, take_apart, wraps
 from parallax.swap.stores.store import Store
 

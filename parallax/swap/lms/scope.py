@@ -10,8 +10,10 @@ first:
     limit = parameters and buffers + gradients + movable bytes
                                                  └─ saved activations, and optimizer states while they fit beside them
 
-Nothing is offloaded while everything fits. The limit covers the memory of the model and of autograd. Temporary
-memory of a running operator, and results that Python variables hold, come on top."""
+With ``parameters=True`` most weights and gradients are offloaded as well (:mod:`parallax.swap.lms.weights`), and the
+limit counts only those on the device at one time. Nothing else is offloaded while everything fits. The limit covers
+the memory of the model and of autograd. Temporary memory of a running operator, and results that Python variables
+hold, come on top."""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from parallax.common.signals import uninterrupted
 from parallax.common.units import format_bytes, format_seconds
 from parallax.errors import BudgetExceeded, ConfigError, SwapError
 from parallax.machine.host import relieve_memory, trim_freed_memory
-from parallax.model.private import as_plain_tensors, in_backward, uncompiled
+from parallax.model.private import in_backward, uncompiled
 from parallax.model.saved import ELSEWHERE, SMALL, Selector
 from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
@@ -51,7 +53,7 @@ from parallax.swap.lms.limit import (
 )
 from parallax.swap.lms.options import LazyStore, Options, device_of, tier_for, usual_folder
 from parallax.swap.lms.states import PIECE_BYTES, OptimizerStates
-from parallax.swap.lms.weights import OffloadedModel, SavedWeight
+from parallax.swap.lms.weights import OffloadedModel
 from parallax.swap.lms.wrapped import parts
 from parallax.swap.statistics import SwapStatistics
 from parallax.swap.stores.store import Store
@@ -184,9 +186,7 @@ class Swapping:
             managers: list[SwapManager] = []
             # after the parameters were read from the store
             stack.callback(lambda: managers.clear() if managers else store.close())
-            self._offloaded = None
-            if options.parameters:
-                self._offloaded = self._offload(stack, store, limit)
+            self._offloaded = self._offload(stack, store, limit)
             self._share = share = divide(self._model, self._optimizers, limit, self._offloaded)
             self._known = [*self._model.parameters()]
             self._trained = self._find_trained()
@@ -202,21 +202,10 @@ class Swapping:
             # last such graph, or with the interpreter.
             weakref.finalize(manager, _close_store, store)
             managers.append(manager)
-            self._total, self._states = SwapStatistics(), []
+            self._total = SwapStatistics()
             self._manager = lambda: manager
             stack.callback(setattr, self, "_manager", weakref.ref(manager))
-            for optimizer in self._optimizers:
-                budget = _Budget(self, len(self._states))
-                self._states.append(
-                    OptimizerStates(
-                        optimizer,
-                        store,
-                        budget,
-                        piece_bytes=options.piece_bytes,
-                        offloaded=self._offloaded,
-                    )
-                )
-                stack.callback(self._states[-1].close)
+            self._hold_states(stack, store)
             held = [
                 p
                 for scope in _OPEN_SCOPES
@@ -225,9 +214,10 @@ class Swapping:
             ]
             selector = Selector(held, options.minimum_bytes)
             recount = _Recount(self)
-            stack.enter_context(
-                _saving(manager, selector, share, self._states, recount, self._offloaded)
-            )
+            hooks = _saving(manager, selector, share, self._states, recount)
+            if self._offloaded is not None:
+                hooks = self._offloaded.saving(hooks)
+            stack.enter_context(hooks)
             self._observed = observe_process(
                 self._model, self._optimizers, share.limit, options.device
             )
@@ -235,14 +225,32 @@ class Swapping:
                 stack.callback(self._observed.close)
             self._exit = stack.pop_all()
 
-    def _offload(self, stack: contextlib.ExitStack, store: Store, limit: int) -> OffloadedModel:
-        """Offload the model's parameters until the end of ``stack``."""
+    def _hold_states(self, stack: contextlib.ExitStack, store: Store) -> None:
+        """Move the states of all optimizers until the end of ``stack``."""
+        self._states = []
+        for optimizer in self._optimizers:
+            states = OptimizerStates(
+                optimizer,
+                store,
+                _Budget(self, len(self._states)),
+                piece_bytes=self._options.piece_bytes,
+                offloaded=self._offloaded,
+            )
+            self._states.append(states)
+            stack.callback(states.close)
+
+    def _offload(
+        self, stack: contextlib.ExitStack, store: Store, limit: int
+    ) -> OffloadedModel | None:
+        """Offload the model's parameters until the end of ``stack``, if the scope does so."""
+        if not self._options.parameters:
+            return None
         scope = weakref.ref(self)
 
         def grown() -> None:
             found = scope()
             if found is not None and found.open:
-                found.recount(changed=True)
+                found.recount(grown=True)
 
         offloaded = OffloadedModel(
             self._model,
@@ -360,13 +368,13 @@ class Swapping:
         self._add_statistics()
         return None if self._total.bytes_out else self._total.high_water
 
-    def recount(self, *, changed: bool = False) -> None:
+    def recount(self, *, grown: bool = False) -> None:
         """Count the gradients of layers that were frozen, unfrozen or added, before the next backward makes them, and
-        offloaded parameters if an operator needs more of them (``changed``)."""
+        offloaded parameters if an operator needs more of them at one time (``grown``)."""
         share, manager, before = self._share, self._manager(), self._trained
         assert share is not None
         self._trained = self._find_trained()
-        if (self._trained == before and not changed) or manager is None:
+        if (self._trained == before and not grown) or manager is None:
             return
         found = divide(self._model, self._optimizers, share.limit, self._offloaded)
         share.weights, share.gradients, share.visiting = (
@@ -375,9 +383,14 @@ class Swapping:
             found.visiting,
         )
         if share.movable_bytes < max(1, self._options.minimum_bytes):
+            since = (
+                "for an operator that uses several parameters"
+                if grown
+                else "since layers were unfrozen or added"
+            )
             raise BudgetExceeded(
-                f"{share}: memory that cannot be offloaded leaves too little since layers were unfrozen or added, or "
-                "one operator used several parameters; raise limit, or train fewer parameters"
+                f"{share}: memory that cannot be offloaded leaves too little {since}; raise limit, or train fewer "
+                "parameters"
             )
         manager.limit_bytes = share.movable_bytes
 
@@ -470,7 +483,6 @@ def _saving(
     share: Share,
     states: Sequence[OptimizerStates],
     recount: _Recount,
-    offloaded: OffloadedModel | None,
 ) -> torch.autograd.graph.saved_tensors_hooks:
     """Return the manager's hooks, which also evict optimizer states and raise errors in terms of the limit.
 
@@ -494,12 +506,6 @@ def _saving(
 
     def pack(tensor: Tensor) -> Any:
         recount.forward()
-        if offloaded is not None:
-            with as_plain_tensors():
-                return offloaded.save(tensor) or pack_activation(tensor)
-        return pack_activation(tensor)
-
-    def pack_activation(tensor: Tensor) -> Any:
         if states:
             size = tensor.untyped_storage().nbytes() if is_plain(tensor) else 0
             if excess(size) > 0 and selector.moves(tensor):
@@ -513,8 +519,6 @@ def _saving(
 
     def unpack(packed: Any) -> Tensor:
         recount.backward()
-        if isinstance(packed, SavedWeight):
-            return packed.unpack()
         if states and excess(0) > 0:  # the manager may have prefetched since
             free_for(0)
         try:

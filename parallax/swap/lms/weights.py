@@ -1,7 +1,7 @@
 """Offload of a model's weights and gradients in a training loop of the user's own.
 
-The engine knows where a block begins and ends. A loop of the user's own also uses weights elsewhere: in a tied head, in an
-average of the weights, in a norm of all gradients. So inside the scope each offloaded parameter is an
+The engine knows where a block begins and ends. A loop of the user's own also uses weights elsewhere: in a tied head,
+in an average of the weights, in a norm of all gradients. So inside the scope each offloaded parameter is an
 :class:`OffloadedWeight`, and its gradient an :class:`OffloadedGradient`. A torch function that gets one of them first
 fetches it, wherever it is called:
 
@@ -13,16 +13,16 @@ fetches it, wherever it is called:
     function of gradients          read them ─▶ call it ─▶ write those that it changed
     piece of an optimizer step     plain parameters with plain gradients (:meth:`OffloadedModel.lend`)
 
-A block is a run of parameters in the order of the model. It stays on the device while other tensors share its memory, so a
-view of a weight is always valid. A gradient stays on the device while an alias of it exists."""
+A block is a run of parameters in the order of the model. It stays on the device while other tensors share its memory,
+so a view of a weight is always valid. A gradient stays on the device while an alias of it exists."""
 
 from __future__ import annotations
 
-import copy
 import sys
+import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,14 +35,21 @@ from parallax.common.units import format_bytes, format_seconds
 from parallax.errors import ConfigError
 from parallax.model.private import (
     as_plain_tensors,
-    count_as_plain,
     current_node,
+    in_backward,
     is_compiled,
     is_shared,
     storage_references,
+    uncompiled,
 )
 from parallax.swap.activations.hooks import changed_in_place
 from parallax.swap.activations.records import Layout, layout_of
+from parallax.swap.lms.offloaded_tensors import (
+    OffloadedGradient,
+    OffloadedWeight,
+    TensorOwner,
+    unfetched_gradient,
+)
 from parallax.swap.optimizer.chunked_step import inner_optimizers
 from parallax.swap.parameters.offloaded import OffloadedParameters
 from parallax.swap.stores.store import Store
@@ -50,119 +57,6 @@ from parallax.swap.stores.store import Store
 _BLOCKS = 16  # a block has at most this part of the limit, unless one parameter is larger
 # They ask whether a weight has __torch_function__, and compute differently if it has.
 _PLAIN_INSIDE = nn.MultiheadAttention, nn.TransformerEncoderLayer
-_PER_TENSOR = (
-    "_foreach_",
-    "_fused_",
-    "_amp_foreach_",
-)  # functions of lists that treat each tensor by itself
-_ZERO = "zero_", "_foreach_zero_"
-_REPLACE = "set_", "resize_", "share_memory_", "apply_", "map_"
-_TENSOR: Any = Tensor
-_METADATA: frozenset[Any] = frozenset(
-    [
-        _TENSOR.shape.__get__,
-        _TENSOR.dtype.__get__,
-        _TENSOR.device.__get__,
-        _TENSOR.layout.__get__,
-        _TENSOR.requires_grad.__get__,
-        _TENSOR.is_leaf.__get__,
-        _TENSOR.grad_fn.__get__,
-        _TENSOR.ndim.__get__,
-        _TENSOR.nbytes.__get__,
-        _TENSOR.itemsize.__get__,
-        _TENSOR.is_sparse.__get__,
-        _TENSOR.is_cuda.__get__,
-        _TENSOR.is_cpu.__get__,
-        _TENSOR.is_meta.__get__,
-        _TENSOR.is_quantized.__get__,
-        _TENSOR.is_nested.__get__,
-        _TENSOR.is_mkldnn.__get__,
-        _TENSOR.is_xpu.__get__,
-        _TENSOR.is_sparse_csr.__get__,
-        _TENSOR._version.__get__,
-        _TENSOR.output_nr.__get__,
-        _TENSOR.retains_grad.__get__,
-        _TENSOR._backward_hooks.__get__,
-        _TENSOR._post_accumulate_grad_hooks.__get__,
-        _TENSOR.name.__get__,
-        _TENSOR.size,
-        _TENSOR.dim,
-        _TENSOR.ndimension,
-        _TENSOR.numel,
-        _TENSOR.nelement,
-        _TENSOR.element_size,
-        _TENSOR.get_device,
-        _TENSOR.is_floating_point,
-        _TENSOR.is_complex,
-        _TENSOR.is_signed,
-        _TENSOR.is_inference,
-        _TENSOR.requires_grad_,
-        _TENSOR.register_hook,
-        _TENSOR.register_post_accumulate_grad_hook,
-        _TENSOR.retain_grad,
-        _TENSOR.requires_grad.__set__,
-        _TENSOR._backward_hooks.__set__,
-    ]
-)
-_GRAD: Any = _TENSOR.grad
-_DATA: Any = _TENSOR.data
-# An alias that these return has a version counter of its own, or none.
-_ALIASES: frozenset[Any] = frozenset(
-    [
-        _DATA.__get__,
-        Tensor.data_ptr,
-        Tensor.numpy,
-        Tensor.untyped_storage,
-        Tensor.storage,
-        Tensor.__array__,
-        Tensor.__dlpack__,
-    ]
-)
-
-
-class OffloadedWeight(nn.Parameter):
-    """The class of a parameter while an :class:`OffloadedModel` holds it. A copy is an ordinary parameter."""
-
-    _offloaded_by: OffloadedModel
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _call(func, args, kwargs or {})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        found: nn.Parameter = memo.setdefault(id(self), _plain_copy(self))
-        return found
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain_copy(self).__reduce_ex__(protocol)
-
-
-class OffloadedGradient(Tensor):
-    """The gradient of an offloaded parameter. Its own memory is a placeholder.
-
-    ``value``: its values on the device, once it is no longer the parameter's gradient."""
-
-    parameter: nn.Parameter
-    value: Tensor | None
-    _offloaded_by: OffloadedModel
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _call(func, args, kwargs or {})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        found: Tensor = memo.setdefault(id(self), self.clone())
-        return found
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.clone().__reduce_ex__(protocol)
-
-
-count_as_plain(OffloadedGradient)
 
 
 class SavedWeight:
@@ -170,7 +64,7 @@ class SavedWeight:
 
     __slots__ = ("_dtype", "_layout", "_owner", "_parameter", "_version")
 
-    def __init__(self, owner: OffloadedModel, parameter: nn.Parameter, saved: Tensor) -> None:
+    def __init__(self, owner: TensorOwner, parameter: nn.Parameter, saved: Tensor) -> None:
         self._owner, self._parameter, self._dtype = owner, parameter, saved.dtype
         self._layout: Layout | None = None
         self._version = parameter._version if saved is parameter or saved._is_view() else None
@@ -212,18 +106,15 @@ class OffloadedModel:
         minimum_bytes: int,
         verify: bool,
     ) -> None:
-        _refuse_several_ranks()
+        _refuse_reducers(model)
         self._optimizers, self._grown, self._minimum = optimizers, grown, minimum_bytes
         blocks = _blocks_of(model, limit // _BLOCKS, minimum_bytes)
         self._block_of = {p: index for index, block in enumerate(blocks) for p in block}
         self._bytes = sum(p.nbytes for p in self._block_of)
-        gradients = {p: p.grad for p in self._block_of if p.grad is not None}
-        for parameter in gradients:
-            parameter.grad = None
         self._offloaded = OffloadedParameters(
             blocks, store, chunk_bytes=sys.maxsize, split=False, keep_referenced=True, verify=verify
         )
-        self._open = True
+        self._open, self._thread = True, threading.get_ident()
         self._held: list[nn.Module] = []  # modules that run with plain parameters
         self._pinned: tuple[int, ...] = ()
         self._lent: list[nn.Parameter] = []
@@ -233,15 +124,11 @@ class OffloadedModel:
         self._node: int | None = None
         self._node_blocks: tuple[int, ...] = ()
         self._warned = False
-        self._moved_in = self._moved_out = 0
+        self._moved_in = self._moved_out = self._most = 0
         self._waited = 0.0
+        self._offloaded.kept_gradients.update(p for p in self._block_of if p.grad is not None)
         for parameter in self._block_of:
             self._offload_again(parameter)
-        for parameter, gradient in gradients.items():
-            self._offloaded.kept_gradients.add(parameter)
-            with as_plain_tensors():
-                parameter.grad = gradient
-        del gradients
         self._collect_kept()
         self._hooks: list[RemovableHandle] = [
             register_optimizer_step_pre_hook(self._check_optimizer)
@@ -251,8 +138,17 @@ class OffloadedModel:
 
     @property
     def limit_bytes(self) -> int:
-        """Most bytes of weights and gradients on the device at one time."""
-        return self._offloaded.limit_bytes
+        """Most bytes of weights and gradients on the device at one time.
+
+        The backward of a first layer makes a gradient without reading its weight, so one more gradient may be there."""
+        largest = max((p.nbytes for p in self._block_of if p.requires_grad), default=0)
+        return self._offloaded.limit_bytes + largest
+
+    @property
+    def high_water(self) -> int:
+        """Most bytes of weights and gradients that were on the device at one time."""
+        self._count()
+        return self._most
 
     def report(self) -> str:
         """Return one line: bytes of weights, transfers, seconds waited."""
@@ -278,7 +174,13 @@ class OffloadedModel:
         if not self._open:
             return
         self._take_back()
+        self._collect_kept()
         node = current_node()
+        if node is None and threading.get_ident() != self._thread:
+            raise ConfigError(
+                "offloaded parameters are used on another thread than that which entered parallax.swap, where torch "
+                "has its hooks: use them on that thread, or set parameters=False"
+            )
         if node != self._node:
             self._node, self._node_blocks = node, ()
         new = dict.fromkeys(self._block_of[p] for p in parameters)
@@ -296,10 +198,27 @@ class OffloadedModel:
         self._entered = blocks, backward
         self._warn_if_held()
 
-    def save(self, tensor: Tensor) -> SavedWeight | None:
-        """Return what autograd keeps in place of ``tensor``; None if it is no offloaded weight or view of one."""
-        if type(tensor) is OffloadedWeight:
-            return SavedWeight(self, tensor, tensor) if self.holds(tensor) else None
+    def saving(
+        self, hooks: torch.autograd.graph.saved_tensors_hooks
+    ) -> torch.autograd.graph.saved_tensors_hooks:
+        """Return hooks that save offloaded weights as :class:`SavedWeight`, and all other tensors by ``hooks``."""
+        pack_hook, unpack_hook = hooks.pack_hook, hooks.unpack_hook
+
+        def pack(tensor: Tensor) -> Any:
+            with as_plain_tensors():
+                return self._save(tensor) or pack_hook(tensor)
+
+        def unpack(packed: Any) -> Tensor:
+            found: Tensor = (
+                packed.unpack() if isinstance(packed, SavedWeight) else unpack_hook(packed)
+            )
+            return found
+
+        return torch.autograd.graph.saved_tensors_hooks(uncompiled(pack), uncompiled(unpack))
+
+    def _save(self, tensor: Tensor) -> SavedWeight | None:
+        if type(tensor) is OffloadedWeight:  # perhaps of a scope around this one
+            return SavedWeight(tensor._offloaded_by, tensor, tensor)
         if not self._open or tensor.layout is not torch.strided or tensor.is_nested:
             return None
         block = self._offloaded.block_of_memory(tensor)
@@ -317,17 +236,28 @@ class OffloadedModel:
         """Return the value of ``parameter.grad``."""
         with as_plain_tensors():
             resident = parameter.grad
+            self._check_gradient(parameter, resident)
         if resident is not None or not self._offloaded.gradient(parameter).seen:
             return resident
         known = self._gradients.get(parameter)
         found = None if known is None else known()
         if found is None:
-            with as_plain_tensors():
-                fill = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
-                found = Tensor._make_subclass(OffloadedGradient, fill.expand(parameter.shape))
-            found.parameter, found.value, found._offloaded_by = parameter, None, self
+            found = unfetched_gradient(parameter, self)
             self._gradients[parameter] = weakref.ref(found)
         return found
+
+    def _check_gradient(self, parameter: nn.Parameter, found: Tensor | None) -> None:
+        """Refuse a gradient on the device that neither autograd nor Python code has put there."""
+        known = (
+            found is None
+            or parameter in self._offloaded.kept_gradients
+            or parameter in self._fetched
+        )
+        if not known and not in_backward():
+            raise ConfigError(
+                "the gradient of an offloaded parameter was written in C++, as DistributedDataParallel does: use "
+                "parameters=False with it"
+            )
 
     def set_gradient(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         """Assign ``parameter.grad``."""
@@ -335,6 +265,7 @@ class OffloadedModel:
             return
         if isinstance(gradient, OffloadedGradient):
             gradient = gradient.clone()
+        self._collect_kept()
         known = self._gradients.pop(parameter, None)
         held = None if known is None else known()
         with as_plain_tensors():
@@ -362,11 +293,13 @@ class OffloadedModel:
         """Return the values of a gradient on the device, until :meth:`put_back`."""
         if gradient.value is not None:
             return gradient.value
+        self._collect_kept()
         with as_plain_tensors():
             return self._fetch(gradient.parameter)
 
     def _fetch(self, parameter: nn.Parameter) -> Tensor:
         found = parameter.grad
+        self._check_gradient(parameter, found)
         if found is None:
             found = self._offloaded.read_gradient(parameter)
             assert found is not None
@@ -398,6 +331,8 @@ class OffloadedModel:
 
     def _collect_kept(self) -> None:
         """Offload gradients on the device that no other code references any more."""
+        if not self._offloaded.kept_gradients:
+            return
         with as_plain_tensors():
             for parameter in [*self._offloaded.kept_gradients]:
                 found, parameter.grad = parameter.grad, None
@@ -474,13 +409,13 @@ class OffloadedModel:
         if own:
             self._hooks.append(module.register_state_dict_post_hook(_copy_to_host))
         if isinstance(module, _PLAIN_INSIDE) or is_compiled(module):
-            # functions, because a copy of the module copies the object of a bound method
-            begin, end = (lambda m, *_: self._begin_plain(m)), (lambda m, *_: self._end_plain(m))
+            begin, end = _ModuleHook(self._begin_plain), _ModuleHook(self._end_plain)
             self._hooks.append(module.register_forward_pre_hook(begin))
             self._hooks.append(module.register_forward_hook(end, always_call=True))
         elif own:
             # for operators in C++ that are no torch functions
-            self._hooks.append(module.register_forward_pre_hook(lambda *_: self.enter(own)))
+            enter = _ModuleHook(lambda _: self.enter(own))
+            self._hooks.append(module.register_forward_pre_hook(enter))
 
     def _begin_plain(self, module: nn.Module) -> None:
         """Give a module plain parameters, all on the device, while its forward runs."""
@@ -497,7 +432,10 @@ class OffloadedModel:
                 parameter.__class__ = nn.Parameter
 
     def _end_plain(self, module: nn.Module) -> None:
-        if not self._held or self._held.pop() is not module or self._held:
+        if not self._held or self._held[-1] is not module:
+            return
+        self._held.pop()
+        if self._held:
             return
         self._pinned = ()
         for parameter in module.parameters():
@@ -532,6 +470,7 @@ class OffloadedModel:
     def _count(self) -> None:
         if self._open:
             found = self._offloaded.take_statistics()
+            self._most = max(self._most, found.high_water)
             self._moved_in += found.bytes_in
             self._moved_out += found.bytes_out
             self._waited += found.stall_seconds
@@ -548,131 +487,30 @@ class OffloadedModel:
             )
 
 
-# ---- torch functions of offloaded tensors
+class _ModuleHook:
+    """A hook of a module, which does nothing in a copy of the module."""
+
+    def __init__(self, run: Callable[[nn.Module], None]) -> None:
+        self._run = run
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        self._run(module)
+
+    uncompiled(__call__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _no_hook
+
+    def __reduce__(self) -> Any:
+        return _module_hook_of_a_copy, ()
 
 
-def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a torch function that got an offloaded weight or gradient."""
-    if func in _METADATA:
-        with as_plain_tensors():
-            return func(*args, **kwargs)
-    if torch.compiler.is_compiling():
-        raise ConfigError(
-            "torch.compile traces a function that uses offloaded parameters: compile the modules that hold them "
-            "instead, before parallax.swap"
-        )
-    if type(args[0] if args else None) is OffloadedWeight:
-        owner, first = args[0]._offloaded_by, args[0]
-        if func == _GRAD.__get__:
-            return owner.gradient(first)
-        if func in (_GRAD.__set__, _GRAD.__delete__):
-            return owner.set_gradient(first, *args[1:] or (None,))
-    name: str = getattr(func, "__name__", "")
-    if name.startswith(_PER_TENSOR):
-        return _call_each(func, args, kwargs)
-    return _call_fetched(func, name, args, kwargs)
+def _module_hook_of_a_copy() -> Callable[..., None]:
+    return _no_hook
 
 
-def _call_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function of lists for one element after another."""
-    lists = [each for each in (*args, *kwargs.values()) if isinstance(each, list | tuple)]
-    count = len(lists[0])
-
-    def only(value: Any, index: int) -> Any:
-        sliced = isinstance(value, list | tuple) and len(value) == count
-        return value[index : index + 1] if sliced else value
-
-    found: list[Any] = []
-    for index in range(count):
-        some = tuple(only(each, index) for each in args)
-        named = {key: only(each, index) for key, each in kwargs.items()}
-        offloaded = any(True for _ in _offloaded_in((*some, *named.values())))
-        call = (
-            _call_fetched(func, func.__name__, some, named) if offloaded else func(*some, **named)
-        )
-        found += call if isinstance(call, list | tuple) else []
-    return found or None
-
-
-def _call_fetched(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Fetch the offloaded tensors among the arguments, call the function, and put the gradients back."""
-    weights: dict[OffloadedModel, list[nn.Parameter]] = {}
-    gradients: list[OffloadedGradient] = []
-    for each in _offloaded_in((*args, *kwargs.values())):
-        if isinstance(each, OffloadedGradient):
-            gradients.append(each)
-        else:
-            weights.setdefault(each._offloaded_by, []).append(each)
-    if name in _REPLACE:
-        raise ConfigError(
-            f"{name} replaces the memory of an offloaded parameter or gradient: call it outside of parallax.swap, or "
-            "use copy_"
-        )
-    if (
-        name in _ZERO
-        and len(gradients) == 1
-        and gradients[0]._offloaded_by.zero_gradient(gradients[0])
-    ):
-        return gradients[0] if name == "zero_" else None
-    for owner, parameters in weights.items():
-        owner.enter(parameters)
-    try:
-        values = {id(g): g._offloaded_by.fetch(g) for g in gradients}
-        back = {id(value): g for g, value in zip(gradients, values.values())}
-        if gradients:
-            args, kwargs = _replaced(args, values), _replaced(kwargs, values)
-        with as_plain_tensors():
-            result = (_assign_data if func == _DATA.__set__ else func)(*args, **kwargs)
-        result = _replaced(result, back) if gradients else result
-        if func in _ALIASES or func == _DATA.__set__ or name.startswith(_PER_TENSOR):
-            # changes without a new version
-            for owner, parameters in weights.items():
-                owner.note_change(parameters)
-            for gradient in gradients:
-                gradient._offloaded_by.note_changed_gradient(gradient.parameter)
-        return result
-    finally:
-        args = kwargs = values = back = None  # type: ignore[assignment]
-        for gradient in gradients:
-            gradient._offloaded_by.put_back(gradient.parameter)
-
-
-def _assign_data(target: Tensor, value: Tensor) -> None:
-    """Copy ``value`` into ``target``, whose memory stays."""
-    if (value.shape, value.dtype, value.device) != (target.shape, target.dtype, target.device):
-        raise ConfigError(
-            f"an assignment to .data of an offloaded parameter changes {target.dtype} {list(target.shape)} on "
-            f"{target.device} to {value.dtype} {list(value.shape)} on {value.device}: do it outside of parallax.swap"
-        )
-    target.data.copy_(value)
-
-
-def _offloaded_in(values: Iterable[Any]) -> Iterator[Any]:
-    for each in values:
-        if isinstance(each, OffloadedWeight | OffloadedGradient):
-            yield each
-        elif isinstance(each, list | tuple):
-            yield from _offloaded_in(each)
-        elif isinstance(each, dict):
-            yield from _offloaded_in(each.values())
-
-
-def _replaced(value: Any, others: dict[int, Any]) -> Any:
-    """Return ``value`` with each object replaced by that of its id in ``others``."""
-    if id(value) in others:
-        return others[id(value)]
-    if type(value) in (list, tuple):
-        return type(value)(_replaced(each, others) for each in value)
-    if type(value) is dict:
-        return {key: _replaced(each, others) for key, each in value.items()}
-    return value
-
-
-def _plain_copy(parameter: OffloadedWeight) -> nn.Parameter:
-    found = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-    others = {k: v for k, v in vars(parameter).items() if k != "_offloaded_by"}
-    vars(found).update(copy.copy(others))
-    return found
+def _no_hook(*_: Any) -> None:
+    """No-op."""
 
 
 def _copy_to_host(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -717,10 +555,15 @@ def _may_move(parameter: nn.Parameter) -> bool:
     return storage.nbytes() == parameter.nbytes and storage_references(storage) == 2
 
 
-def _refuse_several_ranks() -> None:
+def _refuse_reducers(model: nn.Module) -> None:
+    """Refuse models whose gradients or weights torch copies between devices past this module."""
+    wrappers = nn.DataParallel, nn.parallel.DistributedDataParallel
+    wrapper = next((m for m in model.modules() if isinstance(m, wrappers)), None)
     group = torch.distributed
-    if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
+    ranks = group.get_world_size() if group.is_available() and group.is_initialized() else 1
+    if wrapper is not None or ranks > 1:
+        what = f"a process group of {ranks} ranks" if wrapper is None else type(wrapper).__name__
         raise ConfigError(
-            f"parameters=True: the process group has {group.get_world_size()} ranks, whose gradients torch sums on the "
-            "device: use fully_shard and parameters=False, or train with Parallax's engine (plan.parameters=host)"
+            f"parameters=True: {what} sums gradients on the device: use fully_shard and parameters=False, or train "
+            "with Parallax's engine (plan.parameters=host)"
         )
