@@ -86,6 +86,9 @@ class OffloadedWeight(nn.Parameter):
         """Refuse it: it is no torch function."""
         _refuse_new_memory("set_")
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(_plain_copy(self))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         found: nn.Parameter = memo.setdefault(id(self), _plain_copy(self))
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import json
@@ -219,7 +220,8 @@ def compare(
         assert_equal(one.grad, another.grad)
     offloaded = swapping._offloaded
     assert offloaded is not None
-    assert loop is averages or offloaded.high_water <= offloaded.limit_bytes
+    views = loop in (averages, vectors)  # of all weights at one time
+    assert views or offloaded.high_water <= offloaded.limit_bytes
     assert "of weights offloaded" in swapping.report()
     return swapping
 
@@ -537,7 +539,56 @@ def hooks(model: nn.Module, optimizer: Optimizer) -> list[Any]:
     return found + plain(model, optimizer)
 
 
+def by_hand_in_lists(model: nn.Module, _: Optimizer) -> list[Any]:
+    """As optimizers do it: functions of lists of weights and gradients."""
+    found = []
+    parameters = [*model.parameters()]
+    for x, y in batches():
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        with torch.no_grad():
+            gradients = [p.grad for p in parameters]
+            found += [norm.item() for norm in torch._foreach_norm(gradients)]  # type: ignore[arg-type]
+            torch._foreach_mul_(gradients, [0.5] * len(gradients))  # type: ignore[arg-type]
+            torch._foreach_add_(parameters, gradients, alpha=-0.1)  # type: ignore[arg-type]
+            torch._foreach_zero_(gradients)  # type: ignore[arg-type]
+        found.append(loss.item())
+    return found
+
+
+def vectors(model: nn.Module, optimizer: Optimizer) -> list[Any]:
+    """All weights as one vector and back."""
+
+    def halve() -> float:
+        with torch.no_grad():
+            vector = nn.utils.parameters_to_vector(model.parameters())
+            nn.utils.vector_to_parameters(vector * 0.99, model.parameters())
+        return vector.sum().item()
+
+    return each_step(model, optimizer, halve)
+
+
+def other_users(model: nn.Module, optimizer: Optimizer) -> list[Any]:
+    """Functions that take modules apart, texts of weights and gradients, and properties."""
+
+    def use() -> list[Any]:
+        weights = dict(model.named_parameters())
+        x, _ = next(batches(1))
+        found = [torch.func.functional_call(model, weights, x).sum().item()]
+        found += [str(p)[-300:] for p in weights.values()]
+        found += [str(p.grad)[-300:] for p in weights.values()]
+        found += [[p.stride(), p.is_contiguous(), p.grad.stride()] for p in weights.values()]  # type: ignore[union-attr]
+        found += [torch.isfinite(p.grad).all().item() for p in weights.values()]  # type: ignore[arg-type]
+        found += [[p.max().item(), p.tolist()[0], p.grad.numpy().sum()] for p in weights.values()]  # type: ignore[union-attr]
+        return found
+
+    return each_step(model, optimizer, use)
+
+
 HABITS: list[Loop] = [
+    by_hand_in_lists,
+    vectors,
+    other_users,
     accumulation,
     clipping_by_norm,
     clipping_by_foreach,
@@ -582,6 +633,55 @@ def test_checkpoints_are_exact(reentrant: bool, scratch: Path) -> None:
 def test_a_fused_step_divides_the_gradients_by_the_loss_scale(scratch: Path) -> None:
     """It changes gradients without a new version."""
     compare(scratch, grad_scaler, optimize=lambda m: adamw(m, fused=True))
+
+
+def test_steps_inside_the_backward_are_exact(scratch: Path) -> None:
+    """One optimizer for each parameter, stepped by a hook when its gradient is made."""
+
+    def train(model: nn.Module) -> tuple[list[float], Any]:
+        optimizers = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
+
+        def step(parameter: Tensor) -> None:
+            optimizers[parameter].step()  # type: ignore[index]
+            optimizers[parameter].zero_grad()  # type: ignore[index]
+
+        for parameter in optimizers:
+            parameter.register_post_accumulate_grad_hook(step)
+        limited = scope(model, [*optimizers.values()], scratch)
+        found = []
+        with limited if model is models[1] else contextlib.nullcontext():
+            for x, y in batches():
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                found.append(loss.item())
+        return found, model.state_dict()
+
+    models = [build(), build()]
+    expected = train(models[0])
+    assert_equal(train(models[1]), expected)
+
+
+def test_a_model_enters_again(scratch: Path) -> None:
+    model, other = build(), build()
+    optimizer, swapped = adamw(model), adamw(other)
+    again = scope(other, swapped, scratch)
+    for each in (again, again, scope(other, swapped, scratch)):
+        expected = plain(model, optimizer)
+        with each:
+            assert plain(other, swapped) == expected
+            assert type(other.head.weight) is OffloadedWeight
+        assert_equal(other.state_dict(), model.state_dict())
+
+
+def test_parametrized_weights_are_exact(scratch: Path) -> None:
+    def make() -> nn.Module:
+        model = Layers()
+        nn.utils.parametrizations.weight_norm(model.layers[0][1])  # type: ignore[index]
+        nn.utils.parametrizations.spectral_norm(model.layers[1][1])  # type: ignore[index]
+        nn.utils.parametrizations.orthogonal(model.layers[2][1])  # type: ignore[index]
+        return model
+
+    compare(scratch, make=make, free_bytes=MIB)
 
 
 def test_gradients_from_before_the_scope_count(scratch: Path) -> None:
