@@ -123,6 +123,7 @@ class OffloadedModel:
         self._entered: tuple[tuple[int, ...], bool] | None = None
         self._node: int | None = None
         self._node_blocks: tuple[int, ...] = ()
+        self._largest = 0
         self._warned = False
         self._moved_in = self._moved_out = self._most = 0
         self._waited = 0.0
@@ -141,8 +142,8 @@ class OffloadedModel:
         """Most bytes of weights and gradients on the device at one time.
 
         The backward of a first layer makes a gradient without reading its weight, so one more gradient may be there."""
-        largest = max((p.nbytes for p in self._block_of if p.requires_grad), default=0)
-        return self._offloaded.limit_bytes + largest
+        self._largest = max((p.nbytes for p in self._block_of if p.requires_grad), default=0)
+        return self._offloaded.limit_bytes + self._largest
 
     @property
     def high_water(self) -> int:
@@ -476,7 +477,10 @@ class OffloadedModel:
             self._waited += found.stall_seconds
 
     def _warn_if_held(self) -> None:
-        over = 0 if self._warned else self._offloaded.resident_bytes - self.limit_bytes
+        if self._warned:
+            return
+        most = self._offloaded.limit_bytes + self._largest
+        over = self._offloaded.resident_bytes - most
         if over > 0:
             self._warned = True
             warnings.warn(

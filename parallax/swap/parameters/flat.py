@@ -76,6 +76,7 @@ class FlatParameter:
         self._places = [self._place(parameter) for parameter in ordered]
         self._state, self._versions = _State.RESIDENT, -1
         self._reads: list[Pending] = []
+        self._targets: list[Tensor] = []  # of the reads under way
         self._unused: list[StoreSlot] = []
         for place in self._places:
             place.resident.copy_(place.parameter.detach())
@@ -95,8 +96,8 @@ class FlatParameter:
     @property
     def is_referenced(self) -> bool:
         """Whether other tensors share the memory of the parameters on the device."""
-        own = 1 + 2 * len(self._places) if self._state is _State.RESIDENT else 1 + len(self._places)
-        return self._state is not _State.OFFLOADED and storage_references(self.storage) > own
+        own = 1 + 2 * len(self._places)  # the storage, the parameters, and their views of it
+        return self._state is _State.RESIDENT and storage_references(self.storage) > own
 
     @property
     def updating(self) -> bool:
@@ -126,7 +127,8 @@ class FlatParameter:
         self._free_unused()
         self.stale, self._state = False, _State.READING
         try:
-            for chunk, data in zip(self.chunks, self._chunk_bytes()):
+            self._targets = self._chunk_bytes()
+            for chunk, data in zip(self.chunks, self._targets):
                 self._reads.append(chunk.fetch(data))
         except BaseException:
             self.release()
@@ -138,8 +140,9 @@ class FlatParameter:
             return
         for pending in self._reads:
             pending.wait()
-        for chunk, data in zip(self.chunks, self._chunk_bytes()):
+        for chunk, data in zip(self.chunks, self._targets):
             chunk.check(data)
+        self._targets = []
         for place in self._places:
             place.parameter.data = place.resident
         self._state, self._versions, self.changed = _State.RESIDENT, self._version(), False
@@ -152,6 +155,7 @@ class FlatParameter:
                     if not pending.cancel():
                         pending.wait()
             self._reads.clear()
+            self._targets = []
         elif self._is_changed():
             self._write_back()
         if self.size and not self.storage.resizable():
@@ -258,7 +262,8 @@ class FlatParameter:
         return self._state is _State.RESIDENT and not self.stale and changed
 
     def _write_back(self) -> None:
-        writes = [self.tier.write(data) for data in self._chunk_bytes()]
+        parts = self._chunk_bytes()  # kept until the writes end
+        writes = [self.tier.write(data) for data in parts]
         for chunk, (slot, pending) in zip(self.chunks, writes):
             pending.wait()
             chunk.drop_master()

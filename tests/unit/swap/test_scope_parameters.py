@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pickle
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,8 +27,8 @@ import parallax
 from parallax.errors import BudgetExceeded, ConfigError, SwapError
 from parallax.machine.host import ResidentMeter, data_bytes, trim_freed_memory
 from parallax.swap.lms.scope import Swapping
-from parallax.swap.lms.weights import OffloadedWeight
-from tests.unit.swap_fakes import assert_equal
+from parallax.swap.lms.weights import OffloadedModel, OffloadedWeight
+from tests.unit.swap_fakes import KINDS, assert_equal, storing
 
 MIB = 2**20
 WIDTH, ROWS, STEPS = 96, 32, 4
@@ -633,6 +634,36 @@ def test_checkpoints_are_exact(reentrant: bool, scratch: Path) -> None:
 def test_a_fused_step_divides_the_gradients_by_the_loss_scale(scratch: Path) -> None:
     """It changes gradients without a new version."""
     compare(scratch, grad_scaler, optimize=lambda m: adamw(m, fused=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", [lambda: GPT(tied=True), FunctionalTie], ids=["gpt", "tie"])
+def test_late_transfers_change_nothing(
+    kind: str, make: Callable[[], nn.Module], scratch: Path
+) -> None:
+    """Copies that end in any order, as those of an accelerator, and no memory that is freed before they end."""
+
+    def loop(model: nn.Module) -> list[Any]:
+        found = clipping_by_norm(model, torch.optim.SGD([torch.zeros(1)], lr=1.0))
+        return found + by_hand(model, torch.optim.SGD([torch.zeros(1)], lr=1.0))
+
+    model, other = build(make), build(make)
+    expected = loop(model)
+    delays = random.Random(3)
+    with storing(kind, scratch, delay=lambda: delays.random() / 500) as (store, copies):
+        offloaded = OffloadedModel(
+            other, [], store, lambda: None, limit=MIB, minimum_bytes=2048, verify=True
+        )
+        with offloaded.saving(torch.autograd.graph.saved_tensors_hooks(_same, _same)):
+            assert_equal(loop(other), expected)
+        offloaded.restore()
+        assert store.slots.used_bytes == 0
+        assert getattr(copies, "strays", 0) == 0
+    assert_equal(other.state_dict(), model.state_dict())
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def test_steps_inside_the_backward_are_exact(scratch: Path) -> None:
