@@ -56,7 +56,7 @@ from parallax.swap.stores.store import Store
 
 _BLOCKS = 16  # a block has at most this part of the limit, unless one parameter is larger
 # They ask whether a weight has __torch_function__, and compute differently if it has.
-_PLAIN_INSIDE = nn.MultiheadAttention, nn.TransformerEncoderLayer
+_PLAIN_INSIDE = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder
 
 
 class SavedWeight:
@@ -115,7 +115,8 @@ class OffloadedModel:
             blocks, store, chunk_bytes=sys.maxsize, split=False, keep_referenced=True, verify=verify
         )
         self._open, self._thread = True, threading.get_ident()
-        self._held: list[nn.Module] = []  # modules that run with plain parameters
+        # modules that run, and those of their parameters that are plain therefore
+        self._plain: list[tuple[nn.Module, list[nn.Parameter]]] = []
         self._pinned: tuple[int, ...] = ()
         self._lent: list[nn.Parameter] = []
         self._fetched: dict[nn.Parameter, int] = {}  # version of a gradient that is in ``grad``
@@ -422,26 +423,32 @@ class OffloadedModel:
         """Give a module plain parameters, all on the device, while its forward runs."""
         if not self._open:
             return
-        self._held.append(module)
-        if len(self._held) > 1:
-            return
-        mine = [p for p in module.parameters() if self.holds(p)]
+        asked = module.parameters()
+        if isinstance(module, nn.TransformerEncoder):  # asks its first layer, if it is evaluated
+            asked = iter(()) if module.training else module.layers[0].parameters()
+        mine: list[nn.Parameter] = [
+            p for p in asked if type(p) is OffloadedWeight and self.holds(p)
+        ]
         if mine:
             self.enter(mine)
-            self._pinned = tuple(dict.fromkeys(self._block_of[p] for p in mine))
-            for parameter in mine:
-                parameter.__class__ = nn.Parameter
+        self._plain.append((module, mine))
+        self._pin()
+        for parameter in mine:
+            parameter.__class__ = nn.Parameter
 
     def _end_plain(self, module: nn.Module) -> None:
-        if not self._held or self._held[-1] is not module:
+        if not self._plain or self._plain[-1][0] is not module:
             return
-        self._held.pop()
-        if self._held:
-            return
-        self._pinned = ()
-        for parameter in module.parameters():
-            if self.holds(parameter):
-                self._offload_again(parameter)
+        _, mine = self._plain.pop()
+        self._pin()
+        for parameter in mine:
+            self._offload_again(parameter)
+
+    def _pin(self) -> None:
+        """Keep the blocks of plain parameters on the device."""
+        self._pinned = tuple(
+            dict.fromkeys(self._block_of[p] for _, held in self._plain for p in held)
+        )
 
     # ---- the end
 

@@ -81,8 +81,23 @@ class GPT(nn.Module):
         return self.head(hidden).mean(1)
 
 
+class Product(torch.autograd.Function):
+    """Two products in one operator of the user's own, which saves both weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        ctx.save_for_backward(x, first, second)
+        return x @ first @ second
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, first, second = ctx.saved_tensors
+        inner = gradient @ second.t()
+        return inner @ first.t(), x.t() @ inner, (x @ first).t() @ gradient
+
+
 class FunctionalTie(nn.Module):
-    """A head that uses the weight of another module, and a weight that is used as views."""
+    """A head that uses the weight of another module, a weight that is used as views, and an operator of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,6 +111,7 @@ class FunctionalTie(nn.Module):
         x = torch.sin(x @ first.t())
         for layer in self.middle:
             x = x + torch.relu(layer(x))
+        x = Product.apply(x, self.middle[0].weight, self.middle[3].weight)
         return F.linear(x @ second, self.embedding.weight)
 
 
@@ -690,6 +706,31 @@ def test_steps_inside_the_backward_are_exact(scratch: Path) -> None:
     models = [build(), build()]
     expected = train(models[0])
     assert_equal(train(models[1]), expected)
+
+
+def test_the_fast_paths_of_transformers_are_the_same(scratch: Path) -> None:
+    """They are taken in evaluation, with nested tensors, unless a weight has torch functions of its own."""
+
+    def make() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, batch_first=True)
+        return nn.TransformerEncoder(layer, 3)
+
+    def loop(model: nn.Module, optimizer: Optimizer) -> list[Any]:
+        found = []
+        padding = torch.arange(8).expand(4, 8) >= torch.tensor([[8], [5], [3], [6]])
+        for x, _ in batches():
+            rows = x.view(4, 8, WIDTH)
+            model.train()
+            model(rows, src_key_padding_mask=padding).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                found.append(model(rows, src_key_padding_mask=padding))
+                assert found[-1][~padding[:, : found[-1].shape[1]]].any()
+        return found
+
+    compare(scratch, loop, make=make, free_bytes=MIB)
 
 
 def test_a_model_enters_again(scratch: Path) -> None:
