@@ -42,6 +42,9 @@ class TensorOwner(Protocol):
     def enter(self, parameters: Iterable[nn.Parameter], *, backward: bool = False) -> None:
         """Put all ``parameters`` on the device; in a ``backward``, while its node runs."""
 
+    def check_unshared(self, parameter: nn.Parameter) -> None:
+        """Raise :class:`ConfigError` if views of a weight on the device exist, which must not get a new value."""
+
     def note_change(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note that code may have changed weights on the device without a new version of the tensors."""
 
@@ -200,6 +203,8 @@ def _call_fetched(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
         return gradients[0] if name == "zero_" else None
     for owner, parameters in weights.items():
         owner.enter(parameters)
+    if func == _DATA.__set__ and type(args[0]) is OffloadedWeight:
+        args[0]._offloaded_by.check_unshared(args[0])
     try:
         values = {id(g): g._offloaded_by.fetch(g) for g in gradients}
         back = {id(value): g for g, value in zip(gradients, values.values())}

@@ -227,6 +227,14 @@ class OffloadedModel:
         parameter = None if block is None else self._offloaded.parameter_of(block, tensor)
         return None if parameter is None else SavedWeight(self, parameter, tensor)
 
+    def check_unshared(self, parameter: nn.Parameter) -> None:
+        """Raise :class:`ConfigError` if views of a weight on the device exist, which must not get a new value."""
+        if self._offloaded.is_referenced(self._block_of[parameter]):
+            raise ConfigError(
+                ".data of an offloaded parameter is assigned while a Python variable holds a view of it, or of another "
+                "one of its block, such as p.data: hold copies (p.data.clone()), or use p.data.copy_()"
+            )
+
     def note_change(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note that code may have changed weights on the device without a new version of the tensors."""
         for block in {self._block_of[p] for p in parameters}:

@@ -219,6 +219,10 @@ class OffloadedParameters:
         self._weight_limit, self._limit_bytes = self._limits()
         return True
 
+    def is_referenced(self, block: int) -> bool:
+        """Whether ``block`` is on the device and other tensors share its memory."""
+        return self._flats[block].is_referenced
+
     def note_change(self, block: int) -> None:
         """Write the weights of ``block``, which are on the device, before their memory is freed: they may be changed
         through an alias."""

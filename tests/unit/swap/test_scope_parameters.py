@@ -906,6 +906,10 @@ def test_memory_that_is_replaced(scratch: Path) -> None:
             weight.data = torch.zeros(4)
         with refused(r"assignment to \.data"):
             model.double()
+        backup = weight.data  # of an average: it must not become the average
+        with refused(r"assigned while a Python variable holds a view.*p\.data\.clone"):
+            weight.data = torch.zeros(WIDTH, WIDTH)
+        assert backup.any()
 
 
 def test_sparse_gradients(scratch: Path) -> None:
