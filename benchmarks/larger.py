@@ -48,10 +48,10 @@ NO_LIMIT, LAYER_ORDER, ROW_ORDER = "no limit", "breadth-first", "1f1b"
 
 def model_of(times: float) -> GPTConfig:
     """Return the GPT whose parameters and states are ``times`` the budget."""
-    hidden = 512
+    hidden = 384
     layer = 12 * hidden * hidden * 4 * STATES
     return GPTConfig(
-        layers=max(1, round(times * BUDGET / layer)), hidden=hidden, heads=8, sequence=16
+        layers=max(1, round(times * BUDGET / layer)), hidden=hidden, heads=6, sequence=16
     )
 
 

@@ -10,8 +10,9 @@ from types import CodeType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import _allowed_determinism_checks_to_fns
 
@@ -85,6 +86,9 @@ def _run_as(code: CodeType, action: str) -> None:
 without_operator_modes = torch._C._DisableTorchDispatch
 """A context that disables all dispatch modes."""
 
+as_plain_tensors = torch._C.DisableTorchFunctionSubclass
+"""A context that disables ``__torch_function__`` of tensor subclasses, but no function modes."""
+
 without_function_modes = torch._C.DisableTorchFunction
 """A context that disables all function modes and ``__torch_function__``."""
 
@@ -102,6 +106,86 @@ negated = torch._neg_view
 
 as_class = Tensor._make_subclass
 """Make a tensor of a subclass without calling the subclass's constructor."""
+
+
+_TENSOR: Any = Tensor
+METADATA: frozenset[Any] = frozenset(
+    [
+        _TENSOR.shape.__get__,
+        _TENSOR.dtype.__get__,
+        _TENSOR.device.__get__,
+        _TENSOR.layout.__get__,
+        _TENSOR.requires_grad.__get__,
+        _TENSOR.is_leaf.__get__,
+        _TENSOR.grad_fn.__get__,
+        _TENSOR.ndim.__get__,
+        _TENSOR.nbytes.__get__,
+        _TENSOR.itemsize.__get__,
+        _TENSOR.is_sparse.__get__,
+        _TENSOR.is_cuda.__get__,
+        _TENSOR.is_cpu.__get__,
+        _TENSOR.is_meta.__get__,
+        _TENSOR.is_quantized.__get__,
+        _TENSOR.is_nested.__get__,
+        _TENSOR.is_mkldnn.__get__,
+        _TENSOR.is_xpu.__get__,
+        _TENSOR.is_sparse_csr.__get__,
+        _TENSOR._version.__get__,
+        _TENSOR.output_nr.__get__,
+        _TENSOR.retains_grad.__get__,
+        _TENSOR._backward_hooks.__get__,
+        _TENSOR._post_accumulate_grad_hooks.__get__,
+        _TENSOR.name.__get__,
+        _TENSOR.size,
+        _TENSOR.dim,
+        _TENSOR.ndimension,
+        _TENSOR.numel,
+        _TENSOR.nelement,
+        _TENSOR.element_size,
+        _TENSOR.get_device,
+        _TENSOR.is_floating_point,
+        _TENSOR.is_complex,
+        _TENSOR.is_signed,
+        _TENSOR.is_inference,
+        _TENSOR.requires_grad_,
+        _TENSOR.register_hook,
+        _TENSOR.register_post_accumulate_grad_hook,
+        _TENSOR.retain_grad,
+        _TENSOR.requires_grad.__set__,
+        _TENSOR._backward_hooks.__set__,
+    ]
+)
+"""Torch functions that use properties of a tensor, but not its values."""
+
+
+def storage_references(storage: torch.UntypedStorage) -> int:
+    """Return the number of tensors that share ``storage``, and one for ``storage`` itself."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether a saved tensor of autograd, an alias or an array shares the memory of ``tensor``."""
+    uses: int = tensor._use_count()  # type: ignore[attr-defined]
+    return uses > 1 or storage_references(tensor.untyped_storage()) > 2
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of ``module`` run code of ``torch.compile``."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    return wrapped or module._compiled_call_impl is not None
+
+
+def count_as_plain(kind: type[Tensor]) -> None:
+    """Make ``torch.nn.utils`` treat lists of ``kind`` like lists of plain tensors."""
+    _foreach_supported_types.append(kind)
+
+
+def current_node() -> int | None:
+    """Return the number of the backward node that runs on this thread; None outside of a backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
 
 
 class NestedSizes:

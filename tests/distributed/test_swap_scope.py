@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import parallax
+from parallax.errors import ConfigError
 from tests.distributed.pool import Pool
 
 MIB = 2**20
@@ -65,3 +67,20 @@ def test_ddp(pool: Pool, scratch: Path) -> None:
             assert all(torch.equal(p, q) for p, q in zip(limited[1], without[1]))
             assert limited[2] > 0
             assert limited[3] > 0
+
+
+def refused(directory: Path) -> str:
+    """The error of a scope that offloads the parameters of a module inside DDP."""
+    model = nn.Linear(128, 128)
+    replica = DistributedDataParallel(model)
+    with (
+        pytest.raises(ConfigError) as caught,
+        parallax.swap(replica.module, directory=directory, parameters=True),
+    ):
+        pass
+    return str(caught.value)
+
+
+def test_ddp_with_offloaded_parameters_is_refused(pool: Pool, scratch: Path) -> None:
+    for message in pool.run(refused, 2, scratch):
+        assert "parameters=True: a process group of 2 ranks sums gradients" in message

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import parallax
 from parallax.machine.accelerators import accelerator_named
 from parallax.machine.device import copies_for
 from parallax.machine.pinned import PINNING_REMEDY
@@ -16,6 +19,7 @@ from parallax.swap.activations.hooks import offloading
 from parallax.swap.activations.manager import SwapManager
 from parallax.swap.activations.policy import Policy
 from parallax.swap.config import SwapConfig
+from tests.unit.swap_fakes import assert_equal
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,3 +78,34 @@ def test_late_copies_change_no_gradient(tier: str, eager: bool, scratch: Path) -
     assert found.high_water <= 3 * MIB
     assert found.pinned_waste_bytes < 4096
     manager.close()
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_offloaded_parameters_change_nothing(tier: str, scratch: Path) -> None:
+    """Losses, weights, gradients and states of a loop that clips its gradients."""
+
+    def train(limited: bool) -> list[Any]:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 512)) for _ in range(8)]
+        model = nn.Sequential(*layers).cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scope = parallax.swap(
+            model, "8MiB", optimizer=optimizer, tier=tier, directory=scratch, parameters=True
+        )
+        found = []
+        with scope if limited else contextlib.nullcontext():
+            for _ in range(5):
+                optimizer.zero_grad()
+                loss = model(torch.randn(64, 512, device="cuda")).square().mean()
+                loss.backward()
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                found += [loss.item(), norm.item()]
+        return [
+            found,
+            *model.parameters(),
+            *(p.grad for p in model.parameters()),
+            optimizer.state_dict(),
+        ]
+
+    assert_equal(train(True), train(False))

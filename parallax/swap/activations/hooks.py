@@ -34,7 +34,7 @@ class _KeptTensor:
     def unpack(self) -> Tensor:
         relieve_memory(LOOK_BYTES)  # the bytes that its operator needs are unknown
         if self.tensor._version != self.version:
-            raise _changed(self.tensor, self.version, self.tensor)
+            raise changed_in_place(self.tensor, self.version, self.tensor)
         return self.tensor
 
 
@@ -63,7 +63,7 @@ class _MovedTensor:
         if counter._version != self._version:
             size = (self._layout or record.layout or (0, counter.size()))[1]
             saved = torch.empty(size, dtype=counter.dtype, device="meta")
-            raise _changed(counter, self._version, saved)
+            raise changed_in_place(counter, self._version, saved)
         storage = self._manager.load(self._entry)
         if self._leaf is not None:
             leaf = self._leaf()
@@ -124,7 +124,7 @@ def _unpack(packed: _KeptTensor | _MovedTensor) -> Tensor:
     return packed.unpack()
 
 
-def _changed(counter: Tensor, expected: int, saved: Tensor) -> RuntimeError:
+def changed_in_place(counter: Tensor, expected: int, saved: Tensor) -> RuntimeError:
     """Return the error that torch raises, without hooks, for a saved tensor that was changed in place."""
     shape = "" if saved.is_nested else f" {list(saved.shape)}"
     return RuntimeError(

@@ -103,6 +103,11 @@ def flag(key: str, value: Any) -> bool:
     return value
 
 
+def flag_or_auto(key: str, value: Any, auto: bool) -> bool:
+    """Return ``value``; ``auto`` for auto."""
+    return auto if isinstance(value, str) and value == AUTO else flag(key, value)
+
+
 def folder(value: Any) -> Path:
     """Return the path of a folder."""
     name = os.fspath(value) if isinstance(value, str | os.PathLike) else None

@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from parallax.common.units import format_bytes
 from parallax.machine.host import MemoryBound, available_memory
 from parallax.model.saved import address
+from parallax.swap.lms.offloaded_tensors import OffloadedWeight
+from parallax.swap.lms.weights import OffloadedModel
 from parallax.swap.lms.wrapped import local_bytes, parts
 
 # bytes beyond a limit that cause no warning: libraries (4 MiB measured), Python objects
@@ -27,28 +29,38 @@ class Share:
     limit: int
     weights: int
     gradients: int
+    visiting: int  # offloaded parameters and their gradients while they are on the device
 
     @property
     def movable_bytes(self) -> int:
         """Bytes for activations and states."""
-        return self.limit - self.weights - self.gradients
+        return self.limit - self.weights - self.gradients - self.visiting
 
     def __str__(self) -> str:
         parts = f"parameters and buffers {format_bytes(self.weights)}, gradients {format_bytes(self.gradients)}"
+        if self.visiting:
+            parts += f", offloaded parameters and gradients while on the device {format_bytes(self.visiting)}"
         return f"limit {format_bytes(self.limit)} = {parts}, activations and states {format_bytes(self.movable_bytes)}"
 
 
-def divide(
+def limit_or_auto(
     model: nn.Module, optimizers: Sequence[Optimizer], limit: int | None, device: torch.device
+) -> int:
+    """Return ``limit``; for None the bytes that the model holds on ``device`` plus the free bytes."""
+    if limit is not None:
+        return limit
+    return _made_bytes(held_tensors(model, optimizers), optimizers) + _free_bytes(device)
+
+
+def divide(
+    model: nn.Module, optimizers: Sequence[Optimizer], limit: int, offloaded: OffloadedModel | None
 ) -> Share:
-    """Return the shares of parameters and gradients in ``limit`` bytes of ``device``. A limit of None is the bytes that
-    the model holds there plus the free bytes."""
+    """Return the shares of parameters and gradients in ``limit`` bytes, of which those ``offloaded`` need only a part
+    at a time."""
     tensors = held_tensors(model, optimizers)
     trained = [t for t in tensors if t.requires_grad]
     weights, gradients = _storage_bytes(tensors), sum(local_bytes(t) for t in trained)
-    if limit is None:
-        limit = _made_bytes(tensors, optimizers) + _free_bytes(device)
-    return Share(limit, weights, gradients)
+    return Share(limit, weights, gradients, 0 if offloaded is None else offloaded.limit_bytes)
 
 
 class ProcessMemory:
@@ -97,12 +109,17 @@ def observe_process(
 
 
 def held_tensors(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """Return parameters, buffers, and other tensors that the optimizers train; each once."""
+    """Return parameters, buffers, and other tensors that the optimizers train; each once, without those offloaded."""
     found = [*model.parameters(), *model.buffers()]
     found += [
         p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
     ]
-    return list({id(tensor): tensor for tensor in found}.values())
+    return list({id(t): t for t in found if type(t) is not OffloadedWeight}.values())
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Bytes of the model's parameters."""
+    return sum(local_bytes(p) for p in model.parameters())
 
 
 def _state_tensors(optimizer: Optimizer) -> list[Tensor]:

@@ -15,7 +15,8 @@ from torch import Tensor, optim
 from torch.nn import Parameter
 
 from parallax.errors import SwapError
-from parallax.swap.lms.wrapped import parts, take_apart, wraps
+from parallax.swap.lms.offloaded_tensors import OffloadedWeight
+from parallax.swap.lms.wrapped import address_of, parts, take_apart, wraps
 from parallax.swap.stores.store import Store
 
 SMALLEST = 4096  # bytes; slots of a store are multiples of it
@@ -26,7 +27,7 @@ def movable(parameter: Tensor, state: dict[Any, Any]) -> list[Any]:
     held: set[int] = set()
     for tensor in (parameter, parameter.grad):
         if tensor is not None and _dense(tensor):
-            held |= {part.untyped_storage().data_ptr() for part in parts(tensor)}
+            held |= {address_of(part) for part in parts(tensor)}
     return [
         key
         for key, value in _tensors(state)
@@ -73,7 +74,7 @@ def others_bytes(optimizer: optim.Optimizer) -> list[int]:
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:
     found = [part for tensor in tensors for part in parts(tensor)]
-    return {part.untyped_storage().data_ptr() for part in found if _dense(part)}
+    return {address_of(part) for part in found if _dense(part)}
 
 
 def _sizes_in(value: Any, own: set[int]) -> list[int]:
@@ -421,7 +422,7 @@ def _large(part: Tensor) -> bool:
 
 
 def _known(parameter: Tensor) -> bool:
-    return type(parameter) in (Tensor, Parameter) or wraps(parameter)
+    return type(parameter) in (Tensor, Parameter, OffloadedWeight) or wraps(parameter)
 
 
 def _dense(tensor: Tensor) -> bool:
@@ -429,7 +430,7 @@ def _dense(tensor: Tensor) -> bool:
 
 
 def _unshared(tensor: Tensor, held: set[int]) -> bool:
-    addresses = [part.untyped_storage().data_ptr() for part in parts(tensor)]
+    addresses = [address_of(part) for part in parts(tensor)]
     new = held.isdisjoint(addresses)
     held.update(addresses)
     return new

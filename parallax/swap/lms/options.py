@@ -45,6 +45,7 @@ class Options:
     threads: int
     minimum_bytes: int
     piece_bytes: int
+    parameters: bool
     verify: bool
 
     def __post_init__(self) -> None:
@@ -58,13 +59,14 @@ class Options:
         """Raise :class:`SwapError` if the tier could not be opened later, in the middle of a step."""
         check_tier_opens(self.tier, self.directory, SCOPE)
 
-    def open_store(self, limit: int) -> Store:
-        """Open the offload tier of ``device``, whose limit is ``limit``."""
+    def open_store(self, limit: int, parameter_bytes: int = 0) -> Store:
+        """Open the offload tier of ``device``, whose limit is ``limit``; it also holds ``parameter_bytes`` of weights
+        with their gradients and states."""
         delay = Delays() if self.verify else no_delay
         return open_store(
             StoreRequest(
                 tier=self.tier,
-                capacity=self.tier_bytes or self._usual_bytes(limit),
+                capacity=self.tier_bytes or self._usual_bytes(limit + parameter_bytes),
                 copies=copies_for(self.device, delay, SCOPE.pinning),
                 directory=self.directory,
                 threads=self.threads,

@@ -10,12 +10,15 @@ first:
     limit = parameters and buffers + gradients + movable bytes
                                                  └─ saved activations, and optimizer states while they fit beside them
 
-Nothing is offloaded while everything fits. The limit covers the memory of the model and of autograd. Temporary
-memory of a running operator, and results that Python variables hold, come on top."""
+With ``parameters=True`` most weights and gradients are offloaded as well (:mod:`parallax.swap.lms.weights`), and the
+limit counts only those on the device at one time. Nothing else is offloaded while everything fits. The limit covers
+the memory of the model and of autograd. Temporary memory of a running operator, and results that Python variables
+hold, come on top."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 import weakref
@@ -30,7 +33,7 @@ from torch.optim import Optimizer
 from parallax.common.signals import uninterrupted
 from parallax.common.units import format_bytes, format_seconds
 from parallax.errors import BudgetExceeded, ConfigError, SwapError
-from parallax.machine.host import relieve_memory
+from parallax.machine.host import relieve_memory, trim_freed_memory
 from parallax.model.private import in_backward, uncompiled
 from parallax.model.saved import ELSEWHERE, SMALL, Selector
 from parallax.swap.activations.hooks import offloading
@@ -44,10 +47,13 @@ from parallax.swap.lms.limit import (
     divide,
     held_tensors,
     is_plain,
+    limit_or_auto,
     observe_process,
+    parameter_bytes,
 )
 from parallax.swap.lms.options import LazyStore, Options, device_of, tier_for, usual_folder
 from parallax.swap.lms.states import PIECE_BYTES, OptimizerStates
+from parallax.swap.lms.weights import OffloadedModel
 from parallax.swap.lms.wrapped import parts
 from parallax.swap.statistics import SwapStatistics
 from parallax.swap.stores.store import Store
@@ -65,13 +71,14 @@ def swap(
     tier_bytes: int | str = AUTO,
     threads: int = 2,
     minimum_bytes: int | str = AUTO,
-    eager: bool = False,
+    eager: bool | str = AUTO,
     n_tensors: int | None = None,
     swapout_threshold: int = 0,
     swapin_ahead: int | None = None,
     lb: int | None = None,
     swapin_groupby: int = 1,
     piece_bytes: int | str = PIECE_BYTES,
+    parameters: bool = False,
     verify: bool = False,
 ) -> Swapping:
     """Return the context in which a training loop keeps to ``limit`` bytes of device memory.
@@ -80,14 +87,15 @@ def swap(
     together: a number, ``"8GiB"``, or auto: the bytes free now, less a margin. ``model``: the module whose
     parameters and buffers stay on the device; several models in one ``nn.ModuleList``. ``optimizer``: one or
     several, whose states are offloaded if the limit requires it; states of other optimizers are not counted.
+    ``parameters``: offload the model's weights and gradients too, and fetch them block by block.
 
     ``tier``: host (pinned memory; CUDA only), disk, or auto. ``directory``: a folder of its own for the disk tier.
     ``tier_bytes``: capacity of the tier. ``minimum_bytes``: smaller tensors are never offloaded (auto: 64 KiB, or
     1 MiB on an accelerator). ``piece_bytes``: bytes of optimizer states to load at one time. ``threads`` and
     ``verify`` are those of :class:`~parallax.swap.config.SwapConfig`; ``eager``, ``n_tensors``,
     ``swapout_threshold``, ``swapin_ahead`` (also ``lb``) and ``swapin_groupby`` those of
-    :class:`~parallax.swap.activations.policy.Policy`. With ``n_tensors``, that many tensors are offloaded as soon
-    as they are saved, even if all would fit.
+    :class:`~parallax.swap.activations.policy.Policy`. ``eager=auto``: tensors are offloaded as soon as they are
+    saved if one of the last five is set by hand, otherwise only when memory is short.
 
     Raises :class:`ConfigError` for invalid arguments, and :class:`BudgetExceeded` if memory that cannot be
     offloaded exceeds the limit: on entry, or when one operator needs more than the movable bytes."""
@@ -104,25 +112,28 @@ def swap(
         threads=arguments.whole("threads", threads, least=1),
         minimum_bytes=arguments.smallest(minimum_bytes, device),
         piece_bytes=arguments.size("piece_bytes", piece_bytes),
+        parameters=arguments.flag("parameters", parameters),
         verify=arguments.flag("verify", verify),
     )
     return Swapping(model, optimizers, options)
 
 
 def _policy(
-    eager: bool,
+    eager: bool | str,
     n_tensors: int | None,
     swapout_threshold: int,
     swapin_ahead: int | None,
     swapin_groupby: int,
 ) -> Policy:
-    return Policy(
-        eager=arguments.flag("eager", eager) or bool(n_tensors),
+    by_hand = Policy(
+        eager=False,
         n_tensors=arguments.whole_or_none("n_tensors", n_tensors),
         swapout_threshold=arguments.whole("swapout_threshold", swapout_threshold),
         swapin_ahead=swapin_ahead,
         swapin_groupby=arguments.whole("swapin_groupby", swapin_groupby, least=1),
     )
+    eager = arguments.flag_or_auto("eager", eager, by_hand.preferences() is not None)
+    return dataclasses.replace(by_hand, eager=eager)
 
 
 def _ahead(swapin_ahead: int | None, lb: int | None) -> int | None:
@@ -148,6 +159,7 @@ class Swapping:
         self._total = SwapStatistics()
         self._manager: Callable[[], SwapManager | None] = lambda: None
         self._states: list[OptimizerStates] = []
+        self._offloaded: OffloadedModel | None = None
         self._exit = contextlib.ExitStack()
         self._thread = threading.get_ident()
 
@@ -167,9 +179,15 @@ class Swapping:
             options = self._options
             _OPEN_SCOPES.add(self)
             stack.callback(_OPEN_SCOPES.discard, self)
-            self._share = share = divide(
-                self._model, self._optimizers, options.limit, options.device
-            )
+            limit = limit_or_auto(self._model, self._optimizers, options.limit, options.device)
+            total = parameter_bytes(self._model) if options.parameters else 0
+            store = LazyStore(options.tier.name, lambda: options.open_store(limit, total))
+            options.check_tier()
+            managers: list[SwapManager] = []
+            # after the parameters were read from the store
+            stack.callback(lambda: managers.clear() if managers else store.close())
+            self._offloaded = self._offload(stack, store, limit)
+            self._share = share = divide(self._model, self._optimizers, limit, self._offloaded)
             self._known = [*self._model.parameters()]
             self._trained = self._find_trained()
             if share.movable_bytes < max(1, options.minimum_bytes):
@@ -177,23 +195,17 @@ class Swapping:
                     f"{share}: memory that cannot be offloaded leaves too little; raise limit, or train fewer "
                     "parameters"
                 )
-            options.check_tier()
-            store = LazyStore(options.tier.name, lambda: options.open_store(share.limit))
             manager = SwapManager(
                 store, limit_bytes=share.movable_bytes, policy=options.policy, verify=options.verify
             )
             # A graph that outlives the scope holds the manager, so its backward works. The store is closed with the
             # last such graph, or with the interpreter.
             weakref.finalize(manager, _close_store, store)
-            self._total, self._states = SwapStatistics(), []
+            managers.append(manager)
+            self._total = SwapStatistics()
             self._manager = lambda: manager
             stack.callback(setattr, self, "_manager", weakref.ref(manager))
-            for optimizer in self._optimizers:
-                budget = _Budget(self, len(self._states))
-                self._states.append(
-                    OptimizerStates(optimizer, store, budget, piece_bytes=options.piece_bytes)
-                )
-                stack.callback(self._states[-1].close)
+            self._hold_states(stack, store)
             held = [
                 p
                 for scope in _OPEN_SCOPES
@@ -202,13 +214,57 @@ class Swapping:
             ]
             selector = Selector(held, options.minimum_bytes)
             recount = _Recount(self)
-            stack.enter_context(_saving(manager, selector, share, self._states, recount))
+            hooks = _saving(manager, selector, share, self._states, recount)
+            if self._offloaded is not None:
+                hooks = self._offloaded.saving(hooks)
+            stack.enter_context(hooks)
             self._observed = observe_process(
                 self._model, self._optimizers, share.limit, options.device
             )
             if self._observed is not None:
                 stack.callback(self._observed.close)
             self._exit = stack.pop_all()
+
+    def _hold_states(self, stack: contextlib.ExitStack, store: Store) -> None:
+        """Move the states of all optimizers until the end of ``stack``."""
+        self._states = []
+        for optimizer in self._optimizers:
+            states = OptimizerStates(
+                optimizer,
+                store,
+                _Budget(self, len(self._states)),
+                piece_bytes=self._options.piece_bytes,
+                offloaded=self._offloaded,
+            )
+            self._states.append(states)
+            stack.callback(states.close)
+
+    def _offload(
+        self, stack: contextlib.ExitStack, store: Store, limit: int
+    ) -> OffloadedModel | None:
+        """Offload the model's parameters until the end of ``stack``, if the scope does so."""
+        if not self._options.parameters:
+            return None
+        scope = weakref.ref(self)
+
+        def grown() -> None:
+            found = scope()
+            if found is not None and found.open:
+                found.recount(grown=True)
+
+        offloaded = OffloadedModel(
+            self._model,
+            self._optimizers,
+            store,
+            grown,
+            limit=limit,
+            minimum_bytes=self._options.minimum_bytes,
+            verify=self._options.verify,
+        )
+        stack.callback(offloaded.restore)
+        if self._options.device.type == "cpu":
+            trim_freed_memory()
+        return offloaded
 
     def __exit__(
         self,
@@ -273,6 +329,8 @@ class Swapping:
         )
         if self._observed is not None:
             lines.append(self._observed.report())
+        if self._offloaded is not None:
+            lines.append(self._offloaded.report())
         lines += [states.report() for states in self._states]
         reasons = sorted(found.decisions.items(), key=lambda item: -item[1][1])
         for reason, (tensors, size) in reasons:
@@ -310,19 +368,29 @@ class Swapping:
         self._add_statistics()
         return None if self._total.bytes_out else self._total.high_water
 
-    def recount(self) -> None:
-        """Count the gradients of layers that were frozen, unfrozen or added, before the next backward makes them."""
+    def recount(self, *, grown: bool = False) -> None:
+        """Count the gradients of layers that were frozen, unfrozen or added, before the next backward makes them, and
+        offloaded parameters if an operator needs more of them at one time (``grown``)."""
         share, manager, before = self._share, self._manager(), self._trained
         assert share is not None
         self._trained = self._find_trained()
-        if self._trained == before or manager is None:
+        if (self._trained == before and not grown) or manager is None:
             return
-        found = divide(self._model, self._optimizers, share.limit, self._options.device)
-        share.weights, share.gradients = found.weights, found.gradients
+        found = divide(self._model, self._optimizers, share.limit, self._offloaded)
+        share.weights, share.gradients, share.visiting = (
+            found.weights,
+            found.gradients,
+            found.visiting,
+        )
         if share.movable_bytes < max(1, self._options.minimum_bytes):
+            since = (
+                "for an operator that uses several parameters"
+                if grown
+                else "since layers were unfrozen or added"
+            )
             raise BudgetExceeded(
-                f"{share}: memory that cannot be offloaded leaves too little since layers were unfrozen or added; "
-                "raise limit, or train fewer parameters"
+                f"{share}: memory that cannot be offloaded leaves too little {since}; raise limit, or train fewer "
+                "parameters"
             )
         manager.limit_bytes = share.movable_bytes
 

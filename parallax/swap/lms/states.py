@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from parallax.common.signals import uninterrupted
 from parallax.common.units import format_bytes, format_seconds
-from parallax.errors import BudgetExceeded, ParallaxError, SwapError
+from parallax.errors import BudgetExceeded, ConfigError, ParallaxError, SwapError
 from parallax.model.private import keep_plain
 from parallax.swap.lms.divisible import closure_of, is_divisible
 from parallax.swap.lms.offloaded_states import (
@@ -46,6 +46,7 @@ from parallax.swap.lms.offloaded_states import (
     sizes_of,
     yet_to_be_made,
 )
+from parallax.swap.lms.weights import OffloadedModel
 from parallax.swap.lms.wrapped import local_bytes
 from parallax.swap.optimizer.chunked_step import (
     Arguments,
@@ -90,8 +91,10 @@ class OptimizerStates:
         budget: StateBudget,
         *,
         piece_bytes: int = PIECE_BYTES,
+        offloaded: OffloadedModel | None = None,
     ) -> None:
         check_per_parameter(optimizer)
+        self._weights = offloaded
         self._optimizer, self._store, self._budget, self._piece_bytes = (
             optimizer,
             store,
@@ -236,7 +239,11 @@ class OptimizerStates:
         self._spare = self._budget.bytes_between_steps()
         pieces = self._pieces()
         expected = sum(self._size(*each) for piece in pieces for each in piece)
-        in_pieces = bool(self._offloaded) or (len(pieces) > 1 and expected > self._spare)
+        in_pieces = (
+            bool(self._offloaded)
+            or (len(pieces) > 1 and expected > self._spare)
+            or any(self._block_of(p) is not None for piece in pieces for _, p in piece)
+        )
         if in_pieces and not self._divisible(args, kwargs):
             return self._load_all(args, kwargs)
         self._check_fits(pieces)
@@ -254,8 +261,22 @@ class OptimizerStates:
         self.whole = not is_divisible(self._optimizer, (args, kwargs))
         return not self.whole
 
+    def _block_of(self, parameter: Tensor) -> int | None:
+        """Return the block of offloaded weights that a parameter belongs to; None: it is resident."""
+        return None if self._weights is None else self._weights.block_of(parameter)
+
     def _load_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Load all states; the optimizer steps itself and runs its closure."""
+        kind = type(self._optimizer).__name__
+        if any(
+            self._block_of(p) is not None
+            for group in self._optimizer.param_groups
+            for p in group["params"]
+        ):
+            raise ConfigError(
+                f"optimizer={kind}: its step in pieces has another result, so its parameters cannot visit the device "
+                "in pieces: set parameters=False, or use another such as AdamW"
+            )
         self.count()
         self._spare = self._budget.bytes_between_steps()
         groups = enumerate(self._optimizer.param_groups)
@@ -271,6 +292,8 @@ class OptimizerStates:
         step, self._current = self._current, None
         if step is not None:
             step.finish()
+        if self._weights is not None:
+            self._weights.end_step()
         self._half_done = False
         self._stepped |= {
             p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
@@ -290,6 +313,8 @@ class OptimizerStates:
         return found
 
     def _loaded(self, optimizer: Optimizer) -> None:  # noqa: ARG002
+        if self._weights is not None:
+            self._weights.return_lent()
         self._half_done = False
         self.count()
         self._offload_excess()
@@ -297,18 +322,21 @@ class OptimizerStates:
     # ---- one step
 
     def _pieces(self) -> list[Piece]:
-        """Return parameters with a gradient, in order, in runs whose states fit beside those being read and written."""
+        """Return parameters with a gradient, in order, in runs whose states fit beside those being read and written,
+        and whose offloaded weights are of one block."""
         most = min(self._piece_bytes, self._budget.bytes_now() // 3)
         pieces: list[Piece] = []
-        size = most + 1
+        size, block = most + 1, None
         for index, group in enumerate(self._optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 size += self._size(index, parameter)
-                if size > most:
+                own = self._block_of(parameter)
+                if size > most or (own is not None and block not in (None, own)):
                     pieces.append([])
-                    size = self._size(index, parameter)
+                    size, block = self._size(index, parameter), None
+                block = block if own is None else own
                 pieces[-1].append((index, parameter))
         return pieces
 
@@ -357,6 +385,8 @@ class OptimizerStates:
             stand_in = step.stand_in(piece)
             self._half_done = True
             raw_step(self._optimizer)(stand_in, *args[1:], **kwargs)
+            if self._weights is not None:
+                self._weights.return_lent()
             kept = self._keep_or_offload(piece, kept)
         self._load(pieces[-1])
         return step.stand_in(pieces[-1])
@@ -382,6 +412,10 @@ class OptimizerStates:
                 self._free_bytes_for(self._size(index, parameter), parameters, strict=False)
         # On entry, and with unknown optimizers, states may exceed the budget.
         self._free_bytes_for(0, parameters, strict=False)
+        if self._weights is not None:
+            # a fused step divides gradients by the loss scale
+            scaled = getattr(self._optimizer, "grad_scale", None) is not None
+            self._weights.lend((p for _, p in piece), gradients_change=scaled)
 
     def _prefetch(self, piece: Piece) -> None:
         for _, parameter in piece:

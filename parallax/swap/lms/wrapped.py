@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from parallax.model.private import as_plain_tensors
+
 # types of nearly all tensors, which need no check for a wrapper
 _PLAIN = frozenset((Tensor, Parameter))
 Rebuild = Callable[[Iterator[Tensor]], Tensor]
@@ -18,6 +20,12 @@ Rebuild = Callable[[Iterator[Tensor]], Tensor]
 def parts(tensor: Tensor) -> list[Tensor]:
     """Return the tensors that hold its memory on this rank: itself, or its inner tensors."""
     return take_apart(tensor)[0]
+
+
+def address_of(part: Tensor) -> int:
+    """Return the address of a plain tensor's memory."""
+    with as_plain_tensors():
+        return part.untyped_storage().data_ptr()
 
 
 def local_bytes(tensor: Tensor) -> int:

@@ -27,6 +27,7 @@ from torch.utils.dlpack import from_dlpack
 
 from parallax.errors import SwapError
 from parallax.machine.host import relieve_memory
+from parallax.model.private import storage_references
 from parallax.swap.parameters.chunks import Chunk, ChunkStore, Gradient, has_ended, span
 from parallax.swap.stores.slots import StoreSlot
 from parallax.swap.stores.store import Pending
@@ -59,6 +60,7 @@ class FlatParameter:
     ) -> None:
         self.tier = tier
         self.stale = False
+        self.changed = False  # perhaps, through an alias that has a version counter of its own
         self._given = tuple(parameters)
         # makes runs long
         ordered = sorted(parameters, key=lambda p: (p.requires_grad, str(p.dtype)))
@@ -74,6 +76,7 @@ class FlatParameter:
         self._places = [self._place(parameter) for parameter in ordered]
         self._state, self._versions = _State.RESIDENT, -1
         self._reads: list[Pending] = []
+        self._targets: list[Tensor] = []  # of the reads under way
         self._unused: list[StoreSlot] = []
         for place in self._places:
             place.resident.copy_(place.parameter.detach())
@@ -89,6 +92,12 @@ class FlatParameter:
     def is_offloaded(self) -> bool:
         """Whether no byte is on the device."""
         return self._state is _State.OFFLOADED
+
+    @property
+    def is_referenced(self) -> bool:
+        """Whether other tensors share the memory of the parameters on the device."""
+        own = 1 + 2 * len(self._places)  # the storage, the parameters, and their views of it
+        return self._state is _State.RESIDENT and storage_references(self.storage) > own
 
     @property
     def updating(self) -> bool:
@@ -118,7 +127,8 @@ class FlatParameter:
         self._free_unused()
         self.stale, self._state = False, _State.READING
         try:
-            for chunk, data in zip(self.chunks, self._chunk_bytes()):
+            self._targets = self._chunk_bytes()
+            for chunk, data in zip(self.chunks, self._targets):
                 self._reads.append(chunk.fetch(data))
         except BaseException:
             self.release()
@@ -130,11 +140,12 @@ class FlatParameter:
             return
         for pending in self._reads:
             pending.wait()
-        for chunk, data in zip(self.chunks, self._chunk_bytes()):
+        for chunk, data in zip(self.chunks, self._targets):
             chunk.check(data)
+        self._targets = []
         for place in self._places:
             place.parameter.data = place.resident
-        self._state, self._versions = _State.RESIDENT, self._version()
+        self._state, self._versions, self.changed = _State.RESIDENT, self._version(), False
 
     def release(self) -> None:
         """Free the bytes on the device; write them first if they were changed in place."""
@@ -144,9 +155,8 @@ class FlatParameter:
                     if not pending.cancel():
                         pending.wait()
             self._reads.clear()
-        elif (
-            self._state is _State.RESIDENT and not self.stale and self._versions != self._version()
-        ):
+            self._targets = []
+        elif self._is_changed():
             self._write_back()
         if self.size and not self.storage.resizable():
             raise SwapError(
@@ -160,7 +170,7 @@ class FlatParameter:
 
     def read_full(self) -> list[Tensor]:
         """Return host copies of the parameters, in the order given."""
-        if self._state is _State.RESIDENT and not self.stale and self._versions != self._version():
+        if self._is_changed():
             self._write_back()
         found: dict[nn.Parameter, Tensor] = {}
         for chunk in self.chunks:
@@ -227,13 +237,39 @@ class FlatParameter:
                 self.tier.free(slot)
             self._unused.clear()
 
+    def renew_storage(self) -> None:
+        """Use another storage from now on if this one cannot be resized any more; call it while nothing else references
+        the memory."""
+        if self.size and not self.storage.resizable():
+            self._write_back()
+            self.storage = torch.empty(
+                self.size, dtype=torch.uint8, device=self.storage.device
+            ).untyped_storage()
+            self._places = [self._place(place.parameter) for place in self._places]
+            self.stale = True  # the new bytes are not set
+
+    def parameter_at(self, offset: int) -> nn.Parameter | None:
+        """Return the parameter whose bytes include byte ``offset`` of the storage."""
+        for place in self._places:
+            start = place.resident.storage_offset() * place.resident.element_size()
+            if start <= offset < start + place.resident.nbytes:
+                return place.parameter
+        return None
+
+    def _is_changed(self) -> bool:
+        """Whether the weights on the device were changed in place since they were read."""
+        changed = self.changed or self._versions != self._version()
+        return self._state is _State.RESIDENT and not self.stale and changed
+
     def _write_back(self) -> None:
-        for chunk, data in zip(self.chunks, self._chunk_bytes()):
-            slot, pending = self.tier.write(data)
+        parts = self._chunk_bytes()  # kept until the writes end
+        writes = [self.tier.write(data) for data in parts]
+        for chunk, (slot, pending) in zip(self.chunks, writes):
             pending.wait()
             chunk.drop_master()
             chunk.put(slot, pending)
-        self.stale, self._versions = False, self._version()
+        self.stale = self.changed = False
+        self._versions = self._version()
 
     def _version(self) -> int:
         return sum(place.parameter._version for place in self._places)
@@ -281,10 +317,15 @@ def lay_out(blocks: Iterable[Iterable[nn.Parameter]], make: _Make) -> list[FlatP
 
     These parameters stay on the device: parameters of several blocks, parameters that share memory with other
     tensors, and parameters that are not plain contiguous memory. A shared parameter is recognised at its second
-    block, and restored to the device then."""
+    block, and restored to the device then. If a block cannot be offloaded, all are restored."""
     laid = _Layout(make)
-    for parameters in blocks:
-        laid.add(list(dict.fromkeys(parameters)))
+    try:
+        for parameters in blocks:
+            laid.add(list(dict.fromkeys(parameters)))
+    except BaseException:
+        for flat in laid.flats:
+            flat.restore()
+        raise
     return laid.flats
 
 

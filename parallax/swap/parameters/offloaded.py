@@ -36,6 +36,7 @@ from torch.utils.hooks import RemovableHandle
 from parallax.errors import SwapError, check_positive
 from parallax.machine.host import relieve_memory
 from parallax.model.block import tensors_in
+from parallax.model.private import as_plain_tensors
 from parallax.plan.plan import STATE_BUCKET_BYTES
 from parallax.swap.parameters.chunks import Chunk, ChunkStore, Gradient, GradientWrite, has_ended
 from parallax.swap.parameters.flat import FlatParameter, lay_out
@@ -81,7 +82,8 @@ class OffloadedParameters:
     Parameters that several blocks use, that share memory with others, or that are not contiguous stay on the
     device with their gradients (:meth:`is_offloaded` is False). Offloaded parameters may be read or changed in
     place only while their block is :meth:`enter`-ed. An optimizer steps them through :attr:`chunks`, of at most
-    ``chunk_bytes`` each; without ``split``, no chunk has only a part of a parameter."""
+    ``chunk_bytes`` each; without ``split``, no chunk has only a part of a parameter. With ``keep_referenced``, a
+    block stays on the device while other tensors share its memory, beyond the limit if necessary."""
 
     def __init__(
         self,
@@ -91,20 +93,22 @@ class OffloadedParameters:
         window: int = 2,
         chunk_bytes: int = STATE_BUCKET_BYTES,
         split: bool = True,
+        keep_referenced: bool = False,
         verify: bool = False,
     ) -> None:
         check_positive("window", window)
+        self._keep_referenced = keep_referenced
         self._tier, self.lock = (tier := ChunkStore(store, verify=verify)), tier.lock
         self._window = window
         self._flats = lay_out(
             blocks, lambda parameters: FlatParameter(parameters, tier, chunk_bytes, split=split)
         )
-        self._storages = {id(flat.storage) for flat in self._flats}
+        self._index_storages()
         self._flat_of = {parameter: flat for flat in self._flats for parameter in flat.parameters}
         self._hooks: list[RemovableHandle] = []
         self._watched: set[nn.Parameter] = set()
         self._visits = PrefetchOrder()
-        self._current: FlatParameter | None = None
+        self._in_use: tuple[FlatParameter, ...] = ()
         # gradients that the running block's backward has still to make, or that are fetched
         self._reserved = 0
         self._fetched: set[nn.Parameter] = set()
@@ -112,9 +116,11 @@ class OffloadedParameters:
         self._held: set[nn.Parameter] = set()  # parameters whose gradients include the stored ones
         self._pending: deque[_PendingGradient] = deque()
         self.sink: GradientSink | None = None
+        self.kept_gradients: set[nn.Parameter] = set()  # these stay in ``grad``
         self._statistics = ParameterStatistics()
         self._counted = (0, 0)
         self._closed = False
+        self._least = 0, 0  # the limits, at least
         self._weight_limit, self._limit_bytes, self._write_limit = self._limits()
 
     @property
@@ -151,7 +157,15 @@ class OffloadedParameters:
 
     def holds_memory_of(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is an offloaded parameter or a view of one."""
-        return id(tensor.untyped_storage()) in self._storages
+        return self.block_of_memory(tensor) is not None
+
+    def block_of_memory(self, tensor: Tensor) -> int | None:
+        """Return the block whose memory ``tensor`` shares."""
+        return self._blocks_by_storage.get(id(tensor.untyped_storage()))
+
+    def parameter_of(self, block: int, view: Tensor) -> nn.Parameter | None:
+        """Return the parameter of ``block`` that ``view`` is a view of."""
+        return self._flats[block].parameter_at(int(view.storage_offset()) * view.element_size())
 
     def attach(self, block: int, module: nn.Module) -> None:
         """Make ``module`` enter ``block`` before each forward, recomputed or not, and before the backward of its
@@ -172,33 +186,63 @@ class OffloadedParameters:
             if node is not None:
                 node.register_prehook(lambda _: self._enter_backward(block))
 
-    def enter(self, block: int, *, backward: bool = False) -> None:
-        """Return when the device's current stream may use the weights of ``block``, and begin to read the next block.
-        In a ``backward``, memory for the block's gradients is reserved."""
+    def enter(self, *blocks: int, backward: bool = False) -> None:
+        """Return when the device's current stream may use the weights of ``blocks``, and begin to read the next block.
+        In a ``backward``, memory for the gradients of the last one is reserved."""
         returns = backward or torch.is_grad_enabled()
         with self.lock, torch.no_grad():
             self._check_open()
-            flat = self._current = self._flats[block]
-            moved = self._visits.visit(block, returns=returns)
-            if backward or moved:
-                self._reserved = flat.gradient_bytes if backward else 0
-            self._watch(flat)
-            start = time.perf_counter()
-            self._collect_written()
-            try:
-                if flat.stale:
-                    flat.release()
-                if flat.is_offloaded:
-                    self._free_bytes_for(flat.size, weights=flat.size)
-                    flat.start_read()
-                self._free_bytes_for(0)
-                self._prefetch()
-                self._note_high_water()
-                flat.wait_for_read()
-            except BaseException:
+            self._in_use = tuple(self._flats[block] for block in blocks)
+            for block, flat in zip(blocks, self._in_use):
+                moved = self._visits.visit(block, returns=returns)
+                if backward or moved:
+                    self._reserved = flat.gradient_bytes if backward else 0
+                self._load(flat)
+
+    def _load(self, flat: FlatParameter) -> None:
+        """Load one of the blocks in use, and begin to read the next block."""
+        self._watch(flat)
+        start = time.perf_counter()
+        self._collect_written()
+        try:
+            if flat.stale:
                 flat.release()
-                raise
-            self._statistics.stall_seconds += time.perf_counter() - start
+            if flat.is_offloaded:
+                self._free_bytes_for(flat.size, weights=flat.size)
+                flat.start_read()
+            self._free_bytes_for(0)
+            self._prefetch()
+            self._note_high_water()
+            flat.wait_for_read()
+        except BaseException:
+            flat.release()
+            raise
+        self._statistics.stall_seconds += time.perf_counter() - start
+
+    def extend_limit(self, blocks: Iterable[int]) -> bool:
+        """Raise the limits if ``blocks`` together exceed them, with their gradients; return whether they did."""
+        flats = [self._flats[block] for block in blocks]
+        weights = sum(flat.size for flat in flats)
+        total = weights + sum(flat.gradient_bytes for flat in flats)
+        if weights <= self._weight_limit and total <= self._limit_bytes:
+            return False
+        self._least = max(self._least[0], weights), max(self._least[1], total)
+        self._weight_limit, self._limit_bytes, self._write_limit = self._limits()
+        return True
+
+    def is_referenced(self, block: int) -> bool:
+        """Whether ``block`` is on the device and other tensors share its memory."""
+        return self._flats[block].is_referenced
+
+    def note_change(self, block: int) -> None:
+        """Write the weights of ``block``, which are on the device, before their memory is freed: they may be changed
+        through an alias."""
+        self._flats[block].changed = True
+
+    def restart_visits(self) -> None:
+        """Expect the next block visits in the order of those since the last call."""
+        with self.lock:
+            self._visits.restart()
 
     @contextlib.contextmanager
     def hold_gradients(self, hold: bool) -> Iterator[None]:
@@ -244,11 +288,30 @@ class OffloadedParameters:
             gradient = self._flat_of[parameter].gradient(parameter)
             if not gradient.seen:
                 return None
+            self._free_bytes_for(parameter.nbytes)
+            relieve_memory(coming=parameter.nbytes)
             total = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
             for transfer in gradient.read_all(total):
                 while not has_ended(transfer):  # its slot may be reused next
                     time.sleep(0)
             return total
+
+    def write_gradient(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Begin to write ``total``, which is not changed afterwards, in place of the stored gradient."""
+        with self.lock, torch.no_grad():
+            self._check_open()
+            stored = self._flat_of[parameter].gradient(parameter)
+            total = total.contiguous()
+            self._pending.append(_PendingGradient(total, stored.write(total)))
+            self._free_bytes_for(0)
+
+    def clear_gradient(self, parameter: nn.Parameter, *, to_none: bool) -> None:
+        """Set one stored gradient to None, or to zeros if there was one."""
+        with self.lock:
+            while self._pending:
+                with contextlib.suppress(SwapError):  # the gradient is dropped anyway
+                    self._finish_oldest_write()
+            self._flat_of[parameter].gradient(parameter).clear(to_none=to_none)
 
     def gradient(self, parameter: nn.Parameter) -> Gradient:
         """Return the stored gradient of an offloaded parameter; hold :attr:`lock` to begin reads and writes of it."""
@@ -327,10 +390,10 @@ class OffloadedParameters:
         Adding a gradient to a stored one needs its bytes twice, beside the running block."""
         sizes = [flat.size for flat in self._flats]
         largest = max(sizes, default=0)
-        weights = min(sum(sizes), self._window * largest)
+        weights = max(self._least[0], min(sum(sizes), self._window * largest))
         gradients = max((flat.gradient_bytes for flat in self._flats), default=0)
         twice = max((p.nbytes for p in self._flat_of if p.requires_grad), default=0)
-        limit = max(weights + gradients, largest + gradients + twice)
+        limit = max(self._least[1], weights + gradients, largest + gradients + twice)
         return weights, limit, largest + gradients
 
     def _watch(self, flat: FlatParameter) -> None:
@@ -386,11 +449,13 @@ class OffloadedParameters:
     def _offload_gradient(self, parameter: Tensor) -> None:
         """Begin to write a gradient of autograd, added to the stored one; while gradients are held, add it only."""
         assert isinstance(parameter, nn.Parameter)
-        gradient, added = parameter.grad, parameter in self._held
-        if gradient is None or (self._holds and added):
+        added = parameter in self._held
+        if parameter in self.kept_gradients or (self._holds and added):
             return
-        parameter.grad = None
-        with self.lock, torch.no_grad():
+        with self.lock, torch.no_grad(), as_plain_tensors():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                return
             self._check_open()
             if gradient.layout is not torch.strided:
                 raise SwapError(
@@ -427,6 +492,7 @@ class OffloadedParameters:
         if self.sink is not None:
             self.sink.accepted(parameter)
         self._note_high_water()
+        self._free_bytes_for(0)  # a block that was not entered may have made the gradient
         self._collect_written()
         self._prefetch()
 
@@ -469,25 +535,30 @@ class OffloadedParameters:
             if (
                 flat.size
                 and not flat.is_offloaded
-                and flat is not self._current
+                and flat not in self._in_use
                 and flat not in spared
+                and not (self._keep_referenced and flat.is_referenced)
             ):
+                if self._keep_referenced and not flat.storage.resizable():
+                    flat.renew_storage()
+                    self._index_storages()
                 flat.release()
                 return True
         return False
 
     def _expected_next(self) -> list[FlatParameter]:
         following = self._visits.next_blocks(self._window - 1, len(self._flats))
-        return [
-            self._flats[block] for block in following if self._flats[block] is not self._current
-        ]
+        return [self._flats[block] for block in following if self._flats[block] not in self._in_use]
 
     def _accumulation_bytes(self) -> int:
         """Bytes needed to add one gradient of the running block to its stored gradient."""
-        flat = self._current
-        if not self._reserved or flat is None:
+        if not self._reserved or not self._in_use:
             return 0
+        flat = self._in_use[-1]
         return max((p.nbytes for p in flat.parameters if flat.gradient(p).is_stored), default=0)
+
+    def _index_storages(self) -> None:
+        self._blocks_by_storage = {id(flat.storage): i for i, flat in enumerate(self._flats)}
 
     def _collect_written(self) -> None:
         """Release gradients that are written."""

@@ -207,16 +207,41 @@ def test_nothing_moves_while_all_fits(scratch: Path) -> None:
     assert "kept within the limit" in swapping.report()
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_n_tensors_alone_offloads_so_many(scratch: Path, count: int) -> None:
-    model = build()
+def moved_in_one_step(scratch: Path, **settings: Any) -> int:
+    """Tensors offloaded in each of two equal steps that fit the limit."""
+    model, found = build(), []
     with parallax.swap(
-        model, "1GiB", directory=scratch, minimum_bytes=1024, n_tensors=count
+        model, "1GiB", directory=scratch, minimum_bytes=1024, **settings
     ) as swapping:
-        x, y = next(batches(1, 64))
-        F.cross_entropy(model(x), y).backward()
-        moved, _ = swapping.statistics.decisions.get("moved", (0, 0))
-        assert moved == count
+        for x, y in batches(2, 64):
+            F.cross_entropy(model(x), y).backward()
+            found.append(swapping.statistics.decisions.get("moved", (0, 0))[0])
+    assert found[1] == 2 * found[0]
+    return found[0]
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_n_tensors_alone_offloads_so_many(scratch: Path, count: int) -> None:
+    assert moved_in_one_step(scratch, n_tensors=count) == count
+
+
+@pytest.mark.parametrize("setting", ["swapin_ahead", "lb", "swapin_groupby"])
+def test_a_setting_by_hand_moves_tensors_that_fit(scratch: Path, setting: str) -> None:
+    all_tensors = moved_in_one_step(scratch, eager=True)
+    assert moved_in_one_step(scratch, **{setting: 2}) == all_tensors > 4
+    assert moved_in_one_step(scratch, **{setting: 2}, eager=False) == 0
+
+
+def test_swapout_threshold_alone_moves_tensors_that_are_used_late(scratch: Path) -> None:
+    model, found = build(), []
+    with parallax.swap(
+        model, "1GiB", directory=scratch, minimum_bytes=1024, swapout_threshold=3
+    ) as swapping:
+        for x, y in batches(3, 64):
+            F.cross_entropy(model(x), y).backward()
+            found.append(swapping.statistics.decisions["moved"][0])
+    # The uses are known from the first step on.
+    assert 0 < found[1] - found[0] == found[2] - found[1] < found[0]
 
 
 def test_states_are_offloaded_for_larger_batches_and_fetched_for_the_step(
