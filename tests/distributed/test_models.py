@@ -37,16 +37,20 @@ Found = tuple[float, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """One model under one plan."""
+    """One model under one plan; ``offloaded``: with all parameters that may be, and the optimizer's states."""
 
     model: str
     schedule: str
     replicas: tuple[int, ...]
     directive: str
     compute: str = "fp64"
+    offloaded: bool = False
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.schedule}-{self.replicas}-{self.directive}-{self.compute}"
+        below = "-offloaded" if self.offloaded else ""
+        return (
+            f"{self.model}-{self.schedule}-{self.replicas}-{self.directive}-{self.compute}{below}"
+        )
 
     @property
     def precision(self) -> PrecisionConfig:
@@ -77,7 +81,9 @@ def cases() -> list[Any]:
         replicas, directive = next(turns)
         if not stages_each(schedule, len(replicas)):
             replicas = next(pairs)
-        found.append(Case(model, schedule, replicas, directive))
+        # Every second model and schedule: each of both has cases with and without.
+        below = (list(MODELS).index(model) + list(SCHEDULES).index(schedule)) // len(SCHEDULES) % 2
+        found.append(Case(model, schedule, replicas, directive, offloaded=below == 0))
     schedules = len(SCHEDULES)
     skipped = [(i // schedules + i % schedules) % schedules > 0 for i in range(len(found))]
     found = [
@@ -97,11 +103,14 @@ def cases() -> list[Any]:
 
 
 def every_case() -> list[Case]:
-    """Each model under each schedule with each directive in each precision, with even and uneven replicas."""
-    layouts = [(2, 2), (1, 3, 2)]
+    """Each model under each schedule with each directive in each precision, with even and uneven replicas, with its
+    parameters on the device and offloaded."""
+    layouts, precisions = [(2, 2), (1, 3, 2)], ("fp64", "bf16")
     return [
         Case(*each)
-        for each in itertools.product(MODELS, SCHEDULES, layouts, DIRECTIVES, ("fp64", "bf16"))
+        for each in itertools.product(
+            MODELS, SCHEDULES, layouts, DIRECTIVES, precisions, (False, True)
+        )
         if stages_each(each[1], len(each[2]))
     ]
 
@@ -171,6 +180,7 @@ def piped(case: Case) -> Found:
             global_batch=ROWS,
             microbatch=MICRO,
             interleave=case.interleave,
+            **({"optimizer_offload": 1.0, "parameter_offload": 1.0} if case.offloaded else {}),
         )
         engine = Engine.build(
             chain,
