@@ -147,44 +147,36 @@ def load_states(
         states - lower, sizes.parameter * per_byte, replicas if offload.sharded else 1
     )
     optimizer = math.ceil(upper * _share(profile.optimizer_bytes, profile.master_bytes))
-    streamed, gone, surely_gone, visiting = _streaming(profile, sizes, offload)
+    streamed, gone, surely_gone = _streaming(profile, sizes, offload)
+    visiting, window = _visiting(profile, sizes, streamed, gone, visits)
     steps = device.swaps_to.steps
     fetched = (not steps) * math.ceil(3 * STATE_BUCKET_BYTES * per_byte)
-    if (
-        streamed and visits.micro_batches > 1
-    ):  # a new gradient is added to one that stays on the device
-        visiting += math.ceil(sizes.parameter * profile.gradient_bytes)
-    staging = visiting + min(lower, fetched)
     rounding = _rounding_bytes(profile, sizes, states - lower if lower else 0, streamed, gone)
     stepped = offload.optimizer * sizes.trained
-    moving = max(
-        0.0, stepped - sizes.least_trained(streamed)
-    )  # offloaded parameters are copied both ways in any case
+    # Offloaded parameters are copied both ways in any case.
+    moving = max(0.0, stepped - sizes.least_trained(streamed))
     passing = math.ceil(_passing_bytes(profile, sizes, moving)) if steps else 0
     bucket = device.bucket_bytes if replicas > 1 else 0
     passing += _twice_bytes(profile, sizes, streamed, visiting, bucket)
     mine = lower if streamed else shard_bytes(lower, sizes.parameter * per_byte, replicas)
     pages = (mine + streamed + gone) // 128  # every allocation in a store starts at a page
     here = (sizes.trained - stepped) * _step_share(profile, upper / max(1, states - lower))
-    again = gone if visits.again else 0
-    adding = device.read.seconds(again) + ADDING * again * profile.optimizer_seconds / device.speed
+    streaming = device.read.seconds(2 * streamed) + device.write.seconds(gone)
+    adding = _adding_seconds(profile, device, gone if visits.again else 0)
     return StateLoad(
         parameter_bytes=sizes.parameters - streamed,
         gradient_bytes=math.ceil(sizes.trained * profile.gradient_bytes) - surely_gone,
         optimizer_bytes=optimizer,
         master_bytes=upper - optimizer,
-        staging_bytes=staging,
-        most_staging_bytes=fetched
-        + math.ceil(sizes.offloadable_block * (2 + profile.gradient_bytes))
-        + (visits.micro_batches > 1) * math.ceil(sizes.parameter * profile.gradient_bytes),
+        staging_bytes=visiting + min(lower, fetched),
+        most_staging_bytes=window + fetched,
         summing_bytes=_summing_bytes(profile, sizes, gone, bucket, split=split),
         most_summing_bytes=math.inf if split else 2 * bucket,
         communicator_bytes=(1 + (gone > 0)) * device.collective_bytes if replicas > 1 else 0,
         host_bytes=mine + rounding + streamed + gone + pages + passing,
         read_bytes=math.ceil(2 * streamed / visits.micro_batches),
         written_bytes=math.ceil(gone / visits.micro_batches),
-        streaming_seconds=(device.read.seconds(2 * streamed) + device.write.seconds(gone))
-        / visits.micro_batches,
+        streaming_seconds=streaming / visits.micro_batches,
         adding_seconds=adding / visits.micro_batches,
         update_seconds=_update_seconds(profile, device, here, stepped, moving),
     )
@@ -201,17 +193,33 @@ def _update_seconds(
     return seconds + device.write.seconds(moving) + device.read.seconds(moving)
 
 
+def _adding_seconds(profile: ModelProfile, device: Device, gone: int) -> float:
+    """Return the seconds of adding gradients to ``gone`` bytes of stored ones, which are read first."""
+    return device.read.seconds(gone) + ADDING * gone * profile.optimizer_seconds / device.speed
+
+
+def _visiting(
+    profile: ModelProfile, sizes: Sizes, streamed: int, gone: int, visits: Visits
+) -> tuple[int, int]:
+    """Return the most bytes of fetched blocks that this stage has on the device at one time, of ``streamed`` bytes of
+    parameters and ``gone`` bytes of gradients, and those of a rank with several such stages. Where a block computes
+    several micro-batches in a row, each new gradient is added to one that stays on the device."""
+    block = sizes.offloadable_block
+    twice = math.ceil(sizes.parameter * profile.gradient_bytes) * (visits.micro_batches > 1)
+    mine = math.ceil(min(streamed, 2 * block) + min(gone, block * profile.gradient_bytes))
+    return mine + (twice if streamed else 0), math.ceil(
+        block * (2 + profile.gradient_bytes)
+    ) + twice
+
+
 def _streaming(
     profile: ModelProfile, sizes: Sizes, offload: OffloadFractions
-) -> tuple[int, int, int, int]:
-    """Return the bytes of offloaded parameters, the most and the fewest bytes of their gradients, and the bytes of both
-    that are on the device at one time."""
+) -> tuple[int, int, int]:
+    """Return the bytes of offloaded parameters, and the most and the fewest bytes of their gradients."""
     streamed = sizes.offloaded(offload.parameters)
     gone = math.floor(sizes.most_trained(streamed) * profile.gradient_bytes)
     surely_gone = math.floor(sizes.least_trained(streamed) * profile.gradient_bytes)
-    largest = sizes.offloadable_block
-    visiting = math.ceil(min(streamed, 2 * largest) + min(gone, largest * profile.gradient_bytes))
-    return streamed, gone, surely_gone, visiting
+    return streamed, gone, surely_gone
 
 
 def _summing_bytes(
