@@ -35,7 +35,7 @@ FORWARD, BACKWARD, BACKWARD_WEIGHT = range(3)
 @dataclass(frozen=True, slots=True)
 class Action:
     """One entry of a rank's list; ``micro`` is −1 for an action without a micro-batch. ``step``: the training step of
-    the action, where a list has several; 0 is the list's first."""
+    the action if a list has several; 0 is the list's first."""
 
     kind: Kind
     stage: int
@@ -48,5 +48,5 @@ class Action:
 
 
 def is_split(listed: Sequence[Action]) -> bool:
-    """Return whether the weight-gradient pass is a separate action."""
+    """Return whether a list has separate weight-gradient passes."""
     return any(action.kind is Kind.BACKWARD_WEIGHT for action in listed)

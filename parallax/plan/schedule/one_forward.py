@@ -35,8 +35,8 @@ def interleaved(
 
     A pipeline rank computes groups of micro-batches stage by stage: all of a group in its first stage, then all in its
     second. A group has as many micro-batches as there are pipeline ranks, so that the first one returns when the last
-    one has been sent; where those do not divide the micro-batches, the groups are a little larger instead (a smaller
-    one would stall the pipeline, and can deadlock).
+    one has been sent; if the number of pipeline ranks does not divide the micro-batches, the groups are a little larger
+    instead (a smaller one would stall the pipeline, and can deadlock).
 
     Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
     section 2.2, and the order of Megatron-LM's ``forward_backward_pipelining_with_interleaving``.

@@ -26,12 +26,12 @@ def register_schedule(name: str, listing: Listing) -> None:
     """Register a schedule of your own as ``plan.schedule=name``.
 
     ``listing(pipeline_ranks, pipeline_rank, micro_batches)`` returns the forwards and backwards of one pipeline rank in
-    order, as ``Action(Kind.FORWARD, pipeline_rank, micro)``: each of ``micro_batches`` goes forward once and then
-    backward once, and if any has a ``Kind.BACKWARD_WEIGHT`` after that, all have. Parallax adds sends, receives and
+    order, as ``Action(Kind.FORWARD, pipeline_rank, micro)``: each of the ``micro_batches`` has one forward and then one
+    backward; if any has a ``Kind.BACKWARD_WEIGHT`` after that, all must have one. Parallax adds sends, receives and
     fetches as for any schedule, and simulates every plan before it runs, which proves its peak bytes.
 
-    Raises :class:`PlanError` where the name is taken, an action is missing or duplicated, or ranks would deadlock;
-    small pipelines are checked here, every other one when it is planned.
+    Raises :class:`PlanError` if the name is taken, an action is missing or duplicated, or ranks would deadlock; small
+    pipelines are checked here, every other one when it is planned.
     """
     if name in SCHEDULES:
         raise PlanError(
@@ -117,8 +117,8 @@ def _check_complete(
 
 
 def _check_ends(name: str, lists: Sequence[Sequence[Action]], micro_batches: int) -> None:
-    """Raise :class:`PlanError` unless every pipeline rank computes micro-batches in one order, because messages between
-    stages keep theirs, and no rank deadlocks: execute all lists as far as each can run."""
+    """Raise :class:`PlanError` if pipeline ranks compute micro-batches in different orders, because messages between
+    stages arrive in order, or if ranks deadlock. The check executes all lists as far as possible."""
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         orders = {tuple(action.micro for action in each if action.kind is kind) for each in lists}
         if len(orders) > 1:
@@ -148,7 +148,7 @@ def _check_ends(name: str, lists: Sequence[Sequence[Action]], micro_batches: int
 
 
 def _needed(action: Action, edges: Sequence[Edge]) -> list[Action]:
-    """Return the actions of other stages that ``action`` waits for."""
+    """Return the actions on other stages that ``action`` depends on."""
     if action.kind is Kind.FORWARD:
         peers = [edge.sender for edge in edges if edge.receiver == action.stage]
     elif action.kind is Kind.BACKWARD:

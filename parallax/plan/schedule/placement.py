@@ -1,4 +1,4 @@
-"""The pipeline rank of each stage, where pipeline ranks hold several stages."""
+"""Placements: the pipeline rank of each stage, if pipeline ranks hold several stages."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Protocol
 
 
 class Placement(Protocol):
-    """Stages are numbered along the data. The first ``pipeline_ranks`` of them are on pipeline ranks 0, 1, … in every
-    placement, so a pipeline rank has the number of its first stage."""
+    """Maps stages to pipeline ranks. Stages are numbered along the data. In every placement the first
+    ``pipeline_ranks`` stages are on pipeline ranks 0, 1, …, so a pipeline rank has the number of its first stage."""
 
     def pipeline_rank_of(self, stage: int, pipeline_ranks: int) -> int:
         """Return the pipeline rank that holds ``stage``."""
@@ -19,7 +19,7 @@ class Placement(Protocol):
 
 
 class RoundRobin:
-    """Stage s is on pipeline rank s mod pipeline ranks: the last pipeline rank sends to the first one."""
+    """Places stage s on pipeline rank s mod ``pipeline_ranks``: the last pipeline rank sends to the first one."""
 
     def pipeline_rank_of(self, stage: int, pipeline_ranks: int) -> int:
         return stage % pipeline_ranks
@@ -31,8 +31,8 @@ class RoundRobin:
 
 
 class BackAndForth:
-    """Stages are numbered up and then down the pipeline ranks, so that two stages per pipeline rank form a V and the
-    two stages at a turn are on one pipeline rank."""
+    """Places stages up and then down the pipeline ranks: two stages per pipeline rank form a V, and the two stages at a
+    turn share a pipeline rank."""
 
     def pipeline_rank_of(self, stage: int, pipeline_ranks: int) -> int:
         way, place = divmod(stage, pipeline_ranks)

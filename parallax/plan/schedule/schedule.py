@@ -1,6 +1,6 @@
-"""A schedule as one object: the order of each pipeline rank, its stages, and properties for the planner.
+"""A schedule as one object: the order of each pipeline rank's actions, its stages, and properties for the planner.
 
-Code uses a :class:`Schedule`; names are resolved only where a configuration or a plan is read.
+Code uses a :class:`Schedule`; only readers of configurations and plans look up names.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ InFlightCount = Callable[[int, Numbers], Numbers]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ramp:
-    """The cost of filling and draining the pipeline, in the formula of the search
+    """The cost of filling and draining the pipeline, the ramp, in the search's formula
     (:mod:`parallax.plan.search.request`).
 
     ``weight_savings``: seconds of the ramp that each second of the weight-gradient pass saves. ``ahead``: forwards that
-    a pipeline rank runs in its first wait, for each pipeline rank after it.
+    a pipeline rank runs while its first micro-batch is on the later ranks, per later rank.
     """
 
     weight_savings: int = 0
     ahead: int = 1
 
     def left(self, weight_share: float, interleave: int) -> float:
-        """Return the share of the other pipeline ranks' time that a step pays, where ``weight_share`` of that time are
-        weight-gradient passes."""
+        """Return the ramp as a fraction of the other pipeline ranks' time per micro-batch; ``weight_share`` is the
+        fraction of that time in weight-gradient passes."""
         return max(0.0, 1 - self.weight_savings * weight_share) / interleave
 
 
@@ -54,9 +54,9 @@ class Schedule:
     pipeline rank to try; ``interleaves_freely``: any other number is allowed, too; ``grouped``: virtual stages compute
     groups of as many micro-batches as there are pipeline ranks. ``placement``: the pipeline rank of each stage.
 
-    ``grouping`` stands in place of ``ordering`` where a stage computes a group of micro-batches before the next stage
-    of its pipeline rank computes; by default such a pipeline rank has a virtual stage for each block. ``group`` is the
-    number of micro-batches, 0 for all of them (:meth:`with_group`).
+    ``grouping`` replaces ``ordering`` if a stage computes a group of micro-batches before the next stage of its
+    pipeline rank computes; by default such a pipeline rank has a virtual stage for each block. ``group`` is the number
+    of micro-batches, 0 for all of them (:meth:`with_group`).
 
     For the planner: ``ramp``; ``in_flight_count(pipeline_ranks, pipeline_rank)``, the micro-batches in flight with one
     stage per pipeline rank and enough micro-batches; ``holds_all``: all micro-batches are in flight at one time;
@@ -88,7 +88,7 @@ class Schedule:
 
     def with_group(self, group: int) -> Schedule:
         """Return the same schedule with groups of ``group`` micro-batches; 0: one group of all. Raises
-        :class:`PlanError` where the schedule has no groups."""
+        :class:`PlanError` if the schedule has no groups."""
         if group == self.group:
             return self
         if self.grouping is None:
@@ -123,8 +123,8 @@ class Schedule:
     def order(
         self, pipeline_ranks: int, pipeline_rank: int, micro_batches: int, *, interleave: int = 1
     ) -> Order:
-        """Return the forwards and backwards of one pipeline rank, as columns. Raises :class:`PlanError` where there are
-        none, or where the schedule does not allow ``interleave`` virtual stages per pipeline rank."""
+        """Return the forwards and backwards of one pipeline rank, as columns. Raises :class:`PlanError` if there are
+        none, or if the schedule does not allow ``interleave`` virtual stages per pipeline rank."""
         if not 0 <= pipeline_rank < pipeline_ranks or micro_batches < 1:
             raise PlanError(
                 f"stage {pipeline_rank} of {pipeline_ranks} with {micro_batches} micro-batches: nothing to schedule"
@@ -158,9 +158,10 @@ class Schedule:
         )
 
     def in_flight(self, stages: int, stage: int, micro_batches: int, interleave: int = 1) -> int:
-        """Return the most micro-batches of a stage that have gone forward at one time, but not completely backward.
+        """Return the largest number of a stage's micro-batches that are in flight at one time: the forward has run, the
+        backward is not complete.
 
-        Where several of the ``stages`` share a pipeline rank, their peaks occur at different times: no smaller numbers
+        If several of the ``stages`` share a pipeline rank, their peaks occur at different times: no smaller numbers
         would bound the bytes of the pipeline rank for all activation sizes of its stages.
         """
         return _in_flight(self, stages, stage, micro_batches, interleave)

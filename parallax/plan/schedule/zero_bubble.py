@@ -39,7 +39,7 @@ def zero_bubble_h1(
 def zero_bubble_h2(
     pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int
 ) -> Order:
-    """ZB-H2: forwards fill the warm-up and weight-gradient passes the tail, so that no stage waits where a forward and
+    """ZB-H2: forwards fill the warm-up and weight-gradient passes the tail, so that no stage waits if a forward and
     both passes of a backward take equally long. It holds about twice the activations of 1F1B on every stage.
 
     Source: Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2.2.
@@ -101,8 +101,8 @@ def zero_bubble_v(
 ) -> Order:
     """ZB-V: data passes up through the first stages of all pipeline ranks and back down through their second stages. So
     inputs and loss are on the same pipeline rank, and an early pipeline rank gets its micro-batches back early: all
-    hold as much as the first pipeline rank of 1F1B, and none waits between its first action and its last where a
-    forward, an input-gradient and a weight-gradient pass take equally long and there are 2 · ``pipeline_ranks`` − 1
+    hold as much as the first pipeline rank of 1F1B, and none waits between its first action and its last if a forward,
+    an input-gradient and a weight-gradient pass take equally long and there are 2 · ``pipeline_ranks`` − 1
     micro-batches or more.
 
     Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", where it is called V-ZB; the order is that
@@ -147,7 +147,7 @@ def zero_bubble_v(
 
 
 def _turns(times: int, *slots: Slot) -> Numbers:
-    """Return ``slots`` in sequence, ``times`` times, each time with the next micro-batch."""
+    """Return ``slots`` repeated ``times`` times; each repetition uses the next micro-batch."""
     listed = np.tile(np.array(slots, dtype=np.int64), (times, 1))
     listed[:, 2] += np.repeat(np.arange(times), len(slots))
     return listed
