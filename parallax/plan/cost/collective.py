@@ -2,10 +2,10 @@
 
 Inside a node, and between single ranks of several nodes, an all-reduce is a ring: 2·(n − 1) messages of 1/n of the
 bytes, one after the other (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations", section 3). Where nodes hold several of the ranks, a flat ring would send everything over each node's
+workstations", section 3). If nodes hold several of the ranks, a flat ring would send everything over each node's
 slowest link; instead the node's ranks first reduce-scatter among themselves, then each all-reduces its shard with its
 counterparts of the other nodes over its own network card, then they all-gather (Mikami et al. 2018, "Massively
-Distributed SGD: ImageNet/ResNet-50 Training in a Flash", section 3.2; Cho et al. 2019, "BlueConnect", section 3). Where
+Distributed SGD: ImageNet/ResNet-50 Training in a Flash", section 3.2; Cho et al. 2019, "BlueConnect", section 3). If
 ranks share the node's network this gains nothing: a flat ring crosses each node's link once.
 """
 
@@ -25,8 +25,8 @@ def all_reduce_seconds(count: float, ranks: Sequence[int], cluster: Cluster) -> 
 def all_reduce_parts(count: float, ranks: Sequence[int], cluster: Cluster) -> tuple[float, float]:
     """Return the seconds of an all-reduce inside the nodes, and between them.
 
-    Where nodes hold different numbers of the ranks, the fullest node is the slowest inside, and the emptiest node has
-    the largest shards to send over the network.
+    If nodes hold different numbers of the ranks, the fullest node is the slowest inside, and the emptiest node has the
+    largest shards to send over the network.
     """
     if len(ranks) < 2 or count <= 0:
         return 0.0, 0.0
@@ -39,7 +39,8 @@ def all_reduce_parts(count: float, ranks: Sequence[int], cluster: Cluster) -> tu
 
 
 def _inside(count: float, members: int, cluster: Cluster, node: int) -> float:
-    """Return the seconds of an all-reduce between ``members`` devices of a node, as they were measured there."""
+    """Return the seconds of an all-reduce of ``count`` bytes between ``members`` devices of a node: from measurements
+    of the node if there are any, else from the link."""
     if measured := cluster.nodes[node].reduce_seconds:
         byte = measured[min(members, len(measured)) - 1]
         return 2 * (members - 1) * cluster.local.latency_seconds + count * byte
@@ -47,8 +48,8 @@ def _inside(count: float, members: int, cluster: Cluster, node: int) -> float:
 
 
 def broadcast_seconds(count: float, members: int, link: Link) -> float:
-    """Return the seconds in which each of ``members`` in turn sends its share of ``count`` bytes to the others, which
-    forward it in a pipeline."""
+    """Return the seconds in which each of ``members`` in turn broadcasts its shard of ``count`` bytes, forwarded from
+    rank to rank in a pipeline."""
     return (
         members * link.latency_seconds + count / link.bytes_per_second
         if members > 1 and count > 0
@@ -62,5 +63,6 @@ def link_among(ranks: Sequence[int], cluster: Cluster) -> Link:
 
 
 def _half_ring(count: float, members: int, link: Link) -> float:
-    """Return the seconds of a reduce-scatter or of an all-gather: all shares but one in turn."""
+    """Return the seconds of a reduce-scatter or an all-gather of ``count`` bytes: ``members`` − 1 messages of one
+    shard, one after another."""
     return (members - 1) * (link.latency_seconds + count / members / link.bytes_per_second)

@@ -19,10 +19,10 @@ def connection_bytes(
     replicas: int,
     beside: Beside | None = None,
 ) -> int:
-    """Return the bytes of the connections to other stages on a rank with the blocks of ``parts``, each (first, last +
-    1): two for every rank of the stages ``beside`` each part, which by default have as many replicas, a process
-    group for each parameter tied with another stage, and one for the replicas that gather the outputs for a loss of
-    all rows."""
+    """Return the device bytes of a rank's connections to other stages. ``parts``: blocks of its stages, each (first,
+    last + 1). There are two connections for every rank of the stages ``beside`` each part (by default as many as
+    ``replicas``), a process group for each parameter tied with another stage, and one for the replicas that gather
+    outputs for a loss over all rows."""
     if not (device.collective_bytes or device.edge_bytes):
         return 0
     blocks, count = {block for part in parts for block in range(*part)}, len(profile.blocks)

@@ -1,4 +1,4 @@
-"""The memory that a model needs in training, independent of any machine.
+"""Estimate the memory that training a model needs, independent of any machine.
 
 On one device the result is a sum of terms (:meth:`parallax.plan.cost.stage.StageLoad.memory`), once with every
 activation kept and once with every one recomputed. For a pipeline of n stages it is the need of the fullest stage under
@@ -36,7 +36,7 @@ ANY_DEVICE = Device(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageNeed:
-    """The bytes of the fullest stage of a pipeline of ``stages``, with everything kept, and with everything
+    """The bytes of the fullest stage of a pipeline of ``stages`` stages, with all activations kept, and with all
     recomputed."""
 
     stages: int
@@ -191,7 +191,7 @@ def _fullest(
 
 
 class _ChainPartitioner:
-    """Partitions a model so that no stage exceeds a limit, where that is possible."""
+    """Partitions a model into stages so that none exceeds a limit, if that is possible."""
 
     def __init__(self, profile: ModelProfile, directive: Directive, rows: int) -> None:
         costs, loads = (
@@ -224,7 +224,7 @@ class _ChainPartitioner:
         return bounds if start == blocks else None
 
     def _reach(self, start: int, most: int, limit: float, in_flight: int) -> int:
-        """Return the block after the last one that fits a stage with the first block ``start``."""
+        """Return the index after the last block that fits a stage that begins at block ``start``."""
         stop, total, work = start, self._enters[start], 0.0
         for index in range(start, most):
             total += self._static[index] + in_flight * self._kept[index]

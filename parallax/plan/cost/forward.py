@@ -1,11 +1,11 @@
-"""The most device bytes of each rank where a plan runs forwards alone, as in evaluation and inference.
+"""The peak device bytes of each rank for a plan that runs forwards only, as in evaluation and inference.
 
 A forward without a graph saves nothing: a block's tensors are freed when it ends, except its outputs. Parameters have
 no gradients, no optimizer states and no full-precision copies, as if all of them were frozen. Beside them::
 
     workspace     the largest block: its input, its output, the tensors that it would save in training, and its
                   temporary ones; or one parameter that is read from a file
-    boundary      the stage's input; messages under way to its peers, and from them
+    boundary      the stage's input; messages in transit to its peers, and from them
     activations   the outputs of the last stage, of all rows of the batch
     staging       the blocks whose offloaded parameters are on the device at one time
 """
@@ -42,9 +42,9 @@ _IN_A_FORWARD = ("input", "output", "forward_work", "moved", "stays")
 
 
 def forward_plan(profile: ModelProfile, cluster: Cluster, plan: Plan) -> Plan:
-    """Return ``plan`` for forwards alone: it saves no activations and has no optimizer states, and its prediction is
-    the peak of a forward over ``plan.global_batch`` rows, without times. Raises :class:`InfeasiblePlan` where a rank
-    does not fit its device in ``cluster``."""
+    """Return ``plan`` for forwards only: without saved activations, optimizer states and times. Its prediction is the
+    peak memory of a forward over ``plan.global_batch`` rows. Raises :class:`InfeasiblePlan` if a rank does not fit its
+    device in ``cluster``."""
     frozen = _frozen(profile)
     kept = [_without_training(stage) for stage in plan.stages]
     stages = with_offload_bytes(frozen, kept, plan.pipeline_ranks)
@@ -79,7 +79,8 @@ def forward_plan(profile: ModelProfile, cluster: Cluster, plan: Plan) -> Plan:
 
 
 def _check(rank: int, found: RankPrediction, plan: Plan, device: Device) -> None:
-    """Raise :class:`InfeasiblePlan` where a rank does not fit its device, or its parameters the offload tier."""
+    """Raise :class:`InfeasiblePlan` if a rank does not fit its device, or if its parameters do not fit the offload
+    tier."""
     for needed, given, where, remedy in (
         (found.peak_bytes, device.memory_bytes, "device memory", "plan.parameters=host"),
         (found.tier_peak_bytes, device.tier_bytes, f"tier {device.tier}", "plan.parameters=device"),
@@ -124,7 +125,7 @@ def _memory(
 def _passing(
     profile: ModelProfile, plan: Plan, stage: int, load: StageLoad, device: Device
 ) -> dict[str, int]:
-    """Return the terms of a stage that differ from those of training."""
+    """Return the memory terms, in bytes, by which a forward-only run of a stage differs from training."""
     planned, rows = plan.stages[stage], _rows(plan, stage)
     costs = profile.blocks[planned.start : planned.stop]
     work = max(sum(getattr(cost, name).at(rows) for name in _IN_A_FORWARD) for cost in costs)
@@ -145,8 +146,8 @@ def _passing(
 
 
 def _most_waiting(plan: Plan, edge: Edge) -> int:
-    """Return the most messages on ``edge`` that wait for their receiver. On a local edge they wait for the receiving
-    stage's turn; on others the sender may be as many messages ahead as its channel allows."""
+    """Return the largest number of messages on ``edge`` that wait for their receiver. On a local edge they wait until
+    the receiving stage runs; on others the sender may be as many messages ahead as its channel allows."""
     if not plan.is_local(edge):
         return max(plan.messages_ahead(edge.sender), _STAGED)
     now = most = 0
@@ -187,5 +188,5 @@ def _without_training(stage: StagePlan) -> StagePlan:
 
 
 def _rows(plan: Plan, stage: int) -> int:
-    """Return the most rows of a micro-batch on one rank of ``stage``."""
+    """Return the largest number of rows of a micro-batch on one rank of ``stage``."""
     return -(-plan.microbatch // plan.stages[stage].replicas)

@@ -1,4 +1,4 @@
-"""The bytes of each stage of a plan in the offload tier, beside activations.
+"""The bytes of each stage of a plan in the offload tier, except activations.
 
 The offloaded optimizer states of a stage are a share of its own parameters' states, with one exception: if one stage
 steps a tied parameter in the tier, all its stages do, because kernels of a device may round otherwise. So these bytes

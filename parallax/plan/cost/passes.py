@@ -18,7 +18,7 @@ from parallax.plan.schedule import Kind
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Blocks that compute without interruption; ``moved`` are the bytes of block ``block`` that are offloaded after the
+    """Consecutive blocks that compute without interruption. ``moved`` bytes of block ``block`` are offloaded after the
     run, or prefetched before it."""
 
     seconds: float
@@ -28,7 +28,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Saved activations, the part of them that the loss saved, and the workspace of the running block."""
+    """Bytes of saved activations, the part of them that the loss saved, and the workspace of the running block."""
 
     kept: int = 0
     loss: int = 0
@@ -41,7 +41,7 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Rise:
-    """The change of a rank's bytes by a pass: the largest increase during the pass, and the increase at its end."""
+    """The change of a rank's bytes by a pass: the largest increase during it, and the increase at its end."""
 
     most: Bytes
     left: Bytes
@@ -59,7 +59,7 @@ class Passes:
 
     @cached_property
     def weight_seconds(self) -> float:
-        """Return the seconds of the weight-gradient pass; 0 where it is not separate."""
+        """Return the seconds of a separate weight-gradient pass; 0 if there is none."""
         return sum(
             block.weight_seconds
             for index, block in enumerate(self.load.blocks)
@@ -86,7 +86,7 @@ class Passes:
 
     @property
     def _deferred_share(self) -> float:
-        """Return the share of the gradients that the weight-gradient pass computes."""
+        """Return the fraction of the gradients that the weight-gradient pass computes."""
         blocks = self.load.blocks
         later = sum(
             block.trained_bytes
@@ -97,7 +97,7 @@ class Passes:
 
     @cached_property
     def recomputed(self) -> float:
-        """Return the share of the backward that runs the forward again."""
+        """Return the fraction of the backward that recomputes the forward."""
         again = sum(block.recompute_seconds for block in self.load.blocks)
         whole = sum(block.backward_seconds for block in self.load.blocks) - self.weight_seconds
         return again / whole if whole > 0 else 0.0
@@ -147,7 +147,7 @@ class Passes:
         return Rise(most, now)
 
     def _change(self, kind: Kind, index: int, block: BlockLoad) -> tuple[int, int]:
-        """Return the change of kept bytes by a block's pass, and of the loss's part of them."""
+        """Return the bytes by which a block's pass changes the kept activations, and the loss's part of these bytes."""
         if kind is Kind.FORWARD:
             return block.kept_bytes, block.loss_bytes
         if kind is Kind.BACKWARD_WEIGHT:
@@ -163,5 +163,5 @@ class Passes:
         return [pair for pair in reversed(blocks) if kind is Kind.BACKWARD or self._later(pair[0])]
 
     def _later(self, index: int) -> bool:
-        """Return whether a block's weight-gradient pass is separate."""
+        """Return whether a block's weight-gradient pass runs separately."""
         return self.split and self.directives[index] is Directive.KEEP

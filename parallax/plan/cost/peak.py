@@ -1,4 +1,4 @@
-"""The most device bytes that a rank holds in one step, term by term.
+"""The peak device bytes of a rank in one step, by term.
 
 Saved and freed bytes follow from the order of the rank's list alone, independent of the seconds, so one pass over the
 list computes the peak, without a clock. Swapped activations may fill their limit whenever copies are a little slower
@@ -24,7 +24,7 @@ def peak_memory(
     passes: Callable[[Action], Passes],
     stages: Sequence[tuple[StageLoad, int]],
 ) -> dict[str, int]:
-    """Return the device bytes by term at the fullest moment of a rank's list; their sum is the peak.
+    """Return the device bytes by term at the peak: the moment in a rank's list at which their sum is largest.
 
     ``passes(action)`` is the cost of a micro-batch; ``stages`` are the rank's stages at their largest micro-batch with
     their swap limits.
@@ -44,20 +44,22 @@ def peak_memory(
 
 
 def with_kept(terms: dict[str, int], device: Device) -> tuple[dict[str, int], bool]:
-    """Return ``terms`` of a rank's peak with the freed memory that the allocator of its ``device`` keeps for reuse,
-    where the sum is within the budget; and whether the allocator must return all freed memory to the system at once
-    instead."""
+    """Return the ``terms`` of a rank's peak with the freed memory that the allocator of ``device`` keeps for reuse, if
+    the sum is within the budget. Also return whether the allocator must instead return all freed memory to the system
+    at once."""
     if bytes_above_budget(terms, device) > 0:
         return terms, device.kept_share > 0
     return {**terms, "allocator": terms["allocator"] + _kept_bytes(terms, device)}, False
 
 
 def bytes_above_budget(terms: dict[str, int], device: Device) -> int:
-    """Return the excess of a rank's peak over its budget where the allocator keeps freed memory (:func:`with_kept`)."""
+    """Return the bytes by which a rank's peak exceeds its budget if the allocator keeps freed memory
+    (:func:`with_kept`)."""
     return sum(terms.values()) + _kept_bytes(terms, device) - device.memory_bytes
 
 
 def _kept_bytes(terms: dict[str, int], device: Device) -> int:
-    """Return the freed memory that malloc keeps, and the holes between allocations; fitted to measurements."""
+    """Return the freed memory that malloc keeps, and the gaps between allocations, in bytes; a formula fitted to
+    measurements."""
     freed = passing_bytes(terms) + _BLOCKS_KEPT * terms["workspace"] + terms["staging"] / 4
     return math.ceil(device.kept_share * freed)

@@ -4,7 +4,7 @@ Bytes are whole: the value of a line through two measurements is rounded up. Dev
 
     static                      parameters, gradients, optimizer states, master copies, buffers, the device's reserve,
                                 its context, the groups of its replicas, and the connections to other stages
-  + boundary                    received and sent tensors under way; outputs that are gathered for one loss
+  + boundary                    received and sent tensors in transit; outputs that are gathered for one loss
   + Σ in flight  kept           resident saved activations, per micro-batch between forward and backward; with split
                                 backwards, bytes held until the weight-gradient pass count like them
   + offloaded and resident      bounded by the stage's swap limit
@@ -242,7 +242,7 @@ def load_stage(
     boundaries_held: int = 0,
 ) -> StageLoad:
     """Return the load of the stage that begins at block ``start`` with one directive per block, for ``rows`` rows per
-    micro-batch on ``device``, which is that of one of ``replicas``. ``offload``: the offloaded shares of its states;
+    micro-batch on ``device``, the device of one of ``replicas``. ``offload``: the offloaded shares of its states;
     ``split``: the schedule splits backwards; ``inputs_ahead``: the model's inputs are copied one micro-batch early;
     ``beside``: :func:`connection_bytes`; ``visits``: of its blocks; ``boundaries_held``:
     :func:`parallax.plan.plan.boundaries_held`."""
@@ -288,7 +288,7 @@ def load_planned(
     visits: Visits = EACH_MICRO_BATCH,
     boundaries_held: int = 0,
 ) -> StageLoad:
-    """Return the load of a stage of a plan."""
+    """Return the load of ``stage``, a stage of a plan, for ``rows`` rows of a micro-batch."""
     return load_stage(
         profile,
         stage.start,
@@ -306,5 +306,6 @@ def load_planned(
 
 
 def gap_bytes(device: Device, tensor_bytes: float) -> int:
-    """Return the unused bytes that the allocator holds where tensors of ``tensor_bytes`` pass from block to block."""
+    """Return the bytes that the allocator holds but does not use, if tensors of ``tensor_bytes`` are passed from block
+    to block."""
     return math.ceil(device.gap_tensors * tensor_bytes)

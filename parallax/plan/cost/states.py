@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer states of a stage on one rank: on the device, and offloaded."""
+"""Bytes of parameters, gradients and optimizer states of a stage on one rank: on the device, and offloaded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StateLoad:
     """Parameters and their training state on the device. ``host_bytes`` are in the offload tier, ``staging_bytes`` hold
     fetched blocks, of which all stages of a rank together hold no more than their largest ``most_staging_bytes``.
     ``summing_bytes`` are copies of gradients while replicas sum them, of which all stages of a rank hold no more than
-    ``most_summing_bytes``; ``communicator_bytes`` are those of the process groups that sum them: offloaded gradients
+    ``most_summing_bytes``; ``communicator_bytes`` are bytes of the process groups that sum them: offloaded gradients
     have their own group. For each micro-batch ``read_bytes`` are fetched and ``written_bytes`` written, which takes
     ``streaming_seconds`` of the link to the tier; the backward waits ``adding_seconds`` for stored gradients, to which
     it adds new ones."""
@@ -72,8 +72,8 @@ class StateLoad:
 
 
 class Sizes(NamedTuple):
-    """Bytes of a stage's parameters, of its largest block's, of its largest trained parameter, and of all trained
-    ones; of those that may be offloaded all, the trained ones, and those of the largest block. A parameter that
+    """Bytes of a stage: all parameters, the largest block's parameters, the largest trained parameter, all trained
+    parameters; then of the offloadable parameters all, the trained ones, and the largest block's. A parameter that
     several blocks use stays on the device."""
 
     parameters: int
@@ -86,7 +86,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, profile: ModelProfile, start: int, stop: int) -> Sizes:
-        """Return the sizes of the blocks ``start`` to ``stop``."""
+        """Return the sizes of blocks ``start`` to ``stop``, excluding ``stop``."""
         costs, blocks = profile.blocks[start:stop], range(start, stop)
         parameters = profile.unique_parameter_bytes(blocks)
         trained = profile.unique_trained_bytes(blocks)
@@ -104,11 +104,11 @@ class Sizes(NamedTuple):
         )
 
     def offloaded(self, share: float) -> int:
-        """Return the offloaded bytes where a ``share`` of the parameters is."""
+        """Return the offloaded bytes if a fraction ``share`` of the offloadable parameters is offloaded."""
         return math.floor(self.offloadable * share)
 
     def most_trained(self, part: int) -> int:
-        """Return the most trained bytes among any ``part`` of the bytes that may be offloaded."""
+        """Return the largest number of trained bytes in any ``part`` bytes of the offloadable parameters."""
         return min(part, self.offloadable_trained)
 
     def least_trained(self, part: int) -> int:
@@ -116,7 +116,7 @@ class Sizes(NamedTuple):
 
 
 def tied_bytes(ties: Sequence[tuple[int, tuple[int, ...]]], start: int, stop: int) -> int:
-    """Return the bytes of the parameters that blocks ``start`` to ``stop`` share with each other or with others."""
+    """Return the bytes of the parameters of blocks ``start`` to ``stop`` that several blocks share."""
     return sum(size for size, users in ties if any(start <= user < stop for user in users))
 
 
@@ -137,7 +137,7 @@ def load_states(
     tier that cannot step has the states fetched, those of three buckets at a time. A share is rounded up to whole
     parameters. Offloaded parameters are fetched for each forward and each backward, two blocks at a time; the gradients
     of a block are added to those in the tier and written. Replicas hold one copy of offloaded states together, unless
-    their parameters are offloaded, and one of the states on the device where they are sharded. Which of the trained
+    their parameters are offloaded, and one copy of the states on the device if these are sharded. Which of the trained
     parameters are offloaded is not known here, so device and tier both count the most there can be.
     """
     per_byte = profile.optimizer_bytes + profile.master_bytes
@@ -185,9 +185,9 @@ def load_states(
 def _update_seconds(
     profile: ModelProfile, device: Device, here: float, offloaded: float, moving: float
 ) -> float:
-    """Return the seconds of a step of ``here`` bytes of parameters on the device and of ``offloaded`` bytes in the
-    tier, of which ``moving`` are copied to the tier and back. The host's time for a byte is known from its memory
-    bandwidth alone; it is assumed to be no less than the time measured on the device."""
+    """Return the seconds of an optimizer step over ``here`` bytes of parameters on the device and ``offloaded`` bytes
+    in the tier, of which ``moving`` are copied to the tier and back. The host's seconds per byte are derived from its
+    memory bandwidth; they are assumed to be no less than the seconds measured on the device."""
     byte = profile.optimizer_seconds / device.speed
     seconds = here * byte + offloaded * max(byte, device.host_update_seconds)
     return seconds + device.write.seconds(moving) + device.read.seconds(moving)
@@ -202,8 +202,8 @@ def _visiting(
     profile: ModelProfile, sizes: Sizes, streamed: int, gone: int, visits: Visits
 ) -> tuple[int, int]:
     """Return the most bytes of fetched blocks that this stage has on the device at one time, of ``streamed`` bytes of
-    parameters and ``gone`` bytes of gradients, and those of a rank with several such stages. Where a block computes
-    several micro-batches in a row, each new gradient is added to one that stays on the device."""
+    parameters and ``gone`` bytes of gradients, and the most that a rank with several such stages has. If a block
+    computes several micro-batches in a row, each new gradient is added to one that stays on the device."""
     block = sizes.offloadable_block
     twice = math.ceil(sizes.parameter * profile.gradient_bytes) * (visits.micro_batches > 1)
     mine = math.ceil(min(streamed, 2 * block) + min(gone, block * profile.gradient_bytes))
@@ -225,9 +225,9 @@ def _streaming(
 def _summing_bytes(
     profile: ModelProfile, sizes: Sizes, gone: int, bucket: int, *, split: bool
 ) -> int:
-    """Return the bytes of buckets that are reduced: two for offloaded gradients; with split backwards, two more for
-    resident gradients, each with room for a parameter more, since no parameter is divided between buckets. Without
-    split backwards resident gradients lie in their buckets and need no others."""
+    """Return the bytes of the buckets in which replicas reduce gradients. Offloaded gradients use two buckets. With
+    split backwards, resident gradients use two more, each with memory for one more parameter, because no parameter is
+    divided between buckets; otherwise resident gradients are views of their buckets and need no copies."""
     whole = math.ceil(sizes.trained * profile.gradient_bytes)
     going = min(whole, gone + math.ceil(sizes.block * profile.gradient_bytes)) if gone else 0
     largest = bucket + math.ceil(sizes.parameter * profile.gradient_bytes) if bucket else 0
@@ -235,8 +235,8 @@ def _summing_bytes(
 
 
 def _passing_bytes(profile: ModelProfile, sizes: Sizes, moving: float) -> float:
-    """Return the host staging bytes for weights and gradients of ``moving`` parameter bytes; the stepped weights are
-    copies."""
+    """Return the host staging bytes for weights and gradients of ``moving`` bytes of parameters; the step works on
+    copies of the weights."""
     copies = 1 if profile.master_bytes else 2
     return copies * min(sizes.trained, moving + (sizes.block if moving else 0))
 
@@ -244,8 +244,8 @@ def _passing_bytes(profile: ModelProfile, sizes: Sizes, moving: float) -> float:
 def _twice_bytes(
     profile: ModelProfile, sizes: Sizes, streamed: int, visiting: int, bucket: int
 ) -> int:
-    """Return the new bytes of a block, and of the buckets that replicas sum, which are written before the old ones are
-    freed."""
+    """Return the additional tier bytes while new data is written before old data is freed: one block, and the buckets
+    in which replicas sum gradients."""
     whole = min(sizes.offloadable_block, streamed and sizes.offloadable)
     block = math.ceil(whole + sizes.most_trained(whole) * profile.gradient_bytes)
     return max(visiting, block) + (2 * bucket if streamed else 0)
@@ -254,8 +254,8 @@ def _twice_bytes(
 def _rounding_bytes(
     profile: ModelProfile, sizes: Sizes, upper: int, streamed: int, gone: int
 ) -> int:
-    """Return the bytes that rounding shares up to whole parameters may add to the tier: of ``upper`` bytes of states on
-    the device, and of the parameters and gradients that are not offloaded."""
+    """Return the tier bytes that rounding shares up to whole parameters may add: for ``upper`` bytes of states on the
+    device, and for parameters and gradients that are not offloaded."""
     per_byte = profile.optimizer_bytes + profile.master_bytes
     rounding = min(upper, math.ceil(sizes.block * per_byte))
     if streamed:
@@ -267,15 +267,15 @@ def _rounding_bytes(
 
 
 def shard_bytes(states: int, largest: float, replicas: int) -> int:
-    """Return the most bytes of ``states`` in one of ``replicas`` shards: each parameter is assigned to the smallest
-    shard."""
+    """Return the most bytes of ``states`` that one of ``replicas`` shards can hold: each parameter is assigned to the
+    smallest shard so far."""
     return min(states, math.ceil(states / replicas + largest * (1 - 1 / replicas)))
 
 
 def _step_share(profile: ModelProfile, share: float) -> float:
-    """Return the share of a step's time where only a ``share`` of the parameters is stepped: gradients are cleared,
-    measured and clipped in any case, which takes as long as moving four times their bytes. A step reads weight,
-    gradient and states, and writes all but the gradient."""
+    """Return a step's time if only a fraction ``share`` of the parameters is stepped, as a fraction of the full step.
+    Gradients are cleared, measured and clipped in any case, which takes as long as moving four times their bytes. A
+    step reads weight, gradient and states, and writes all but the gradient."""
     stepping = 3 + 2 * profile.optimizer_bytes
     return (4 + stepping * share) / (4 + stepping)
 

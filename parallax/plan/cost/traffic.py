@@ -17,14 +17,14 @@ Floats = NDArray[np.float64]
 
 
 def buffer_bytes(largest: Any, moved: Any) -> Any:
-    """Return the swap limit from which reading overlaps with compute: two blocks, the one in use and the next one, or
-    all ``moved`` bytes. With less, a backward waits for the read of each offloaded block."""
+    """Return the smallest swap limit with which reads overlap with compute, in bytes: two blocks, the current and the
+    next one, or all ``moved`` bytes. With less, a backward waits for the read of each offloaded block."""
     return np.minimum(2 * largest, moved)
 
 
 def leaving_bytes(moved: Any, in_flight: int, limit: Any) -> Any:
-    """Return the bytes that are written, of ``moved`` bytes that a micro-batch offloads. Where a backward follows its
-    own forward, unfinished writes are cancelled, so only the excess over the swap ``limit`` is written. With other
+    """Return how many of the ``moved`` bytes that a micro-batch offloads are actually written. If a backward follows
+    its own forward, unfinished writes are cancelled, so only the excess over the swap ``limit`` is written. With other
     micro-batches in between all of it is written, unless all micro-batches fit."""
     if in_flight == 1:
         return np.maximum(0.0, moved - limit)
@@ -32,13 +32,13 @@ def leaving_bytes(moved: Any, in_flight: int, limit: Any) -> Any:
 
 
 def tier_places(moved: float) -> int:
-    """Return the bytes of a tier for ``moved`` bytes of activations: more than these, because sizes are rounded up and
-    rows of uneven micro-batches differ by one."""
+    """Return the tier bytes to reserve for ``moved`` bytes of activations. They are more, because sizes are rounded up
+    and rows of uneven micro-batches differ by one."""
     return math.ceil(moved * TIER_SLACK) + TIER_FLOOR
 
 
 def copying_seconds(device: Device, moved: NDArray[Any]) -> Floats:
-    """Return the seconds to write and to read back ``moved`` bytes."""
+    """Return the seconds for writing ``moved`` bytes to the tier and reading them back."""
     latency = device.write.latency_seconds + device.read.latency_seconds
     per_byte = 1 / device.write.bytes_per_second + 1 / device.read.bytes_per_second
     return np.where(moved > 0, latency + moved * per_byte, 0.0)
