@@ -45,11 +45,11 @@ def calibrate(
     plan: Plan,
     cluster: Cluster | None = None,
 ) -> ModelProfile:
-    """Return the profile whose prediction for ``plan`` equals ``measured``, from the spans ``predicted`` of the current
-    one.
+    """Return ``profile``, corrected until its prediction for ``plan`` agrees with the spans ``measured``.
+    ``predicted``: the spans that ``profile`` predicts.
 
     ``predicted`` and ``measured`` hold every rank's spans of one or more steps under ``plan``. Without ``cluster`` the
-    ratios are applied once. Raises :class:`PlanError` where the spans, the plan and the profile do not belong together.
+    ratios are applied once. Raises :class:`PlanError` if the spans, the plan and the profile do not belong together.
     """
     before, after = list(predicted), list(measured)
     _check(profile, plan, before, after)
@@ -137,8 +137,8 @@ def _corrected(
 
 
 def _stretched(profile: ModelProfile, cluster: Cluster, plan: Plan, goal: float) -> ModelProfile:
-    """Return the profile scaled so that the step takes the measured time: time outside blocks (messages, dispatch) is
-    distributed over the blocks."""
+    """Return the profile scaled so that the predicted step takes ``goal`` seconds, the measured time: time outside
+    blocks (messages, dispatch) is distributed over the blocks."""
     best, smallest = profile, float("inf")
     for _ in range(ROUNDS):
         ratio = goal / step_seconds(simulate(profile, cluster, plan).spans)
@@ -196,7 +196,7 @@ def _busy(spans: Sequence[Span], plan: Plan) -> Busy:
 
 
 def _evident(spans: Sequence[Span], plan: Plan) -> Busy:
-    """Return the part of :func:`_busy` that took long enough to be measured."""
+    """Return the entries of :func:`_busy` that took long enough to be measured reliably."""
     steps = len({span.step for span in spans})
     actions = Counter((span.stage, TERMS[span.kind]) for span in spans if span.kind in TERMS)
     least = LEAST_SHARE * step_seconds(spans)
@@ -210,9 +210,9 @@ def _evident(spans: Sequence[Span], plan: Plan) -> Busy:
 def evident_factors(
     factors: Mapping[int, float], predicted: Sequence[Span], measured: Sequence[Span]
 ) -> dict[int, float]:
-    """Return the ``factors`` by which ranks are slow, limited to the slowness in the spans of a run: the excess of a
-    rank's compute over its prediction, relative to all ranks without a factor. A rank whose spans show no slowness
-    has no factor."""
+    """Return the ``factors`` of slow ranks, each limited to the slowness that the spans of a run show: a rank's compute
+    seconds over their prediction, relative to all ranks without a factor. Ranks whose spans show no slowness are
+    omitted."""
     was, now = _busy_by_rank(predicted), _busy_by_rank(measured)
     others = [rank for rank in now if rank not in factors and was.get(rank, 0.0) > 0]
     usual = sum(now[rank] for rank in others) / max(1e-12, sum(was[rank] for rank in others))
@@ -236,7 +236,8 @@ def _busy_by_rank(spans: Sequence[Span]) -> dict[int, float]:
 
 
 def _update(spans: Iterable[Span]) -> Busy:
-    """Return the shortest update of a step: the last rank to reach it did not wait for the others in it."""
+    """Return the seconds of an update: the median over steps of the shortest one. The last rank to reach an update does
+    not wait for others in it."""
     steps: defaultdict[int, list[float]] = defaultdict(list)
     for span in spans:
         if span.kind == "update":
@@ -245,7 +246,7 @@ def _update(spans: Iterable[Span]) -> Busy:
 
 
 def _ratio(now: Busy, was: Busy, key: tuple[int, str]) -> float:
-    """Return the ratio of measured to predicted seconds; 1 where either is missing."""
+    """Return the ratio of measured (``now``) to predicted (``was``) seconds; 1 if either is missing."""
     measured, predicted = now.get(key, 0.0), was.get(key, 0.0)
     return _within(measured / predicted) if measured > 0 and predicted > 0 else 1.0
 
@@ -255,7 +256,7 @@ def _within(ratio: float) -> float:
 
 
 def _recomputed_share(profile: ModelProfile, plan: Plan, stage: StagePlan) -> float:
-    """Return the share of a stage's predicted backward that runs forwards again."""
+    """Return the fraction of a stage's predicted backward that recomputes forwards."""
     rows = -(-plan.microbatch // stage.replicas)
     blocks = profile.blocks[stage.start : stage.stop]
     again = sum(

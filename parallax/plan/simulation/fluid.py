@@ -31,7 +31,7 @@ _ALONE = -1  # the number of announcements of work without a resource
 
 @dataclass(eq=False, slots=True)
 class Signal:
-    """An event that occurs once. Then the ``waiting`` routines resume, and ``then`` is called."""
+    """An event that occurs once. It then resumes the ``waiting`` routines and calls ``then``."""
 
     done: bool = False
     waiting: list[Routine] = field(default_factory=list)
@@ -49,10 +49,10 @@ class Transfer(Signal):
 
 @dataclass(eq=False, slots=True)
 class Resource:
-    """A capacity that work shares. Where measured, ``speeds[k − 1]`` is the speed of each of k users.
+    """A capacity that work shares. If measured, ``speeds[k − 1]`` is the speed of each of k users.
 
-    ``clock`` is its value at second ``read_at``, since when it runs at ``speed``. The next end was ``announced`` that
-    many times, the last time for the speed ``told``; earlier announcements are void.
+    ``clock`` is the value of its clock at second ``read_at``; since then the clock runs at ``speed``. ``announced``
+    counts the scheduled ends, the last one for speed ``told``; earlier ones are void.
     """
 
     capacity: float
@@ -82,7 +82,7 @@ class Resource:
             self.clock = 0.0  # small numbers have smaller rounding errors
 
     def next_end(self) -> float | None:
-        """Return the clock at the next end, or None where no work is under way."""
+        """Return the value of the resource's clock at the next end of work; None if no work is running."""
         ends = self.ends
         while ends and (ends[0][2].done or ends[0][2].due != ends[0][0]):
             heappop(ends)
@@ -105,7 +105,8 @@ class Simulator:
         self._blocked[routine] = name
 
     def work(self, seconds: float, resource: Resource, factor: float = 1.0) -> Transfer:
-        """Start work that alone, at its own speed ``factor``, would take ``seconds`` / ``factor``."""
+        """Start work and return the signal of its end. Without other work on ``resource`` it takes ``seconds`` /
+        ``factor``; ``factor`` is the work's own speed."""
         work = Transfer(factor=factor)
         if seconds <= 0:
             work.done = True
@@ -124,7 +125,7 @@ class Simulator:
         return work
 
     def rescale(self, work: Transfer, resource: Resource, factor: float) -> None:
-        """Continue the rest of ``work`` at another speed ``factor``."""
+        """Change the speed of ``work`` to ``factor`` for the rest of it."""
         if work.done or work.factor == factor:
             return
         resource.advance(self.now, 0)
@@ -167,7 +168,7 @@ class Simulator:
         heappush(resource.ends, (work.due, next(self._number), work))
 
     def _announce(self, resource: Resource) -> None:
-        """Queue the end of the resource's next work; earlier announcements are void."""
+        """Schedule the end of the resource's next work; earlier scheduled ends become void."""
         resource.announced += 1
         resource.told = resource.speed
         due = resource.next_end()
@@ -197,7 +198,7 @@ class Simulator:
         return bool(ended)
 
     def _end(self, resource: Resource, ended: list[tuple[int, Transfer]]) -> None:
-        """Complete the work of one resource that ends now: at least one piece, because its end was announced."""
+        """Complete the work of one resource that ends now; at least one piece of work does."""
         resource.advance(self.now, 0)
         due, users = resource.next_end(), 0
         horizon = max(resource.clock, due or 0.0) + _EPSILON

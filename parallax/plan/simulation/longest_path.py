@@ -32,7 +32,7 @@ _KEPT_ACTIONS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Seconds of one stage per micro-batch.
+    """Seconds of one stage for one micro-batch.
 
     ``backward`` is the input-gradient pass (B), ``weight`` the weight-gradient pass (W); schedules that do not split
     the backward run both at once. ``send`` is the time of activations along the outgoing edge, and of their gradient
@@ -49,7 +49,7 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """One step, from the first start at second 0; arrays have one entry per pipeline rank.
+    """The timeline of one step, from the first start at second 0. Arrays have one entry per pipeline rank.
 
     ``begin`` and ``end``: of its first and its last action; ``busy``: its seconds of compute between them.
     """
@@ -65,8 +65,8 @@ class Timeline:
 
     @property
     def span_seconds(self) -> float:
-        """Return the longest time of any pipeline rank from its first start to its last end: the time of a step where
-        pipeline ranks start the next one without waiting for each other."""
+        """Return the longest time of any pipeline rank from its first start to its last end. It is the step time if
+        pipeline ranks start the next step without waiting for each other."""
         return float((self.end - self.begin).max())
 
     @property
@@ -78,13 +78,13 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waves:
-    """The actions of all pipeline ranks, wave by wave; ``starts[w]`` is the index of the first action of wave w.
+    """The actions of all pipeline ranks in waves; ``starts[w]`` is the index of the first action of wave w.
 
     ``pipeline_rank``  of each action
     ``cell``      kind · stages + stage of each action: the index of its seconds in a table
-    ``awaited``   the action that it needs besides the preceding one; one past the last action where it needs none
+    ``awaited``   the action that it needs besides the preceding one; one past the last action if it needs none
     ``links``     the sending and the receiving stages
-    ``sent``      by link, 1 where messages pass along it, and 0 where both ends are on one pipeline rank
+    ``sent``      by link, 1 if messages pass along it, and 0 if both ends are on one pipeline rank
     """
 
     pipeline_ranks: int
@@ -107,8 +107,8 @@ def time_schedule(
     """Return the timeline of ``micro_batches`` through stages of ``times``, which send along ``edges``, with
     ``interleave`` stages on each pipeline rank.
 
-    Exact for these seconds. Raises :class:`PlanError` where the stages do not divide, and :class:`DeadlockError` where
-    the schedule's lists wait for each other.
+    Exact for these seconds. Raises :class:`PlanError` if the stages do not divide, and :class:`DeadlockError` if the
+    schedule's lists wait for each other.
     """
     stages = len(times)
     if not stages or interleave < 1 or stages % interleave:
@@ -127,8 +127,8 @@ def time_orders(
     edges: Sequence[Edge],
     micro_batches: int,
 ) -> Timeline:
-    """Return the same as :func:`time_schedule` for orders without a schedule: one per pipeline rank, all equally
-    long."""
+    """Return the timeline, as :func:`time_schedule` does, for ``orders`` that belong to no schedule: one per pipeline
+    rank, all of equal length."""
     links = [(edge.sender, edge.receiver) for edge in edges]
     sent = [True] * len(links)
     return _time(_waves(orders, len(times), links, sent, len(orders), micro_batches), times)
@@ -147,8 +147,8 @@ def _time(waves: _Waves, times: Sequence[StageTimes]) -> Timeline:
 def _tables(
     times: Sequence[StageTimes], waves: _Waves, *, split: bool
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """Return, by kind and stage, seconds of compute, seconds that the rank is blocked, latency of the awaited
-    message."""
+    """Return three tables by kind and stage, in seconds: compute; compute and the messages that block the rank; latency
+    of the message that the action waits for."""
     forward, backward, weight, send, blocking = np.array(
         [(t.forward, t.backward, t.weight, t.send, t.blocking) for t in times], dtype=np.float64
     ).T
@@ -246,12 +246,13 @@ def _waves(
 def _listed(
     orders: Iterable[Order], stages: int, links: NDArray[np.int64], micro_batches: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-    """Return the cell of each action, its number, and the number of the action that it needs, by pipeline rank and in
-    order.
+    """Return three arrays over all actions, by pipeline rank and in order: the cell of each action, its id, and the id
+    of the action on another stage that it depends on. The cell is kind · stages + stage; an id is cell · micro-batches
+    + micro-batch.
 
-    A forward needs that of the stage that sends to it, a backward that of the stage that it sends to or, on the last
-    stage, its forward, and a weight-gradient pass its backward. A number is cell · micro-batches + micro-batch; one
-    more cell stands for no need.
+    A forward depends on the forward of the sending stage. A backward depends on the backward of the stage that its
+    stage sends to or, on the last stage, on its own forward. A weight-gradient pass depends on its backward. An id in
+    an extra cell means no dependency.
     """
     nothing = len(COMPUTE) * stages
     forward, backward, weight = (

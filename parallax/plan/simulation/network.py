@@ -2,7 +2,7 @@
 
 A message to another node occupies the sender's outgoing and the receiver's incoming link, both shared fairly with their
 other traffic, and arrives when the slower of the two is done. Inside a node each ordered pair of devices has its own
-link, unless devices send over the wires that they swap over. While bytes of a rank are under way, its device may
+link, unless devices send over the wires that they swap over. While bytes of a rank are in transit, its device may
 compute more slowly (``Device.overlap_loss``).
 """
 
@@ -17,7 +17,7 @@ from parallax.plan.simulation.fluid import Resource, Routine, Signal, Simulator,
 
 
 def at_once() -> Routine:
-    """Do nothing before a barrier opens."""
+    """A routine that ends at once: a barrier opens without further work."""
     yield from ()
 
 
@@ -30,12 +30,12 @@ class Core:
         self._working = Transfer(done=True)
 
     def compute(self, seconds: float) -> Signal:
-        """Start to compute; a rank computes one piece of work at a time."""
+        """Start to compute for ``seconds``; return a signal of the end. A rank computes one piece of work at a time."""
         self._working = self._simulator.work(seconds, self._cores, self._factor)
         return self._working
 
     def carry(self, change: int) -> None:
-        """Change the number of this rank's transfers under way."""
+        """Add ``change`` to the number of this rank's running transfers."""
         self._carried += change
         if self._loss:
             self._simulator.rescale(self._working, self._cores, self._factor)
@@ -46,7 +46,7 @@ class Core:
 
 
 class _Message:
-    """A message under way. It is no coroutine, because a run has hundreds of thousands."""
+    """A message in transit. It is not a coroutine, because a simulation has hundreds of thousands of messages."""
 
     __slots__ = ("_arrived", "_cores", "_latency", "_left", "_simulator")
 
@@ -62,7 +62,7 @@ class _Message:
         self._left = 0
 
     def send(self, seconds: float, ways: Sequence[Resource]) -> None:
-        """Occupy all ``ways`` for ``seconds`` of their whole bandwidth, then wait for the latency."""
+        """Occupy all resources ``ways`` for ``seconds``, longer if they are shared, then wait for the latency."""
         if seconds <= 0:
             self._travel()
             return
@@ -115,7 +115,7 @@ class Network:
         return self._ways["host", rank, 0]
 
     def deliver(self, arrived: Signal, sender: int, receiver: int, count: float) -> None:
-        """Send a message of ``count`` bytes. Messages under way share the bandwidth; the latency is not shared."""
+        """Send a message of ``count`` bytes. Messages in transit share the bandwidth; the latency is not shared."""
         link = self._cluster.link(sender, receiver)
         cores = self.cores[sender], self.cores[receiver]
         message = _Message(self.simulator, arrived, cores, link.latency_seconds)
@@ -133,7 +133,7 @@ class Network:
         yield from self._together(ranks, seconds * inside, seconds * (not inside))
 
     def _together(self, ranks: Sequence[int], inside: float, across: float) -> Routine:
-        """Occupy the links of a ring inside the nodes for ``inside`` seconds, then those between nodes for
+        """Occupy the links of a ring inside the nodes for ``inside`` seconds, then the links between nodes for
         ``across``."""
         nodes = self._cluster.node_of
         ring = [(a, b) for a, b in zip(ranks, [*ranks[1:], *ranks[:1]]) if nodes[a] == nodes[b]]
@@ -145,8 +145,8 @@ class Network:
         )
 
     def meet(self, gate: str, size: int, then: Callable[[], Routine] = at_once) -> Signal:
-        """Arrive at a barrier of ``size`` arrivals; the last one starts ``then``, and the barrier opens when that
-        ends."""
+        """Arrive at barrier ``gate`` of ``size`` arrivals; return a signal of its opening. The last arrival starts
+        ``then``, and the barrier opens when that ends."""
         arrived, opened = self._gates.get(gate, (0, Signal()))
         self._gates[gate] = (arrived + 1, opened)
         if arrived + 1 == size:
@@ -158,7 +158,7 @@ class Network:
         self.simulator.set(opened)
 
     def _occupy(self, ranks: Sequence[int], ways: Sequence[Resource], seconds: float) -> Routine:
-        """Occupy all ``ways`` for ``seconds`` of their whole bandwidth."""
+        """Occupy all resources ``ways`` for ``seconds`` at their full bandwidth; longer if they are shared."""
         if seconds <= 0:
             return
         for rank in ranks:
@@ -176,7 +176,7 @@ class Network:
         return [self._ways["local", sender, receiver]]
 
     def _remote(self, direction: str, rank: int) -> Resource:
-        """Return a rank's link to or from other nodes: its own, or the one that its node's ranks share."""
+        """Return a rank's link to or from other nodes: its own, or the link that the ranks of its node share."""
         if not self._cluster.remote_ways:
             return self._ways[direction, rank, 0]
         way = f"node {direction}", self._cluster.node_of[rank], 0

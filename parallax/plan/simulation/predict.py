@@ -38,7 +38,8 @@ SIMULATED_BLOCKS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """One step: ``ranks`` by rank, ``stages`` by pipeline rank; ``spans`` only where every action was simulated."""
+    """The prediction of one step: ``ranks`` by rank, ``stages`` by pipeline rank. ``spans`` is empty unless every
+    action was simulated."""
 
     step_seconds: float
     bubble: float
@@ -48,8 +49,8 @@ class Forecast:
 
 
 def predict(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
-    """Return time and memory of ``pipeline``. Raises :class:`InfeasiblePlan` where a rank would exceed its device, and
-    ``BudgetExceeded`` where a swap limit cannot hold one block."""
+    """Return the predicted time and memory of ``pipeline``. Raises :class:`InfeasiblePlan` if a rank would exceed its
+    device, and ``BudgetExceeded`` if a swap limit cannot hold one block."""
     few = block_passes(pipeline) <= SIMULATED_BLOCKS
     found = (_simulated if few else _timed)(profile, cluster, pipeline)
     for rank, prediction in enumerate(found.ranks):
@@ -107,7 +108,7 @@ def quick_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -
 
 
 def _count(pipeline: Pipeline) -> int:
-    """Return the micro-batches of a step."""
+    """Return the number of micro-batches in a step."""
     return pipeline.micro_batches(pipeline.global_batch)
 
 
@@ -163,8 +164,8 @@ def _finish(
     ties: dict[int, float],
     stalls: Sequence[float],
 ) -> tuple[Timeline, float, list[float], list[float]]:
-    """Return the timeline, the end of the step, and the seconds of reduction and of update of each pipeline rank; every
-    backward includes its stage's ``stalls``."""
+    """Return the timeline, the seconds at which the step ends, and each pipeline rank's seconds of reduction and
+    update. Every backward includes the ``stalls`` of its stage."""
     pipeline_ranks = range(pipeline.pipeline_ranks)
     times = [
         _stage_times(cluster, pipeline, stage, load, stalls[stage])
@@ -226,7 +227,7 @@ def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forec
 
 
 def _at(pipeline: Pipeline, pipeline_rank: int, loads: Sequence[StageLoad]) -> dict[int, StageLoad]:
-    """Return the stages of a pipeline rank and their loads."""
+    """Return stage → load for the stages of a pipeline rank."""
     return {stage: loads[stage] for stage in pipeline.stages_of(pipeline_rank)}
 
 
@@ -307,7 +308,7 @@ def _link(cluster: Cluster, pipeline: Pipeline, edge: Edge) -> Link:
 
 def _stall(cluster: Cluster, pipeline: Pipeline, loads: Mapping[int, StageLoad]) -> float:
     """Return the seconds per micro-batch that ``loads``, of stages of one pipeline rank, wait for the tier: the excess
-    of copying over computing, or, where the limit is too small to read ahead, the reads of a backward."""
+    of copying over computing, or, if the limit is too small to read ahead, the reads of a backward."""
     pipeline_rank = pipeline.pipeline_rank(next(iter(loads)))
     device = cluster.while_all_swap(cluster.devices[pipeline.ranks(pipeline_rank)[0]])
     leaving = reading = 0.0
@@ -351,8 +352,8 @@ def _update_seconds(
 
 
 def _gathering_seconds(cluster: Cluster, pipeline: Pipeline, last: StageLoad) -> float:
-    """Return the seconds of the loss of all rows, where there is one: computing it, and sending its outputs among the
-    replicas of the last stage."""
+    """Return the seconds of a loss over all rows, if there is one: sending the outputs among the replicas of the last
+    stage, and computing it."""
     ranks = pipeline.ranks(pipeline.pipeline_rank(len(pipeline.stages) - 1))
     return last.gathered_seconds + all_reduce_seconds(last.gathered_bytes, ranks, cluster)
 

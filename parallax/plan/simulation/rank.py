@@ -180,7 +180,7 @@ class Rank:
             )
 
     def _book(self, action: Action, seconds: float, waited: float) -> None:
-        """Add an action to the terms of the step."""
+        """Add the seconds of an action to the terms of the step; the rank waited during ``waited`` of them."""
         terms = self._seconds
         match action.kind:
             case Kind.FORWARD:
@@ -226,8 +226,8 @@ class Rank:
         yield from self._swapping.streamed(streaming)
 
     def _gathered_loss(self, action: Action) -> Generator[Signal, None, float]:
-        """Compute the loss of all rows, where there is one, after the last forward of the last stage; return the
-        seconds of waiting for the outputs of other replicas."""
+        """Compute the loss over all rows, if there is one, after the last forward of the last stage. Return the seconds
+        of waiting for other replicas' outputs."""
         load = self._passes_of(action).load
         if not load.gathered_bytes:
             return 0.0
@@ -260,8 +260,8 @@ class Rank:
         yield from self._swapping.streamed(streaming, passes.adding_seconds(action.kind))
 
     def _sharing(self, stage: int, rows: int) -> list[tuple[int, float]]:
-        """Return the ranks of a stage at the other end of an edge that share rows with this one in a micro-batch of
-        ``rows`` rows, and the share of this rank's bytes for each of them."""
+        """Return the ranks of a stage at the other end of an edge that share rows with this rank in a micro-batch of
+        ``rows`` rows, each with the fraction of this rank's bytes that it receives or sends."""
         ranks = self._pipeline.ranks(stage)
         replicas = self._pipeline.stages[self._pipeline_rank].replicas
         start, stop = replica_rows(rows, replicas, self._replica)

@@ -27,10 +27,10 @@ class Simulation:
 
 
 def simulate(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Simulation:
-    """Simulate one training step of ``pipeline``; traces are those of ranks 0, 1, …
+    """Simulate one training step of ``pipeline`` and return the result; its traces are those of ranks 0, 1, …
 
     Ranks whose allocator returns freed memory to the system at once are slowed by the profile's ``freeing_slowdown``.
-    Raises :class:`DeadlockError`, and :class:`BudgetExceeded` where a swap limit cannot hold one block.
+    Raises :class:`DeadlockError`, and :class:`BudgetExceeded` if a swap limit cannot hold one block.
     """
     found = _simulate(profile, cluster, pipeline)
     freeing = [n for n, rank in enumerate(found.ranks) if rank.returns_freed]

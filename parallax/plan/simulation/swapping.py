@@ -81,7 +81,7 @@ class SimulatedSwap:
         self._pump()
 
     def bring(self, key: Key) -> Routine:
-        """Wait until a block's activations are on the device; from then on they cannot be evicted."""
+        """Wait until a block's activations are on the device; they cannot be evicted afterwards."""
         held = self._held.pop(key)
         start = self._simulator.now
         if held.state == "queued":
@@ -97,7 +97,7 @@ class SimulatedSwap:
         self._brought = held
 
     def release(self, share: float) -> None:
-        """Free this share of the activations of the block that was fetched last, and prefetch into the free bytes."""
+        """Free a fraction ``share`` of the activations of the block fetched last, and prefetch into the freed bytes."""
         held = self._brought
         self._resident -= held.size * share
         if held.state != "spared":
@@ -120,8 +120,8 @@ class SimulatedSwap:
         self._simulator.set(ended)
 
     def streamed(self, streaming: Signal, adding: float = 0.0) -> Routine:
-        """Wait for the end of parameter transfers: compute cannot end before its parameters are on the device. A
-        backward adds its gradients to stored ones for ``adding`` seconds."""
+        """Wait for parameter transfers to end: compute cannot end before its parameters are on the device. Then wait
+        for ``adding`` seconds, in which a backward adds its gradients to stored ones."""
         start = self._simulator.now
         yield streaming
         if adding:
@@ -133,7 +133,8 @@ class SimulatedSwap:
         self.peak = max(self.peak, self._stored)
 
     def _make_room(self, size: float) -> Routine:
-        """Wait for writes until ``size`` more offloaded bytes fit."""
+        """Wait until ``size`` more bytes fit the swap limit: for writes, then by evicting activations that are on the
+        device early."""
         start = self._simulator.now
         while self._resident + size > self._limit * (1 + 1e-9):
             writing = next((h for h in self._queue if h.state == "queued" and not h.wanted), None)
@@ -176,7 +177,7 @@ class SimulatedSwap:
         self._copy(held)
 
     def _copy(self, held: Held) -> None:
-        """Queue a write or a read behind the earlier ones of this rank."""
+        """Queue a write or read of ``held`` behind the earlier transfers of this rank."""
         if held.state == "queued":
             self._store(held.size)
             self.written += held.size
