@@ -24,8 +24,8 @@ from parallax.plan.simulation.predict import Forecast, predict
 def with_ample_memory(
     profile: ModelProfile, cluster: Cluster, pipeline: Pipeline, forecast: Forecast
 ) -> tuple[Pipeline, Forecast]:
-    """Return ``pipeline``, whose forecast is ``forecast``, with smaller swap limits at pipeline ranks where the step
-    does not become longer. The limits keep a fifth of the budget free, or at least the bytes that the allocator
+    """Return ``pipeline``, whose forecast is ``forecast``, with smaller swap limits on each pipeline rank on which this
+    does not lengthen the step. The limits keep a fifth of the budget free, or at least the bytes that the allocator
     keeps."""
     for pipeline_rank in range(pipeline.pipeline_ranks):
         ranks, mine = pipeline.ranks(pipeline_rank), set(pipeline.stages_of(pipeline_rank))
@@ -52,7 +52,7 @@ def _limit(stage: StagePlan) -> int:
 
 
 def _with_less(stages: Sequence[StagePlan], mine: set[int], share: float) -> tuple[StagePlan, ...]:
-    """Return ``stages`` with swap limits reduced by the fraction ``share``."""
+    """Return ``stages``, with the swap limits of offloading stages in ``mine`` reduced by the fraction ``share``."""
     return tuple(
         replace(each, swap_limit_bytes=max(0, math.floor(_limit(each) * (1 - share)) - 1))
         if stage in mine and each.offloads

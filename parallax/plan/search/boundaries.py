@@ -24,7 +24,8 @@ def even_boundaries(sums: Sequence[float], stages: int) -> list[int]:
 
 
 def furthest(works: Callable[[int], bool], low: int, high: int, guess: int) -> int:
-    """Return the smallest start in ``low`` to ``high`` that works, searched around ``guess``; ``high`` if none does."""
+    """Return the smallest start in ``low`` to ``high`` for which ``works`` is true, searched around ``guess``; ``high``
+    if there is none."""
     start = min(max(guess, low), high)
     step = 1
     if works(start):
@@ -46,7 +47,7 @@ def furthest(works: Callable[[int], bool], low: int, high: int, guess: int) -> i
 
 
 def block_kinds(profile: ModelProfile) -> tuple[tuple[int, ...], list[BlockCost]]:
-    """Return a number for each block, equal for blocks with equal costs, and the cost of each number."""
+    """Return the kind of each block, an index that blocks with equal costs share, and the cost of each kind."""
     numbers: dict[BlockCost, int] = {}
     nameless = [
         replace(
@@ -67,8 +68,8 @@ def block_kinds(profile: ModelProfile) -> tuple[tuple[int, ...], list[BlockCost]
 @dataclass(frozen=True)
 class BlockChain:
     """The data of a chain that depends on neither rows nor devices: the number of each block's kind and the cost of
-    each number, as in :func:`block_kinds`, bytes of parameters, of those that no other block uses, and of the largest
-    parameter, and prefix sums of parameters, trained parameters and buffers."""
+    each number, as in :func:`block_kinds`, bytes of parameters, of parameters that no other block uses, and of the
+    largest parameter, and prefix sums of parameters, trained parameters and buffers."""
 
     kinds: NDArray[np.int32]
     costs: Sequence[BlockCost]

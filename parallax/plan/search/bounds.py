@@ -153,7 +153,7 @@ class StepBound:
         return max(micro_batches * terms.slowest + terms.ramp + terms.update, self.seconds(shape))
 
     def weighs(self, shape: Shape) -> bool:
-        """Return whether weights are known for the pipeline ranks of ``shape``."""
+        """Return whether :meth:`weights` differ between the pipeline ranks of ``shape``."""
         return shape.schedule.searched and shape.interleave == 1
 
     def weights(self, shape: Shape) -> list[float]:
@@ -273,7 +273,7 @@ class StepBound:
 
     def _kept_share(self, shape: Shape, rows: _Rows, replicas: int) -> float:
         """Return the largest fraction of the common blocks that can keep their activations: on each pipeline rank
-        beside its own parameters, and on all together beside those of all."""
+        beside its own parameters, and on all ranks together beside all parameters."""
         held = rows.common.held_bytes
         if held <= 0 or not shape.schedule.searched:
             return 1.0

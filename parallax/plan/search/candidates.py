@@ -53,7 +53,7 @@ class Timed:
 
 @dataclass(slots=True)
 class _Open:
-    """A shape, and lower bounds on the cost of the slowest pipeline rank of its pipelines, unweighted and weighted."""
+    """A shape, and lower bounds on the cost of the slowest pipeline rank in its pipelines, unweighted and weighted."""
 
     shape: Shape
     bound: float
@@ -100,8 +100,8 @@ class _Evaluator:
         self.request, self.quick, self.bound = request, GreedySearch(request), StepBound(request)
 
     def evaluate(self, shape: Shape) -> _Found:
-        """Return the pipelines of a shape that may be faster than the best forecast. They are solved with all
-        directives and, if blocks then offload, without offloading: a backward may wait longer for offloaded
+        """Return pipelines of a shape that may be faster than the best forecast, solved with all directives. If blocks
+        of a pipeline offload, it is also solved without offloading, because a backward may wait longer for offloaded
         activations than the greedy rule predicts."""
         found = _Found(self.request, self._forecasts)
         ceiling = self._ceiling(shape, found)
@@ -147,7 +147,8 @@ class _Evaluator:
         return found
 
     def _weigh(self, shape: Shape, found: _Found, near: float) -> None:
-        """Partition by weights. Results matter to pipelines that need up to ``near`` times the best."""
+        """Partition the blocks by weighted cost and add the results to ``found``. Pipelines slower than ``near`` times
+        the best do not matter."""
         ceiling = self.bound.weighted_ceiling(shape, found.best * near)
         solved = self._solve(shape, found, ceiling=ceiling, weights=self.bound.weights(shape))
         found.least_weighted = solved.least_cost if solved is not None else ceiling
@@ -182,9 +183,9 @@ class _Evaluator:
 
 
 class _Found:
-    """The results for one shape: pipelines, of which those that the longest path does not rule out are predicted, the
-    number of partitions tried (``compared``), and the least cost of the slowest pipeline rank, unweighted and
-    weighted."""
+    """The results for one shape: pipelines (only pipelines that the longest path does not rule out are predicted), the
+    number of partitions tried (``compared``), and the least cost of the slowest pipeline rank, unweighted and weighted.
+    """
 
     def __init__(self, request: Request, forecasts: Forecasts) -> None:
         self._request, self._forecasts, self.best = request, forecasts, forecasts.least()

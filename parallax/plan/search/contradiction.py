@@ -20,8 +20,8 @@ from parallax.plan.rows import micro_batch_count
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """The planner's question in numbers. ``fixed``: the ranks have started, so a plan must use every device;
-    ``gather_loss``: one loss is computed over all rows."""
+    """The constraints of a planning request, in numbers. ``fixed``: the ranks have started, so a plan must use every
+    device; ``gather_loss``: one loss is computed over all rows."""
 
     config: PlanConfig
     blocks: int
@@ -167,7 +167,7 @@ def _of_replicas(question: Question) -> str:
 
 
 def _of_rows(question: Question) -> str:
-    """Every replica needs a row of a batch."""
+    """Return the contradiction if some replica would have no row of a batch; empty if there is none."""
     config, listed, rows = question.config, question.replicas, question.rows
     most = (
         max(listed)
@@ -195,9 +195,10 @@ def _of_rows(question: Question) -> str:
 
 
 def _of_interleaving(question: Question) -> str:
-    """Interleaving needs two or more pipeline ranks, a block for each of their stages, an equal number of devices per
-    pipeline rank and, if the schedule groups micro-batches, a number of micro-batches that the pipeline ranks divide
-    (Narayanan et al. 2021, section 2.2)."""
+    """Return the contradiction of an interleaved schedule with the other numbers; empty if there is none. Interleaving
+    needs two or more pipeline ranks, a block for each of their stages, an equal number of devices per pipeline rank
+    and, if the schedule groups micro-batches, a number of micro-batches that the pipeline ranks divide (Narayanan et
+    al. 2021, section 2.2)."""
     config, blocks, devices = question.config, question.blocks, question.used
     if not question.interleaves or (
         config.interleave == AUTO and all(s.grouping is not None for s in config.schedules)

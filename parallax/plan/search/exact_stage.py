@@ -148,8 +148,8 @@ def evaluate_stage(
 
 
 def _largest_limit(load: StageLoad, in_flight: int, free_bytes: float, budget: int) -> int:
-    """Return the most bytes that offloaded activations may hold on the device at one time, about ``free_bytes``: gaps
-    are rounded up."""
+    """Return the largest swap limit, in bytes, with which the stage fits ``budget``: about ``free_bytes``, corrected
+    because gaps are rounded up."""
     least, all_moved = load.smallest_swap_limit, in_flight * load.moved_bytes
     limit = min(math.floor(free_bytes), all_moved)
     while limit > least and load.peak_bytes(in_flight, limit) > budget:
@@ -161,7 +161,8 @@ def _largest_limit(load: StageLoad, in_flight: int, free_bytes: float, budget: i
 
 @dataclass(frozen=True, slots=True)
 class _Front:
-    """Choices for a run of blocks: one row each of (seconds, kept, moved, largest moved, work) and of directives."""
+    """Pareto-optimal choices for a run of blocks. Rows are choices; columns are seconds, kept, moved, largest moved and
+    workspace bytes; a second array holds their directives."""
 
     columns: Floats
     directives: NDArray[np.int8]
@@ -252,8 +253,8 @@ class ExactStageFitter:
         return None
 
     def least_bytes(self, start: int, stop: int, where: StageSetting) -> float:
-        """Return the smallest device memory in which the stage runs with the tier as it is; infinite if the capacity of
-        the tier is too small."""
+        """Return the smallest device memory, in bytes, in which the stage runs with the given tier; infinite if the
+        tier is too small."""
         return min(self._least(start, stop, where, offload) for offload in self._host_states)
 
     def _least(
@@ -337,8 +338,8 @@ class ExactStageFitter:
     def _find_base(
         self, start: int, stop: int, where: StageSetting, offload: OffloadFractions
     ) -> tuple[int, int, int, float]:
-        """Return the costs that do not depend on a stage's directives: static bytes, bytes at its boundary, bytes in
-        the tier, and the seconds for which parameter offload occupies the link to the tier."""
+        """Return the costs that are independent of a stage's directives: static bytes, boundary bytes, tier bytes, and
+        the seconds for which parameter offload occupies the link to the tier."""
         load = load_stage(
             self._profile,
             start,
@@ -394,8 +395,8 @@ class ExactStageFitter:
         return front
 
     def _find_leanest(self, kinds: Kinds, rows: int, split: bool) -> _Front:
-        """Return, for each bound on the workspace and on the offloaded bytes of one block, the directives that keep
-        least. They include the smallest choice for any number of micro-batches in flight."""
+        """Return the directives that keep the fewest bytes, one choice for each bound on the workspace and on the
+        offloaded bytes of one block. They include the smallest choice for any number of micro-batches in flight."""
         options = np.array([self._options(kind, rows, split) for kind in kinds])
         found: dict[tuple[int, ...], Floats] = {}
         for work in self._bounds(options[:, :, _WORK]):

@@ -411,7 +411,7 @@ class GreedySearch:
         places: Sequence[_PipelineRankPlace],
         options: StageOptions,
     ) -> Candidate | None:
-        """Return the pipeline with its score; None if a stage does not fit after rounding."""
+        """Return the pipeline with its score; None if a stage does not fit when its bytes are computed exactly."""
         stages: dict[int, StagePlan] = {}
         slowest = total = tail = work = 0.0
         firsts = list(accumulate(replicas, initial=0))

@@ -61,7 +61,7 @@ class GreedyStage:
     def directives(
         self, parts: Sequence[Part], allowed: Sequence[Directive]
     ) -> list[tuple[Directive, ...]]:
-        """Return one tuple for each part."""
+        """Return the directives of the blocks, one tuple for each part."""
         plain = Directive.KEEP if Directive.KEEP in allowed else allowed[0]
         flat = [plain] * sum(stop - start for start, stop, _ in parts)
         for index in self.recomputed:
@@ -288,7 +288,7 @@ class GreedyStages:
         return offload, states, states.update_seconds + sent
 
     def _rest(self, parts: tuple[Part, ...]) -> int:
-        """Return all other bytes that do not depend on directives."""
+        """Return the bytes that do not depend on directives, except those of states."""
         gaps = gap_bytes(
             self._device,
             max(float(self._columns.inputs[start:stop].max()) for start, stop, _ in parts),
@@ -448,5 +448,5 @@ def _unique(
 
 
 def _prefixes(values: Floats) -> Floats:
-    """Return the sums of the first 0, 1, … values."""
+    """Return prefix sums: the sums of the first 0, 1, … values."""
     return np.concatenate([[0.0], np.cumsum(values)])

@@ -77,7 +77,7 @@ def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasibleP
 
 
 def _more_memory(request: Request, needed: int, fits: Fits) -> Iterator[str]:
-    """Yield the memory of each device with which a plan fits: ``needed`` bytes, or more where the full prediction needs
+    """Yield the memory of each device with which a plan fits: ``needed`` bytes, or more if the full prediction needs
     more than the search estimated."""
     least = min(device.memory_bytes for device in request.devices)
     for _ in range(MEMORY_TRIES):

@@ -418,8 +418,8 @@ class Request:
 
     def pipeline_rank_counts(self) -> list[int]:
         """Return the numbers of pipeline ranks that can use every device: each needs at least one block and one device.
-        Of large numbers, only those that divide the devices, those that partition the blocks evenly, and the
-        smallest that can hold the states are tried."""
+        Large numbers are tried only if they divide the devices, partition the blocks evenly, or are the smallest that
+        can hold the states."""
         devices, blocks = len(self.devices), len(self.profile.blocks)
         most = min(devices, blocks)
         if self.config.stages != AUTO:

@@ -309,8 +309,8 @@ def describe(pipeline: Pipeline) -> str:
 def _runners_up(
     chosen: tuple[Pipeline, Forecast], others: Sequence[tuple[Pipeline, Forecast]]
 ) -> list[Alternative]:
-    """Why each was not chosen: by how much it is slower, and which term grew most, over all pipeline ranks. Those that
-    read the same are named once."""
+    """Return the alternatives with reasons: by how much each is slower, and which term grew most, over all pipeline
+    ranks. Alternatives with equal descriptions are listed once."""
     found: dict[str, Alternative] = {}
     mine, best = _mean_terms(chosen[1]), chosen[1].step_seconds
     for pipeline, forecast in others:
