@@ -61,10 +61,10 @@ class _InFlight:
 
 
 class RankProgram:
-    """An action list, analysed once before it runs. A receive is posted one message ahead on each channel: the receives
-    in ``first`` before the first action, those in ``following[n]`` after the n-th. ``last`` holds each stage's last
-    forward, last backward and last weight-gradient pass; ``repeated`` the passes directly before another one of the
-    same kind and stage."""
+    """An action list, analysed once before it runs. Each channel posts the receive of its next message early: the
+    receives in ``first`` before the first action, those in ``following[n]`` after action n. ``last`` holds each stage's
+    last forward, last backward and last weight-gradient pass; ``repeated`` the passes directly before another one of
+    the same kind and stage."""
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self.actions = list(actions)
@@ -92,9 +92,9 @@ class RankProgram:
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """The inputs of one run of a program. The loss is divided by ``denominator``: the rows of the whole batch, or its
-    counted targets. Its gradient is multiplied by ``scale``. With ``keep`` no targets are read: ``keep`` is called
-    with the outputs of the model and the index of their first row."""
+    """The inputs of one run of a program. The loss is divided by ``denominator``: the number of rows of the global
+    batch, or of its targets that count. Its gradient is multiplied by ``scale``. If ``keep`` is given, no targets are
+    read; it is called with the index of the first row and the model's outputs."""
 
     index: int
     batch: Rows
@@ -108,8 +108,8 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class TrainingParts:
-    """The parts of a rank that forwards alone do without. ``stall_seconds`` gives the seconds for which the host has
-    waited for weights and activations."""
+    """The parts of a rank that only training needs. ``stall_seconds`` returns the seconds for which the host has waited
+    for weights and activations."""
 
     loss: StepLoss
     sync: GradientSync
@@ -152,7 +152,7 @@ class Executor:
 
     def run(self, step: StepContext) -> list[Span]:
         """Execute the program of ``step``. Return the spans of training steps that the device has completed: those of
-        this step, and the rest of the previous one."""
+        this step, and the remaining ones of the previous step."""
         rank, index = self._mesh.rank, step.index
         spans = self._spans if step.training else self._spans.aside()
         post, ahead = self._io.post, self._io.posts
@@ -202,7 +202,7 @@ class Executor:
         return self._training.stall_seconds()
 
     def abandon(self) -> None:
-        """Drop in-flight micro-batches, so that their graphs and swapped data are freed."""
+        """Drop in-flight micro-batches, which frees their graphs and swapped data."""
         for held in (
             self._received,
             self._outgoing,
@@ -354,8 +354,8 @@ class Executor:
     def _add_weight_gradients(
         self, deferred: WeightGradStore, complete: Reduced | None = None
     ) -> None:
-        """Add weight gradients to those of resident and of offloaded parameters; call ``complete`` with each parameter
-        whose gradient is complete."""
+        """Add weight gradients to the gradients of resident and offloaded parameters; call ``complete`` with each
+        parameter whose gradient is complete."""
         offloaded = self._stage.offloaded
 
         def ready(parameter: nn.Parameter) -> None:
@@ -386,16 +386,16 @@ class Executor:
     def _holding_gradients(
         self, action: Action, step: StepContext
     ) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a backward; the gradients of offloaded parameters stay on the device where the next
-        action is a backward of the same stage."""
+        """Return the context of a backward; the gradients of offloaded parameters stay on the device if the next action
+        is a backward of the same stage."""
         return self._stage.hold_gradients(action.stage, action in step.program.repeated)
 
     def _completes(self, action: Action, step: StepContext) -> bool:
-        """Whether a stage's gradients are complete after ``action``."""
+        """Whether ``action`` completes a stage's gradients."""
         return action in step.program.last
 
     def _swap_key(self, action: Action, step: StepContext) -> int:
-        """Return the number that the swap manager knows a micro-batch of one of this rank's stages by."""
+        """Return the key of a micro-batch in the swap manager, unique over this rank's stages."""
         slot = self._slots[action.stage] + action.step * len(self._slots)
         return action.micro + step.micro_batches * slot
 
@@ -426,8 +426,8 @@ class Executor:
             ]
 
     def _pass_locally(self, key: Key, detached: Tensors, *, training: bool) -> None:
-        """Pass detached outputs to the next stage on this rank. It gets copies, as from a channel: the sender's graph
-        may have saved the outputs, and a block may change its input in place."""
+        """Pass detached outputs to the next stage on this rank. In training it gets copies, like those that a channel
+        delivers: the sender's graph may have saved the outputs, and a block may change its input in place."""
         entry = GraphEntry(self._anchor) if training else None
         inputs = detached if entry is None else tuple(map(entry.copy, detached))
         self._received[key] = inputs, entry

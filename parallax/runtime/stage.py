@@ -44,7 +44,7 @@ _POSITIVE = 2**63 - 1
 def keep_resident(
     chain: Chain, indices: Sequence[int], share: float, blocks: Iterable[Iterable[nn.Parameter]]
 ) -> Stream:
-    """Make the ``blocks``; all their parameters stay on the device."""
+    """Build the ``blocks`` and return access to their parameters, which are all resident."""
     del chain, indices, share
     return ResidentParameters(blocks)
 
@@ -70,10 +70,10 @@ class Stage(nn.Module):
     the same numbers, and so does another plan with the same micro-batches. Dropout is the same under every plan
     (:mod:`parallax.model.layers.dropout`). ``norms`` handles BatchNorms (:mod:`parallax.model.layers.norms`).
 
-    With ``compile`` each block's forward is compiled for any number of rows. Dispatch modes do not see the operators of
-    a compiled block: its backward is not split, and its dropout draws from the compiler's generator, seeded alike. All
-    offloaded activations of such a block are fetched at once, so the plan's swap limit must hold them. Unless it
-    ``trains``, no parameter requires a gradient.
+    With ``compile`` each block's forward is compiled for any number of rows. Dispatch modes do not intercept the
+    operators of a compiled block: its backward is not split, and its dropout draws from the compiler's generator,
+    seeded alike. All offloaded activations of such a block are fetched at once, so the plan's swap limit must hold
+    them. Unless it ``trains``, no parameter requires a gradient.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Stage(nn.Module):
             trim_freed_memory()  # of the block, before the next one is made
 
     def _check_share(self, chain: Chain, share: float) -> None:
-        """Raise :class:`PlanError` where more parameters stay on the device than the plan counts."""
+        """Raise :class:`PlanError` if more parameter bytes stay on the device than the plan counts."""
         may_go = {
             p
             for i, block in zip(self._indices, self.blocks)
@@ -206,7 +206,7 @@ class Stage(nn.Module):
         return self._owned[stage]
 
     def held(self) -> list[Tensor]:
-        """Return all resident parameters and all buffers."""
+        """Return all tensors of the stage on the device: resident parameters, and buffers."""
         return [*self.resident(), *self.buffers()]
 
     def resident(self) -> list[nn.Parameter]:
@@ -247,7 +247,7 @@ class Stage(nn.Module):
                 self.offloaded.write_full(block, [offloaded.pop(parameter) for parameter in wanted])
 
     def gradient(self, tensor: Tensor) -> Tensor | None:
-        """Return the gradient of a resident or offloaded parameter."""
+        """Return the gradient of a resident or offloaded parameter; None if it has none."""
         if isinstance(tensor, nn.Parameter) and self.offloaded.is_offloaded(tensor):
             return self.offloaded.read_gradient(tensor)
         return tensor.grad
@@ -258,17 +258,18 @@ class Stage(nn.Module):
         return self.offloaded.hold_gradients(hold and len(self._parts[stage]) == 1)
 
     def norm_terms(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return tensors that replace the gradients of ``tensors`` in torch.nn.utils.get_total_norm."""
+        """Return tensors that stand for the gradients of ``tensors`` in torch.nn.utils.get_total_norm, with the same
+        norm."""
         trained = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         return self.offloaded.norm_terms(trained)
 
     def wait_for_weights(self, wait: Callable[[Iterable[nn.Parameter]], None]) -> None:
-        """Make every forward of a block first call ``wait`` with its parameters."""
+        """Make every block call ``wait`` with its parameters before each forward."""
         self._wait_for = wait
 
     def skip(self) -> None:
-        """Wait for the weights of all blocks, as a forward does: this rank has no rows, but its gradients are used
-        next."""
+        """Wait for the weights of all blocks, as a forward would. Called if this rank has no rows: its gradients are
+        used next."""
         self._wait_for(self.parameters())
 
     def run(
@@ -355,8 +356,8 @@ class Stage(nn.Module):
         return outputs
 
     def _seed_of(self, place: int, where: MicroBatchContext) -> int:
-        """Return a seed that is unrelated between steps and blocks; the seeds of a block's micro-batches differ by
-        multiples of ``_ODD``."""
+        """Return the seed of a block for one micro-batch. Seeds of different steps and blocks are unrelated; those of a
+        block's micro-batches differ by multiples of ``_ODD``."""
         if where.step != self._seeded:
             self._seeds = [block_seed(self._seed, where.step, index) for index in self._indices]
             self._seeded = where.step
@@ -416,7 +417,8 @@ def offloadable(
 
 
 def first_offloaded(sizes: Sequence[int], share: float) -> int:
-    """Return how many of the first ``sizes`` may be resident for the rest to be at least ``share`` of all bytes."""
+    """Return how many of the first blocks may be resident so that the others, by their ``sizes``, hold at least a
+    fraction ``share`` of all bytes."""
     resident = (1 - share) * sum(sizes)
     return sum(1 for end in accumulate(sizes) if end <= resident)
 
