@@ -65,8 +65,8 @@ class WeightGradStore:
         return result
 
     def defer(self, product: _Product, x: Tensor, gradient: Tensor) -> None:
-        """Store the operands of a weight gradient, and copies of those in memory that will be offloaded. Ignored inside
-        a forward: a derivative taken there is one of inputs."""
+        """Store the operands of a weight gradient, with copies of the operands in memory that will be offloaded. No-op
+        while a forward runs: a derivative that a forward takes is with respect to inputs."""
         if not self._forward:
             x, gradient = (t.clone() if self._is_offloaded(t) else t for t in (x, gradient))
             self._deferred.append((product, x, gradient))
@@ -146,8 +146,8 @@ class _DeferredProduct(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Product(ABC):
-    """One use of a weight, in the type of the computation, ``dtype``. ``copy``: the weight in this type, where its own
-    type is another and the copy is kept."""
+    """One use of a weight, in the type of the computation, ``dtype``. ``copy``: the weight in this type, if its own
+    type differs and the copy is kept."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -363,14 +363,14 @@ def _splits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def _as_computed(
     weight: Any, bias: Any
 ) -> tuple[nn.Parameter, nn.Parameter | None, torch.dtype, Tensor | None]:
-    """Return a product's weight and bias, the type of the computation, and a copy of the weight in this type where its
-    own is another."""
+    """Return a product's weight and bias, the type of the computation, and a copy of the weight in this type if its own
+    type differs."""
     used = _cast(weight.detach())
     return weight, bias, used.dtype, None if used.dtype is weight.dtype else used
 
 
 def _cast(tensor: Tensor) -> Tensor:
-    """Cast as autocast would."""
+    """Return the tensor cast as autocast would cast it."""
     kind = tensor.device.type
     if (
         not torch.is_autocast_enabled(kind)
@@ -392,7 +392,7 @@ def _add_bias(bias: nn.Parameter | None, gradient: Tensor) -> None:
 
 
 def _add_product(parameter: nn.Parameter, a: Tensor, b: Tensor) -> None:
-    """Add ``a @ b`` to the gradient, without a temporary if the types are equal."""
+    """Add ``a @ b`` to the gradient of ``parameter``, without a temporary if the types are equal."""
     if parameter.grad is not None and parameter.grad.dtype is a.dtype:
         parameter.grad.addmm_(a, b)
     else:
