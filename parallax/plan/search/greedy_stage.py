@@ -77,13 +77,14 @@ class GreedyStage:
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Prefix sums over the blocks of one pipeline rank with ``in_flight`` micro-batches in flight, in the ``order`` of
-    recomputation. Array index is a number of blocks: for recomputed blocks, the bytes freed and the seconds; for
-    ``offloaded`` blocks, the seconds, the bytes ``moved`` per micro-batch and ``gone`` for all in flight, the
-    ``largest``, the ``places`` in the tier, the bytes besides workspace (``base``), and the workspace without and
-    with recomputation (``plain``, ``both``). ``buffers`` are swap limits for each number of offloaded blocks, and
-    the seconds that a backward then waits: with memory for two blocks, reading overlaps with computing; with memory
-    for one it does not."""
+    """The costs of one pipeline rank by the number of recomputed and of offloaded blocks, with ``in_flight``
+    micro-batches in flight; ``compute`` seconds are those without either. Entry n of ``recompute_freed`` and
+    ``recompute_seconds``: the first n blocks of ``order`` are recomputed. Entry n of all other arrays: the last n
+    blocks of ``order`` are offloaded (``offloaded`` is 0, 1, …). ``moved``: bytes offloaded per micro-batch, ``gone``:
+    by all in flight, ``largest``: by one block, ``places``: bytes in the tier. ``base``: bytes of activations that stay
+    on the device; ``plain``, ``both``: workspace without and with recomputation. ``buffers``: swap limits, and the
+    seconds that a backward waits under them. With memory for two blocks, reads overlap with compute; with memory for
+    one they do not."""
 
     in_flight: int
     order: NDArray[np.int64]
