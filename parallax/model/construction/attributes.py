@@ -17,7 +17,8 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
 def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return path → tensor for these tensors; modules that only an attribute refers to are not searched."""
+    """Return path → tensor for the tensors of ``model`` that are neither parameters nor buffers. Modules that only an
+    attribute refers to are not searched."""
     seen: set[int] = set()
     found: dict[str, Tensor] = {}
     for name, module in model.named_modules():

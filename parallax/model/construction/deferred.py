@@ -172,8 +172,8 @@ def _skeleton(model: nn.Module, log: OperationLog) -> nn.Module:
 
 
 def _separate_from_outside(model: nn.Module, log: OperationLog) -> None:
-    """Give the model its own objects for buffers and attribute tensors. The constructor may keep the originals
-    elsewhere, where they get values."""
+    """Replace the model's buffers and attribute tensors by new objects. The constructor may keep the originals
+    elsewhere, and they are filled with values there."""
     parted: dict[int, Tensor] = {}
     for module in model.modules():
         for held in (module._buffers, vars(module)):

@@ -137,8 +137,8 @@ class Operation:
 
 
 class OperationLog:
-    """The operations, and the ``cells`` by address of their storage; a storage from outside has two entries, its own
-    and that of its meta twin."""
+    """The recorded operations, and storage address → cell. A storage that the constructor did not make has two
+    addresses: its own, and that of its copy on the meta device."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []

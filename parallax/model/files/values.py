@@ -87,8 +87,7 @@ def nonfinite_text(tensor: Tensor) -> str:
 
 
 def check_finite(name: str, tensor: Tensor, *, frozen: bool = False) -> None:
-    """Raise :class:`CheckpointError` for numbers that no checkpoint may hold. A ``frozen`` tensor may hold infinity, as
-    in masks."""
+    """Raise :class:`CheckpointError` if ``tensor`` has NaN or Inf. A ``frozen`` tensor may have Inf, as in masks."""
     what = nonfinite_kind(tensor)
     if what == "nan" or (what and not frozen):
         raise CheckpointError(

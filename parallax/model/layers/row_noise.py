@@ -91,7 +91,7 @@ def _words_of(rows: Sequence[tuple[int, ...]]) -> np.ndarray[tuple[int, ...], np
 
 
 def _choices(words: Tensor, runs: Tensor, places: Tensor) -> Tensor:
-    """Return a 32-bit number for each row, run and position."""
+    """Return a pseudo-random 32-bit number for each row, run and position, hashed from the row's ``words``."""
     slopes, heights = words[::2], words[1::2]
     both = torch.addcmul(heights, slopes, runs).bitwise_right_shift_(32).to(torch.int32)
     slope, height = both[0].bitwise_or_(1)[..., None], both[1][..., None]

@@ -454,8 +454,8 @@ class _Bench:
         return saved.byte_totals(entering, results)
 
     def _skipped_seconds(self, passes: BlockPasses) -> float:
-        """Return the seconds of a forward, with its loss, after the block saves its last tensor: torch recomputes no
-        further. The minimum of some runs, because the prediction subtracts it."""
+        """Return the seconds of the part of a forward, with its loss, that recomputation skips: torch stops recomputing
+        when the last saved tensor exists. It is the minimum of several runs, because the prediction subtracts it."""
         found = []
         for _ in range(1 + _REPEATS[0]):
             self._clock.evict_caches()

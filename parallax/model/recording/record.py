@@ -241,7 +241,7 @@ class _ForwardRuns:
         *,
         training: bool = True,
     ) -> ForwardTrace:
-        """Return one run; the model's attributes are restored after it."""
+        """Return the trace of one forward over ``rows`` rows; the model's attributes are restored after it."""
         before = AttributeChange(self._model)
         try:
             self._model.train(training)
