@@ -215,8 +215,8 @@ def _cut(subject: str) -> str:
 
 
 def convert_exactly(hint: Any, value: Any, where: str = "") -> Any:
-    """Return ``value``, plain data from a file, converted to the annotation ``hint``. Only lists are converted, to
-    tuples, and mappings, to dataclasses; any other mismatch raises ValueError that names the location."""
+    """Return ``value``, plain data from a file, converted to the annotation ``hint``. Lists are converted to tuples,
+    and mappings to dataclasses; any other mismatch raises a ValueError that names the location."""
     origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if dataclasses.is_dataclass(origin) and isinstance(origin, type):
         return origin(**_convert_fields(origin, value, where))

@@ -51,7 +51,7 @@ class Occupancy:
         return start, max([span.end for span in self.spans] + changes, default=start)
 
     def save(self, directory: Path) -> None:
-        """Write the file into the directory of the run."""
+        """Write these samples and spans, as JSON, into the run's ``directory``."""
         occupancy_path(directory, self.rank).write_text(
             json.dumps(asdict(self) | {"spans": [span._asdict() for span in self.spans]}),
             encoding="utf-8",

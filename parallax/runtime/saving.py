@@ -110,8 +110,8 @@ class Saving:
         return self._fence
 
     def trim(self, directory: Path, step: int, retention: Retention) -> None:
-        """Remove the checkpoints in ``directory`` that ``retention`` does not keep beside that of ``step``, the latest
-        one. All ranks call it after resuming from a checkpoint of an earlier start."""
+        """Remove the checkpoints in ``directory`` that ``retention`` does not keep. The checkpoint of ``step``, the
+        latest one, remains. All ranks call it after resuming from a checkpoint of an earlier start."""
         leads = self._groups_of(directory).leads
         self.pending.trim(directory, retention, step, leads=leads)
 

@@ -1,4 +1,4 @@
-"""The current activity of this rank, observed by the thread of its watch."""
+"""The current activity of this rank, which its watchdog thread reads."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class RankStatus:
 
     @property
     def last(self) -> str:
-        """The second half of a sentence about a rank that sends no more messages."""
+        """The end of a sentence about a rank that sends no more messages: where it was last seen."""
         if self.action is not None:
             return f", last seen in {self}"
         after = f" after step {self.step}" if self.step >= 0 else ""
