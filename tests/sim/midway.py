@@ -23,7 +23,7 @@ from parallax.swap.activations.manager import SwapManager
 from parallax.swap.activations.policy import Policy
 from parallax.swap.lms.scope import Swapping
 from parallax.swap.verify import Delays
-from tests.sim.device import SIM
+from tests.sim.device import SIM, C
 from tests.sim.swapping import (
     MIB,
     WIDTH,
@@ -181,6 +181,35 @@ def gradients_lost() -> None:
         with full_disk(), contextlib.suppress(SwapError):
             losses(mine)
         assert_steps_alike(streamed, host, mine, plain, sgd(plain.parameters()), 2)
+
+
+def gradients_cleared() -> None:
+    """Gradients are set to None while they are written: writes that have not begun are cancelled, and no later call
+    reports that."""
+    mine, plain = twins(2)
+    with streaming("disk", mine, sgd, lambda: 0.01) as (streamed, host, _):
+        for _ in range(2):
+            losses_of(mine)
+            for p in mine.parameters():
+                streamed.clear_gradient(p, to_none=True)
+                assert streamed.read_gradient(p) is None
+        assert_steps_alike(streamed, host, mine, plain, sgd(plain.parameters()), 1)
+
+
+def weights_set_while_read() -> None:
+    """The host writes new weights to the tier while reads of the old ones are under way: of blocks that are used, and
+    of those that were prefetched in vain."""
+    C.configure(lateness=9)
+    mine, _ = twins(6)
+    with streaming("host", mine, sgd) as (streamed, _, _):
+        wanted = [streamed.read_full(block) for block in range(6)]
+        for used in (0, 3) * 3:
+            streamed.enter(used)
+            for block in (used, used + 1, 5, 2):
+                wanted[block] = [value * 0.5 for value in wanted[block]]
+                streamed.write_full(block, wanted[block])
+        for block in range(6):
+            assert all(map(torch.equal, streamed.read_full(block), wanted[block]))
 
 
 def owner_fails() -> None:
@@ -344,7 +373,9 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "masters host": lambda: masters("host"),
     "masters disk": lambda: masters("disk"),
     "gradients lost": gradients_lost,
+    "gradients cleared": gradients_cleared,
     "gradients asked for": gradients_asked_for,
+    "weights set while read": weights_set_while_read,
     "owner fails": owner_fails,
     "writes lost": writes_lost,
     "step fails host": lambda: step_fails("host"),

@@ -1,8 +1,9 @@
 """Does the simulated accelerator find a wait that is missing? Every wait of the package is taken away, one at a time.
 
 A wait is a call on its own of what does nothing but wait (``WAITS``) for a device, or for work that is done beside the
-one that computes, or a loop that sleeps until something is so; found by reading the source of ``FOLDERS``. What is no
-such wait, though it has the name of one, is named in ``NO_WAITS``; what all ranks do together by torch.distributed
+one that computes, a loop that sleeps until something is so, or one that does nothing but wait; found by reading the
+source of ``FOLDERS``. A question whether something is over (``QUERIES``) is one, too: without it, it always is. What is
+no such wait, though it has the name of one, is named in ``NO_WAITS``; what all ranks do together by torch.distributed
 (barriers, sums) has other names: it is no matter of a device's memory. A mutant is the module without the wait, in
 processes of its own, which run what exercises it until something is wrong: a race, another result, an error, or no
 end. ::
@@ -44,11 +45,14 @@ WAITS = (
     *("wait", "wait_host", "wait_stream", "wait_event", "synchronize", "result", "arrive"),
     *("ready", "drain", "flush", "finish", "_wait", "_arrive", "_flush", "_wait_for_write"),
     *("skip", "end", "_end", "wait_for", "wait_for_read", "wait_ignoring_errors"),
-    *("_wait_for", "_wait_for_bucket"),
+    *("_wait_for", "_wait_for_bucket", "enter"),
 )
+QUERIES = "done", "has_ended", "is_written", "is_completed", "query"
+_WAITING_LOOPS = "_finish_oldest_write"  # called in loops, which have no end without it
 # By file and function, with what is called where that has waits, too.
 NO_WAITS = {
     "swap/lms/states.py _after": "gives the optimizer what the pieces changed",
+    "swap/lms/divisible.py _step_in_pieces": "the same",
     "runtime/replicas/reducer.py finish": "reduces",
     "runtime/replicas/reducer.py _settle": "reduces",
     "runtime/replicas/replicate.py split": "a function of that name, which tells",
@@ -68,6 +72,7 @@ _BETWEEN_RANKS = (
 )
 # Nothing ends that computes for so long, or does nothing for so long: the clock knows too little on a busy machine.
 _BUSY_SECONDS, _IDLE_SECONDS = 200.0, 20.0
+_LATE = 30  # how often transfers are asked about in vain
 _CLOSE = {"fp32": 1e-5, "bf16": 2e-3}  # of losses, relative
 
 
@@ -107,19 +112,27 @@ def waits_of_any_kind() -> Iterator[Wait]:
 
 def _waits_in(path: Path) -> Iterator[Wait]:
     """Of each function, those within another once, as the inner one's."""
-    owners: dict[int, tuple[str, ast.stmt]] = {}
+    owners: dict[int, tuple[str, ast.Expr | ast.While | ast.Call]] = {}
     for function in ast.walk(ast.parse(path.read_text())):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             for node in ast.walk(function):
-                if isinstance(node, ast.Expr | ast.While) and _is_wait(node):
-                    owners[node.lineno] = function.name, node
+                if isinstance(node, ast.Expr | ast.While | ast.Call) and _is_wait(node):
+                    known = owners.get(node.lineno)
+                    if known is None or not isinstance(node, ast.Call) or known[1] is node:
+                        owners[node.lineno] = function.name, node
     for line, (name, node) in sorted(owners.items()):
         yield Wait(path, line, name, ast.unparse(node).splitlines()[0])
 
 
-def _is_wait(node: ast.Expr | ast.While) -> bool:
+def _is_wait(node: ast.Expr | ast.While | ast.Call) -> bool:
+    if isinstance(node, ast.Call):
+        return _name_of(node.func) in QUERIES
     if isinstance(node, ast.While):
-        return any(ast.unparse(each).startswith("time.sleep(") for each in node.body)
+        if any(ast.unparse(each).startswith("time.sleep(") for each in node.body):
+            return True
+        asks = any(isinstance(each, ast.Call) and _is_wait(each) for each in ast.walk(node.test))
+        waits = all(ast.unparse(each).endswith(f".{_WAITING_LOOPS}()") for each in node.body)
+        return waits and not asks
     return isinstance(node.value, ast.Call) and _name_of(node.value.func) in WAITS
 
 
@@ -147,6 +160,11 @@ class Without(ast.NodeTransformer):
     def visit_While(self, node: ast.While) -> ast.AST:
         if node.lineno == self._line and _is_wait(node):
             return ast.copy_location(ast.Pass(), node)
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if node.lineno == self._line and _is_wait(node):
+            return ast.copy_location(ast.Constant(True), node)
         return self.generic_visit(node)
 
 
@@ -182,15 +200,20 @@ class MutatingFinder(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
 
 OFFLOADED: dict[str, Any] = {"parameter_offload": 1.0, "optimizer_offload": 1.0}
 HALF = {"optimizer_offload": 0.5, "directive": "offload"}
+# One block to each of six stages: gradients of several micro-batches are held.
+BREADTH_FIRST = {**OFFLOADED, "schedule": "breadth-first", "interleave": 6}
+SPLIT = {**OFFLOADED, "schedule": "zb-h1"}
 
 
 class _Engine(NamedTuple):
-    """How one is planned, which step fails, whether transfers are held up, and the type of its numbers."""
+    """How one is planned, which step fails, whether transfers are held up, and the type of its numbers. ``exact``: it
+    has two layers and no more bytes in the tier than it needs, however late transfers end."""
 
     options: dict[str, Any]
     fails: str = ""
     verify: bool = False
     number: str = "fp32"
+    exact: bool = False
 
 
 ENGINES = [
@@ -206,6 +229,12 @@ ENGINES = [
         verify=True,
         number="bf16",
     ),
+    _Engine({**BREADTH_FIRST, "tier": "strict host"}),
+    _Engine({**BREADTH_FIRST, "group": 2, "tier": "strict host"}, "rows"),
+    _Engine({**BREADTH_FIRST, "tier": "strict disk"}, "disk", verify=True),
+    _Engine({**SPLIT, "tier": "strict host"}, "rows"),
+    _Engine({**SPLIT, "tier": "strict disk"}, "disk", verify=True),
+    _Engine({**SPLIT, "tier": "strict host"}, exact=True),
 ]
 
 
@@ -245,15 +274,17 @@ def _wrong(engine: _Engine, lateness: int) -> str:
     """With one engine, compared with a CPU's."""
     from tests.sim.engines import train
 
-    number = engine.number
-    plain = train("cpu", (1,), {}, number=number)
+    number, layers = engine.number, 2 if engine.exact else 4
+    plain = train("cpu", (1,), {}, number=number, layers=layers)
     ran = train(
         "sim",
         (1,),
         engine.options,
-        lateness=lateness,
+        layers=layers,
+        lateness=_LATE if engine.exact else lateness,
+        exact=engine.exact,
         verify=engine.verify,
-        resumed=True,
+        resumed=not engine.exact,
         fails=engine.fails,
         number=number,
     )

@@ -45,6 +45,7 @@ _SLOW_MICROSECONDS = 20_000  # for each wait for a copy
 _PATIENCE = datetime.timedelta(seconds=15)
 _STEPS = 5
 _APART = 1e-6  # relative; rows of a replica are summed in another order
+_OFFLOADED: dict[str, Any] = {"optimizer_offload": 1.0, "parameter_offload": 1.0}
 
 
 @cache
@@ -77,8 +78,7 @@ def trains(
 def stumbles(rank: int) -> None:
     """Replicas fail in a step's last backward, on their own sides of a block."""
     del rank
-    options = {"optimizer_offload": 1.0, "parameter_offload": 1.0}
-    stumbling.stumbles(stumbling.on_a_cpu(), (2,), options, direct=True)
+    stumbling.stumbles(stumbling.on_a_cpu(), (2,), _OFFLOADED, direct=True)
 
 
 def leaves_early(*, direct: bool) -> Callable[[int], None]:
@@ -200,9 +200,11 @@ PAIRS: dict[str, Callable[[int], None]] = {
     "trains direct": trains((1, 1), {"directive": "offload"}, direct=True),
     "trains staged": trains((1, 1), {"directive": "offload"}, direct=False),
     "replicas": trains((2,), {"optimizer_offload": 1.0, "microbatch": 1}, direct=False, slow=True),
-    "replicas offloaded": trains(
-        (2,), {"optimizer_offload": 1.0, "parameter_offload": 1.0}, direct=True
+    "replicas offloaded": trains((2,), _OFFLOADED, direct=True),
+    "replicas breadth-first": trains(
+        (2,), {**_OFFLOADED, "schedule": "breadth-first", "interleave": 6}, direct=True
     ),
+    "replicas split": trains((2,), {**_OFFLOADED, "schedule": "zb-h1"}, direct=True),
     "replicas stumble": stumbles,
 }
 

@@ -32,6 +32,7 @@ BUCKET_BYTES = WIDTH * (WIDTH + 1) * 4  # of one block's gradients
 # Where buckets stay in the step that fails in each block. Before the last two no replica's neighbour has filled one.
 HELD = ("FILLING", "READING", "REDUCING", "WRITING", "WRITING", "REDUCING", "FILLING", "FILLING")
 _PATIENCE_SECONDS = 60
+Move = Callable[[StreamedSum, Any, bool], bool]
 _APART = 1e-5  # relative; rows of a replica are summed in another order
 
 
@@ -153,20 +154,30 @@ def _fail(engine: Engine, number: int) -> None:
 @contextmanager
 def _held(sums: Sequence[StreamedSum], state: str) -> Iterator[None]:
     """No bucket goes further than ``state``, as if memory or a network were slow, and a step fails no earlier than one
-    is in it."""
+    is in it. READING is the state of buckets that read: until the step fails, others keep the buffers."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
+    reads, failing = state == "READING", False
+
+    def is_there(bucket: Any) -> bool:
+        return bucket.state.name == state and bool(bucket.reads or not reads)
 
     def reach() -> None:
-        while not all(any(b.state.name == state for b in each._active) for each in sums):
+        nonlocal failing
+        failing = True
+        while not all(any(map(is_there, each._active)) for each in sums):
             assert time.monotonic() < deadline, f"no bucket is {state}"
             for each in sums:
                 each._advance()
             time.sleep(0)
 
-    def stay(*_: object) -> bool:
-        return False
+    def held(move: Move) -> Move:
+        def stay(each: StreamedSum, bucket: Any, wait: bool) -> bool:
+            stays = is_there(bucket) or (reads and bucket.state.name == "REDUCING" and not failing)
+            return not stays and move(each, bucket, wait)
 
-    moves = {key: stay for key in streamed_sum._MOVES if key.name == state}
+        return stay
+
+    moves = {key: held(move) for key, move in streamed_sum._MOVES.items()}
     with patch.dict(streamed_sum._MOVES, moves), patch.object(Stumbling, "before", reach):
         yield
 

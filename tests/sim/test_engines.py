@@ -66,6 +66,8 @@ def test_schedules(sim_pool: Pool, schedule: str, direct: bool) -> None:
         ((2, 1), OFFLOADED),
         ((2, 1), {**OFFLOADED, "schedule": "zb-h1"}),
         ((1, 1), {**OFFLOADED, "schedule": "zb-v", "interleave": 2, "tier": "disk"}),
+        ((2,), {**OFFLOADED, "schedule": "breadth-first", "interleave": 6}),
+        ((2, 1), {**OFFLOADED, "schedule": "breadth-first", "interleave": 3, "group": 2}),
         pytest.param((2,), {}, marks=pytest.mark.thorough),
         pytest.param((2, 2), {"directive": "offload"}, marks=pytest.mark.thorough),
     ],
@@ -88,6 +90,9 @@ def test_replicas(
         {"optimizer_offload": 1.0},
         OFFLOADED,
         {**OFFLOADED, "tier": "disk", "directive": "offload"},
+        {**OFFLOADED, "schedule": "breadth-first", "interleave": 6},
+        {**OFFLOADED, "schedule": "breadth-first", "interleave": 6, "group": 2, "tier": "disk"},
+        {**OFFLOADED, "schedule": "zb-h1"},
     ],
     ids=str,
 )
@@ -211,15 +216,17 @@ def test_tied_weights(sim_pool: Pool) -> None:
             assert ran["losses"] == pytest.approx(on_cpu["losses"], rel=ROWS_APART)
 
 
-def test_streamed_weights_fit_however_late_transfers_end(sim_pool: Pool) -> None:
-    """The tier was full in the middle of an update: places are free only when the reads at them are over."""
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_streamed_weights_fit_however_late_transfers_end(sim_pool: Pool, schedule: str) -> None:
+    """The tier was full in the middle of an update: places are free only when the reads at them are over. Under a split
+    backward, gradients under write are limited, too."""
     for lateness in (0, 2, 30):
         (ran,) = sim_pool.run(
             partial(
                 jobs.engine,
                 "sim",
                 (1,),
-                OFFLOADED,
+                {**OFFLOADED, "schedule": schedule},
                 layers=2,
                 steps=6,
                 lateness=lateness,

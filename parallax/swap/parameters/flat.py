@@ -154,8 +154,7 @@ class FlatParameter:
                 with contextlib.suppress(SwapError):
                     if not pending.cancel():
                         pending.wait()
-            self._reads.clear()
-            self._targets = []
+            self._targets = []  # the reads keep their slots: perhaps only the stream has waited for them
         elif self._is_changed():
             self._write_back()
         if self.size and not self.storage.resizable():

@@ -1,5 +1,6 @@
 """PyTorch's own databases of operators and modules: with all saved tensors offloaded, each computes what it
-computes without, bit for bit, and refuses what it refuses without.
+computes without, bit for bit, and refuses what it refuses without. With weights and gradients offloaded, each module
+that has parameters trains as without.
 
 Their samples come from ``torch.testing._internal``, which changes settings of the whole process when it is imported:
 so each test has a process of its own.
@@ -7,12 +8,14 @@ so each test has a process of its own.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,14 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 import parallax
+from parallax.errors import BudgetExceeded
 from parallax.swap.lms.scope import Swapping
 from tests.alone import alone
 
 OPERATORS, MODULES = 24, 8  # one in so many by default
 EACH = 4  # samples of an operator by default
+STEPS = 3  # of the training of a module
+LEAST_BYTES = 1024  # the first limit of a module's training
 PARTS = 6  # of the thorough run
 # How the names of those begin whose results are whatever was in the memory.
 UNWRITTEN = "empty", "new_empty"
@@ -37,6 +43,8 @@ LEAVE_SECONDS = 30.0
 TRIES = 8  # kernels of lstsq round by where their memory lies, which is another place now and then
 
 Call = Callable[[], Any]
+Outcome = list[Any] | tuple[str, str]
+MakeScope = Callable[[nn.Module, torch.optim.Optimizer], contextlib.AbstractContextManager[None]]
 
 
 @dataclass
@@ -58,12 +66,45 @@ class Found:
             found = outcome(call, inputs, lambda: settle(scope))
         self.bytes_out += scope.statistics.bytes_out
         self.bytes_in += scope.statistics.bytes_in
+        self.judge(name, expected, found, lambda: outcome(call, inputs, lambda: None))
+
+    def compare_trained(self, name: str, make: Call, taken: Any, scratch: str) -> None:
+        expected, found = train(make, taken), None
+        limit = LEAST_BYTES
+        while found is None or found[0] == BudgetExceeded.__name__:
+            found = train(
+                make, taken, lambda *given, limit=limit: self.scope(*given, limit, scratch)
+            )
+            limit *= 2
+        self.judge(name, expected, found, lambda: train(make, taken))
+
+    @contextlib.contextmanager
+    def scope(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, limit: int, scratch: str
+    ) -> Iterator[None]:
+        """Offload everything, and count the transfers."""
+        with parallax.swap(
+            model,
+            limit,
+            optimizer=optimizer,
+            parameters=True,
+            minimum_bytes=0,
+            piece_bytes=1,
+            directory=scratch,
+        ) as scope:
+            yield
+            assert scope._offloaded is not None
+            scope.report()
+            self.bytes_out += scope._offloaded._moved_out
+            self.bytes_in += scope._offloaded._moved_in
+
+    def judge(
+        self, name: str, expected: Outcome, found: Outcome, again: Callable[[], Outcome]
+    ) -> None:
         if found == expected:
             self.equal += 1
             self.refused += isinstance(expected, tuple)
-        elif isinstance(expected, list) and any(
-            outcome(call, inputs, lambda: None) != expected for _ in range(TRIES)
-        ):
+        elif isinstance(expected, list) and any(again() != expected for _ in range(TRIES)):
             self.itself.append(name)
         else:
             self.different.append(f"{name}: {shown(expected)}, with swap {shown(found)}")
@@ -78,7 +119,7 @@ def settle(scope: Swapping) -> None:
         time.sleep(0.0001)
 
 
-def outcome(call: Call, inputs: list[Tensor], leave: Call) -> list[Any] | tuple[str, str]:
+def outcome(call: Call, inputs: list[Tensor], leave: Call) -> Outcome:
     """The bits of results, gradients and second gradients; or the error's kind and words."""
     seed()
     sources = [each for each in inputs if each.requires_grad]
@@ -91,6 +132,37 @@ def outcome(call: Call, inputs: list[Tensor], leave: Call) -> list[Any] | tuple[
         return [bits(each) for each in [*results, *second(gradients, sources)]]
     except Exception as error:
         return type(error).__name__, str(error)
+
+
+def train(make: Call, taken: Any, scope: MakeScope | None = None) -> Outcome:
+    """The bits of a few steps' results, losses and gradients of inputs, and of what they leave; or the error's kind
+    and words."""
+    seed()
+    model: nn.Module = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    inputs = [each for each in tensors((taken.args, taken.kwargs)) if each.requires_grad]
+    found: list[Any] = []
+    try:
+        with contextlib.nullcontext() if scope is None else scope(model, optimizer):
+            for _ in range(STEPS):
+                seed()
+                results = tensors(model(*taken.args, **taken.kwargs))
+                roots = [each for each in results if each.requires_grad]
+                loss = sum((each * torch.randn_like(each)).sum() for each in roots)
+                assert isinstance(loss, Tensor)
+                for each in inputs:
+                    each.grad = None
+                loss.backward()
+                found += map(
+                    bits, [loss, *results, *(i.grad for i in inputs if i.grad is not None)]
+                )
+                optimizer.step()
+                optimizer.zero_grad()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return found + [
+        bits(each) for each in [*model.state_dict().values(), *tensors(optimizer.state_dict())]
+    ]
 
 
 def derived(found: list[Tensor], sources: list[Tensor], **options: bool) -> list[Tensor]:
@@ -132,7 +204,7 @@ def bits(tensor: Tensor) -> Any:
     )
 
 
-def shown(found: list[Any] | tuple[str, str]) -> str:
+def shown(found: Outcome) -> str:
     return f"{len(found)} tensors" if isinstance(found, list) else ": ".join(found)[:200]
 
 
@@ -189,29 +261,51 @@ def operators(
 def modules(
     start: int, step: int, most: int | None
 ) -> Iterator[tuple[str, nn.Module, Call, list[Tensor]]]:
+    for name, make, taken in module_samples(start, step, most, (True, False)):
+        model = make()
+        state = {key: value.clone() for key, value in model.state_dict().items()}
+
+        def call(model: nn.Module = model, state: Any = state, taken: Any = taken) -> Any:
+            model.load_state_dict(state)  # statistics of batches
+            return model(*taken.args, **taken.kwargs), [*model.buffers()]
+
+        inputs = [*tensors((taken.args, taken.kwargs)), *model.parameters()]
+        yield name, model, call, inputs
+
+
+def trained_modules(
+    start: int, step: int, most: int | None
+) -> Iterator[tuple[str, Callable[[], nn.Module], Any]]:
+    """Those that have parameters."""
+    for name, make, taken in module_samples(start, step, most, (True,)):
+        if any(each.requires_grad for each in make().parameters()):
+            yield name, make, taken
+
+
+def module_samples(
+    start: int, step: int, most: int | None, modes: Sequence[bool]
+) -> Iterator[tuple[str, Callable[[], nn.Module], Any]]:
+    """Names, constructors, and what a forward takes."""
     from torch.testing._internal.common_modules import module_db
 
-    for info, training in itertools.product(module_db[start::step], (True, False)):
+    for info, training in itertools.product(module_db[start::step], modes):
         seed()
         samples = info.module_inputs_func(
             info, device="cpu", dtype=torch.float32, requires_grad=True, training=training
         )
         for number, sample in enumerate(spread(samples, most)):
-            given, taken = sample.constructor_input, sample.forward_input
-            if taken is None:
-                continue
-            seed()
-            model = info.module_cls(*given.args, **given.kwargs).train(training)
-            if any(is_lazy(each) for each in model.parameters()):
-                model(*taken.args, **taken.kwargs)  # as parallax.swap asks for
-            state = {key: value.clone() for key, value in model.state_dict().items()}
+            if sample.forward_input is not None:
+                make = partial(constructed, info.module_cls, sample, training=training)
+                yield f"{info.name} training={training} {number}", make, sample.forward_input
 
-            def call(model: nn.Module = model, state: Any = state, taken: Any = taken) -> Any:
-                model.load_state_dict(state)  # statistics of batches
-                return model(*taken.args, **taken.kwargs), [*model.buffers()]
 
-            inputs = [*tensors((taken.args, taken.kwargs)), *model.parameters()]
-            yield f"{info.name} training={training} {number}", model, call, inputs
+def constructed(kind: type[nn.Module], sample: Any, *, training: bool) -> nn.Module:
+    given, taken = sample.constructor_input, sample.forward_input
+    seed()
+    model = kind(*given.args, **given.kwargs).train(training)
+    if any(is_lazy(each) for each in model.parameters()):
+        model(*taken.args, **taken.kwargs)  # as parallax.swap asks for
+    return model
 
 
 def compare(kind: str, start: int, step: int, most: int | None, scratch: str) -> dict[str, Any]:
@@ -219,8 +313,9 @@ def compare(kind: str, start: int, step: int, most: int | None, scratch: str) ->
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     found = Found()
+    judged = found.compare_trained if kind == "trained_modules" else found.compare
     for case in globals()[kind](start, step, most):
-        found.compare(*case, scratch)
+        judged(*case, scratch)
     return vars(found)
 
 
@@ -256,3 +351,14 @@ def test_all_operators(part: int, scratch: Path) -> None:
 @pytest.mark.thorough
 def test_all_modules(scratch: Path) -> None:
     assert run("modules", scratch, 0, 1)["itself"] == []
+
+
+def test_a_sample_of_modules_is_trained_with_offloaded_parameters(scratch: Path) -> None:
+    found = run("trained_modules", scratch, 0, MODULES, EACH)
+    assert found["equal"] > 10
+
+
+@pytest.mark.thorough
+def test_all_modules_are_trained_with_offloaded_parameters(scratch: Path) -> None:
+    found = run("trained_modules", scratch, 0, 1)
+    assert (found["itself"], found["refused"]) == ([], 0)
