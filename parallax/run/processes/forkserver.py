@@ -36,11 +36,11 @@ from typing import Any
 
 import psutil
 
+from parallax.common.processes import die_with
 from parallax.common.signals import REQUESTS, install_early_handlers
 
 ENDING_SECONDS = 1.5  # for ranks to end by themselves when one has failed, which their watch does
 _CLOSING_SECONDS = 5.0  # for the server and its ranks to end
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 _ARGUMENTS_START = (
     45  # index of the command line's address among the fields of /proc/PID/stat after the name
 )
@@ -276,14 +276,6 @@ class _Server:
         sys.argv[1:] = ["train", "--run-dir", self._directory]
         install_early_handlers()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
-
-
-def die_with(parent: int) -> None:
-    """Let the kernel kill this process when its ``parent`` ends; Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent ended before the call
-            os._exit(1)
 
 
 def show_as(text: str) -> None:
