@@ -48,6 +48,7 @@ def _kinds(base: Any, package: str) -> tuple[type[Any], ...]:
             and each is not base
             and each.__module__ == name
             and "__dataclass_fields__" in vars(each)
+            and "name" in defaults(each)  # a base class of several kinds has none
         ]
 
     def order(kind: type[Any]) -> tuple[bool, str]:

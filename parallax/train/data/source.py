@@ -30,7 +30,8 @@ class Source(Protocol):
     def validation(self, index: int, rows: int) -> Rows:
         """Return held-out batch ``index``: rows [index · rows, (index + 1) · rows), equal on each call. The last batch
         may have fewer rows. After it, return no rows or raise StopIteration or IndexError. A source whose held-out rows
-        repeat gives their number in ``validation_rows``."""
+        repeat gives their number in ``validation_rows``. A source with several sets of held-out rows has a mapping
+        ``validation_sets`` from the name of each to an object with both."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the next batch as numbers, text, tensors and arrays in lists and dictionaries, at most

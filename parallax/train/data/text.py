@@ -1,39 +1,47 @@
-"""Rows of text: collected once into a file that each rank maps, in a new order in each epoch, exactly resumable."""
+"""Rows of text, collected once into a file that each rank maps."""
 
 from __future__ import annotations
 
 import fnmatch
-import functools
 import hashlib
 import json
 import math
 import os
 import sysconfig
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import DownloadColumn, Progress
 from torch import Tensor
 
 from parallax.common.files import cache_directory, replacing
 from parallax.common.units import parse_bytes
-from parallax.errors import CheckpointError, ConfigError, DataError, check_positive, printable
+from parallax.errors import ConfigError, DataError, check_choice, check_positive, printable
 from parallax.model.source import BYTES, ModelConfig
 from parallax.plan.tier import AUTO
-from parallax.runtime.batch import Rows
-from parallax.train.data.source import DataConfig, Shapes, Source
+from parallax.train.data.indexed import HELD_OUT, IndexedDataConfig
+from parallax.train.data.paths import data_path
+from parallax.train.data.progress import progress
+from parallax.train.data.source import Shapes
+from parallax.train.data.table import Table
+from parallax.train.data.token_file import (
+    Ids,
+    PackedRows,
+    TokenFile,
+    TokenTable,
+    TokenWriter,
+    check_vocabulary,
+    continued,
+    open_token_file,
+)
+from parallax.train.data.tokenizer import digest_of_tokenizer, open_tokenizer, write_tokens
 
-Windows = NDArray[np.uint8]  # (rows, sequence + 1)
-
+DOCUMENTS = ("packed", "single", "lines")
 MINIMUM_ROWS = 4
-ROWS_PER_COUNT = 4096
 PIECE_BYTES = 2**20
 DIGEST_BYTES = 64
 _AUTO_SHARE, _AUTO_BYTES = (
@@ -46,21 +54,28 @@ NOT_TEXT_OF_STDLIB = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextDataConfig(DataConfig):
-    """Bytes of text files.
+class TextDataConfig(IndexedDataConfig):
+    """Bytes or tokens of text files.
 
     ``path``: a folder or a file; auto is the source code of Python's standard library. ``pattern``: for names of files
-    below a folder, such as ``*.txt``. ``validation``: the share of the text that is held out; auto is a twentieth, at
-    most 128 KiB. ``max_bytes``: the most text that is read.
+    below a folder, such as ``*.txt``. ``max_bytes``: the most text that is read. ``tokenizer``: a ``tokenizer.json``,
+    or a folder that ``save_pretrained`` of transformers wrote; empty for bytes. ``documents``: packed makes rows of one
+    stream of all files, with the tokenizer's end-of-text token after each file; single makes rows of one file each, and
+    lines rows of one line each, with padding after their end.
+
+    Of a share for ``validation`` the last bytes or tokens of a stream are held out; auto is a twentieth, at most 128
+    Ki. Of files and lines, rows anywhere are held out.
     """
 
     name: str = "text"
     path: str = "auto"
     pattern: str = "*"
-    validation: float | str = AUTO
     max_bytes: int | str = "64MiB"
+    tokenizer: str = ""
+    documents: str = DOCUMENTS[0]
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for key in ("path", "pattern"):
             # Of a variable that is not set, most likely; as a path it would be this folder.
             if not getattr(self, key):
@@ -68,29 +83,38 @@ class TextDataConfig(DataConfig):
                     f"data.{key}=: it is empty; name a folder or a pattern of files, or leave it out"
                 )
         parse_bytes(self.max_bytes, "data.max_bytes")
-        if self.validation != AUTO and not (
-            isinstance(self.validation, int | float) and 0 < self.validation < 1
-        ):
+        check_choice("data.documents", self.documents, DOCUMENTS)
+        if self.documents != "packed" and not self.tokenizer:
             raise ConfigError(
-                f"data.validation={printable(str(self.validation))}: accepted are auto and shares between 0 and 1"
+                f"data.documents={self.documents}: it needs a tokenizer (data.tokenizer=FOLDER); bytes are packed"
             )
 
-    @property
-    def identifies_rows(self) -> bool:
-        return True
+    def tables(self, model: ModelConfig, *, quiet: bool = True) -> tuple[Table, dict[str, Table]]:
+        """Return rows of ``model.sequence`` bytes or tokens. ``quiet`` hides the progress bars."""
+        if isinstance(self.validation, Mapping) or self.documents != "packed":
+            return super().tables(model, quiet=quiet)
+        training, held_out = split_text(self, model, quiet=quiet)
+        return training, {HELD_OUT: held_out} if len(held_out) else {}
 
-    def open(self, model: ModelConfig, seed: int, *, quiet: bool = True) -> TextSource:
-        """Return rows of ``model.sequence`` bytes. ``quiet`` hides the progress bar of collecting text."""
-        if not model.vocabulary:
-            raise ConfigError(
-                f"model={model.name}: this model takes no text, and data=text has nothing else; use data=custom "
-                "data.target=package.module:function"
-            )
-        if model.vocabulary < BYTES:
-            raise ConfigError(
-                f"model.vocabulary={model.vocabulary}: text needs {BYTES}, one for each value of a byte"
-            )
-        return TextSource(self, model.sequence, seed, quiet=quiet)
+    def table(self, model: ModelConfig, *, quiet: bool = True) -> Table:
+        """Return all rows of the text."""
+        if self.documents == "packed":
+            return split_text(replace(self, validation=0), model, quiet=quiet)[0]
+        found = open_tokens(self, model, quiet=quiet)
+        rows = continued(found.tokens, found.ends, model.sequence + 1)
+        fingerprint = f"{found.digest[:16]}/{self.documents}/{model.sequence}"
+        return TokenTable(
+            rows, fingerprint, found.notes["vocabulary"], padding=found.notes["padding"]
+        )
+
+    def stream(self, model: ModelConfig, *, quiet: bool = True) -> tuple[Ids, str, int]:
+        """Return all bytes or tokens one after another, their digest, and the number of values that one can have."""
+        if self.tokenizer:
+            found = open_tokens(self, model, quiet=quiet)
+            return found.tokens, found.digest, found.notes["vocabulary"]
+        check_vocabulary(model, BYTES, "data=text without data.tokenizer")
+        corpus = open_corpus(self, quiet=quiet)
+        return corpus.bytes, corpus.digest, BYTES
 
     def shapes(self, model: ModelConfig) -> Shapes:
         def text(rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -102,143 +126,36 @@ class TextDataConfig(DataConfig):
     def tokens_per_row(self, model: ModelConfig) -> int:
         return model.sequence
 
-    def check_size(self, source: Source, model: ModelConfig, rows: int) -> None:
-        assert isinstance(source, TextSource)
-        if len(source) < rows:
-            raise DataError(
-                f"trainer.global_batch={rows}: the text of data.* has {len(source)} training rows of "
-                f"{model.sequence} + 1 bytes; use trainer.global_batch={len(source)} or less, or name more text "
-                "(data.path, data.pattern, data.max_bytes)"
-            )
-
     def held_out(self, size: int) -> int:
-        """Return how many of ``size`` bytes of text are held out."""
-        if isinstance(self.validation, str):
+        """Return how many of ``size`` bytes or tokens are held out."""
+        if self.validation == AUTO:
             return min(round(size * _AUTO_SHARE), _AUTO_BYTES)
-        return round(size * self.validation)
+        return round(size * float(self.validation))
 
 
-class WindowRows:
-    """Rows of text that become tensors on request: row i is window ``order[i]``; its targets are one byte later."""
-
-    def __init__(self, windows: Windows, order: NDArray[np.int64]) -> None:
-        self._windows = windows
-        self._order = order
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def inputs(self, start: int, stop: int) -> Tensor:
-        """Return the bytes of rows [start, stop): int64, (rows, sequence)."""
-        return torch.from_numpy(self._windows[self._order[start:stop], :-1].astype(np.int64))
-
-    def targets(self, start: int, stop: int) -> Tensor:
-        """Return the byte after each input: int64, (rows, sequence)."""
-        return torch.from_numpy(self._windows[self._order[start:stop], 1:].astype(np.int64))
-
-
-class TextSource:
-    """Text as rows of bytes, in a new random order in each epoch, exactly resumable.
-
-    Each rank maps one file and reads only its rows, so no rank holds the corpus. The last bytes are held out
-    (``config.validation``); the rest is split into windows of ``sequence`` + 1 bytes that do not overlap. With n
-    windows, row g of the run is in epoch g // n at place g % n of that epoch's order, so one number, the position,
-    determines all following rows, whatever the batch size.
-    """
-
-    def __init__(
-        self, config: TextDataConfig, sequence: int, seed: int, *, quiet: bool = True
-    ) -> None:
-        check_positive("sequence", sequence)
-        corpus = open_corpus(config, quiet=quiet)
-        training = len(corpus.bytes) - config.held_out(len(corpus.bytes))
-        self._training = _windows(corpus.bytes[:training], sequence)
-        self._held_out = _windows(corpus.bytes[training:], sequence)
-        if len(self._training) < MINIMUM_ROWS or len(self._held_out) < 1:
-            held_out = _AUTO_SHARE if isinstance(config.validation, str) else config.validation
-            share = min((1 - held_out) / MINIMUM_ROWS, held_out)
-            raise DataError(
-                f"data.path={printable(config.path)} holds {len(corpus.bytes):,} bytes of text: rows of "
-                f"{sequence} + 1 bytes with data.validation={config.validation} need about "
-                f"{math.ceil((sequence + 2) / share):,}; name more text (data.path, data.pattern, "
-                "data.max_bytes) or a shorter sequence"
-            )
-        self.fingerprint = (
-            f"{corpus.digest[:16]}/{training}+{len(corpus.bytes) - training}/{sequence}"
+def split_text(
+    config: TextDataConfig, model: ModelConfig, *, quiet: bool = True
+) -> tuple[TokenTable, TokenTable]:
+    """Return the windows of ``model.sequence`` + 1 bytes or tokens to train on, and those of the last ones, which are
+    held out."""
+    sequence, unit = model.sequence, "tokens" if config.tokenizer else "bytes"
+    check_positive("sequence", sequence)
+    stream, digest, vocabulary = config.stream(model, quiet=quiet)
+    training = len(stream) - config.held_out(len(stream))
+    parts = [PackedRows(part, sequence + 1) for part in (stream[:training], stream[training:])]
+    whole = config.validation == 0
+    if len(parts[0]) < MINIMUM_ROWS or (len(parts[1]) < 1 and not whole):
+        held_out = _AUTO_SHARE if config.validation == AUTO else float(config.validation)
+        share = min((1 - held_out) / MINIMUM_ROWS, held_out or 1)
+        raise DataError(
+            f"data.path={printable(config.path)} holds {len(stream):,} {unit} of text: rows of "
+            f"{sequence} + 1 {unit} with data.validation={config.validation} need about "
+            f"{math.ceil((sequence + 2) / share):,}; name more text (data.path, data.pattern, "
+            "data.max_bytes) or a shorter sequence"
         )
-        self._seed = seed
-        self._position = 0
-        self._orders: dict[int, NDArray[np.int64]] = {}
-
-    def __len__(self) -> int:
-        return len(self._training)
-
-    def batch(self, rows: int) -> Rows:
-        """Return the next ``rows`` rows; a batch may continue into the next epoch."""
-        check_positive("rows", rows)
-        position, taken, parts = self._position, 0, []
-        while taken < rows:
-            epoch, place = divmod(position + taken, len(self))
-            parts.append(self._order(epoch)[place : place + rows - taken])
-            taken += len(parts[-1])
-        self._position += rows
-        for epoch in [epoch for epoch in self._orders if epoch < self._position // len(self)]:
-            del self._orders[epoch]
-        return WindowRows(self._training, np.concatenate(parts))
-
-    @property
-    def validation_rows(self) -> int:
-        return len(self._held_out)
-
-    def validation(self, index: int, rows: int) -> Rows:
-        """Return held-out rows [index · rows, (index + 1) · rows), modulo their number."""
-        order = np.arange(index * rows, (index + 1) * rows, dtype=np.int64) % len(self._held_out)
-        return WindowRows(self._held_out, order)
-
-    @functools.cached_property
-    def unigram_entropy(self) -> float:
-        """Return the loss, in nats per byte, of a model that knows only the frequency of each byte value."""
-        counts = np.zeros(256, dtype=np.int64)
-        # Bincount widens to 8 bytes each: never all at once.
-        for start in range(0, len(self), ROWS_PER_COUNT):
-            counts += np.bincount(
-                self._training[start : start + ROWS_PER_COUNT].ravel(), minlength=256
-            )
-        share = counts[counts > 0] / counts.sum()
-        return float(-(share * np.log(share)).sum())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of rows taken so far, the seed of their order, and the digest of the corpus."""
-        return {"position": self._position, "seed": self._seed, "fingerprint": self.fingerprint}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``, in the row order of its seed, even if this run has another seed.
-
-        Raises :class:`CheckpointError` for another corpus, split or sequence, for which the position means other rows.
-        """
-        if state["fingerprint"] != self.fingerprint:
-            raise CheckpointError(
-                f"the checkpoint was trained on text {printable(str(state['fingerprint']))}, but data.* now "
-                f"gives {self.fingerprint} (content/training+validation bytes/sequence): restore the text "
-                "and the settings, or start a new run"
-            )
-        self._position, self._seed = int(state["position"]), int(state["seed"])
-        self._orders.clear()
-
-    def _order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the epoch's permutation of the windows. It sorts Philox's raw numbers, which are equal in all numpy
-        versions; ``Generator.permutation`` may change."""
-        if epoch not in self._orders:
-            key = np.array([self._seed % 2**64, epoch], dtype=np.uint64)
-            draws = np.random.Philox(key=key).random_raw(len(self))
-            self._orders[epoch] = np.argsort(draws, kind="stable").astype(np.int64)
-        return self._orders[epoch]
-
-
-def _windows(text: NDArray[np.uint8], sequence: int) -> Windows:
-    """Return a view of ``text`` of shape (rows, sequence + 1); last bytes that do not fill a window are omitted."""
-    rows = len(text) // (sequence + 1)
-    return text[: rows * (sequence + 1)].reshape(rows, sequence + 1)
+    fingerprint = f"{digest[:16]}/{training}+{len(stream) - training}/{sequence}"
+    one, other = (TokenTable(rows, fingerprint, vocabulary) for rows in parts)
+    return one, other
 
 
 # ---------------------------------------------------------------------------------------------- corpus
@@ -268,21 +185,7 @@ def open_corpus(config: TextDataConfig, *, quiet: bool = True) -> Corpus:
     The cache file is the digest (64 hex digits) followed by the text. Ranks that collect at the same time write equal
     bytes to different temporary files, of which the last one renamed remains.
     """
-    limit = parse_bytes(config.max_bytes, "data.max_bytes")
-    files = list(find_text(config, limit))
-    size = min(limit, sum(file.size for file in files))
-    if not size:
-        raise DataError(
-            f"data.path={printable(config.path)}: no text in files that match data.pattern="
-            f"{printable(config.pattern)}; name another folder or pattern (a file with a NUL byte in its "
-            "first 8 KiB is no text)"
-        )
-    known = [
-        config.path,
-        config.pattern,
-        limit,
-        [(os.fsencode(f.path).hex(), f.size, f.modified_ns) for f in files],
-    ]
+    files, size, known = _chosen(config)
     path = (
         cache_directory()
         / f"text-{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]}.bin"
@@ -298,6 +201,54 @@ def open_corpus(config: TextDataConfig, *, quiet: bool = True) -> Corpus:
             f"cannot gather {size:,} bytes of text into {path} ({error.filename}: {error.strerror}): "
             "make it readable, or point XDG_CACHE_HOME to a folder with space"
         ) from error
+
+
+def open_tokens(config: TextDataConfig, model: ModelConfig, *, quiet: bool = True) -> TokenFile:
+    """Return the tokens of the files of ``config``, mapped from their cache file. The text is tokenized first if no
+    cache file matches the present files and the tokenizer. Raises :class:`ConfigError` if ``model`` lacks tokens."""
+    files, size, known = _chosen(config)
+    lines, named = config.documents == "lines", f"data.tokenizer={printable(config.tokenizer)}"
+
+    def write(writer: TokenWriter) -> None:
+        tokenizer = open_tokenizer(config.tokenizer)
+        check_vocabulary(model, tokenizer.vocabulary, named)
+        dtype = np.uint16 if tokenizer.vocabulary <= 2**16 else np.uint32
+        writer.begin(dtype, vocabulary=tokenizer.vocabulary, padding=tokenizer.end or 0)
+        with progress("tokenizing text", size, quiet=quiet, in_bytes=True) as advance:
+            write_tokens(tokenizer, _parts(files, size), writer, advance, lines=lines)
+
+    digest = digest_of_tokenizer(data_path("data.tokenizer", config.tokenizer))
+    found = open_token_file("text", [known, digest, lines], write)
+    check_vocabulary(model, found.notes["vocabulary"], named)
+    return found
+
+
+def _parts(files: list[TextFile], size: int) -> Iterator[tuple[Path, int, bool]]:
+    """Yield each file, the bytes of it that belong to the first ``size``, and whether these are all."""
+    for file in files:
+        taken = min(file.size, size)
+        size -= taken
+        yield file.path, taken, taken == file.size
+
+
+def _chosen(config: TextDataConfig) -> tuple[list[TextFile], int, list[Any]]:
+    """Return the files, the bytes that are read of them, and the properties that validate the cache."""
+    limit = parse_bytes(config.max_bytes, "data.max_bytes")
+    files = list(find_text(config, limit))
+    size = min(limit, sum(file.size for file in files))
+    if not size:
+        raise DataError(
+            f"data.path={printable(config.path)}: no text in files that match data.pattern="
+            f"{printable(config.pattern)}; name another folder or pattern (a file with a NUL byte in its "
+            "first 8 KiB is no text)"
+        )
+    known = [
+        config.path,
+        config.pattern,
+        limit,
+        [(os.fsencode(f.path).hex(), f.size, f.modified_ns) for f in files],
+    ]
+    return files, size, known
 
 
 def find_text(config: TextDataConfig, limit: int) -> Iterator[TextFile]:
@@ -361,7 +312,10 @@ def _text_file(path: Path) -> TextFile | None:
 
 def _gather(files: list[TextFile], size: int, path: Path, *, quiet: bool) -> None:
     digest, left = hashlib.sha256(), size
-    with replacing(path) as target, _Bar(size, quiet=quiet) as bar:
+    with (
+        replacing(path) as target,
+        progress("gathering text", size, quiet=quiet, in_bytes=True) as advance,
+    ):
         target.write(b" " * DIGEST_BYTES)
         for file in files:
             with file.path.open("rb") as source:
@@ -369,7 +323,7 @@ def _gather(files: list[TextFile], size: int, path: Path, *, quiet: bool) -> Non
                 while expected and (piece := source.read(min(expected, PIECE_BYTES))):
                     digest.update(piece)
                     target.write(piece)
-                    bar.advance(len(piece))
+                    advance(len(piece))
                     expected, left = expected - len(piece), left - len(piece)
             if expected:
                 raise DataError(
@@ -377,29 +331,3 @@ def _gather(files: list[TextFile], size: int, path: Path, *, quiet: bool) -> Non
                 )
         target.seek(0)
         target.write(digest.hexdigest().encode("ascii"))
-
-
-class _Bar:
-    """A progress bar that appears after a second."""
-
-    def __init__(self, total: int, *, quiet: bool) -> None:
-        self._bar = Progress(
-            *Progress.get_default_columns(),
-            DownloadColumn(),
-            console=Console(stderr=True),
-            disable=quiet,
-        )
-        self._task = self._bar.add_task("gathering text", total=total)
-        self._shown_from = time.monotonic() + 1
-
-    def advance(self, count: int) -> None:
-        self._bar.update(self._task, advance=count)
-        if time.monotonic() > self._shown_from:
-            self._bar.start()
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar.live.is_started:  # rich prints an empty line for a bar that nobody has seen
-            self._bar.stop()

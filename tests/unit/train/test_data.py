@@ -16,7 +16,8 @@ from parallax.model.block import to_device
 from parallax.model.factory.mlp import MLPConfig
 from parallax.runtime.batch import Rows, TensorRows
 from parallax.train.data.custom import CustomDataConfig
-from parallax.train.data.text import TextDataConfig, TextSource, open_corpus
+from parallax.train.data.indexed import IndexedSource
+from parallax.train.data.text import TextDataConfig, open_corpus
 from tests.alone import alone
 
 
@@ -41,8 +42,9 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-def source(folder: Path, sequence: int = 31, seed: int = 0, **config: object) -> TextSource:
-    return TextSource(TextDataConfig(path=str(folder), **config), sequence, seed)  # type: ignore[arg-type]
+def source(folder: Path, sequence: int = 31, seed: int = 0, **config: object) -> IndexedSource:
+    settings = TextDataConfig(path=str(folder), **config)  # type: ignore[arg-type]
+    return settings.indexed(MLPConfig(sequence=sequence), seed)
 
 
 def rows_of(batch: Rows) -> list[bytes]:
@@ -98,7 +100,7 @@ def test_fingerprint_is_of_the_content_not_of_the_place(folder: Path, tmp_path: 
 
 
 def test_the_standard_library_is_enough_to_start() -> None:
-    text = TextSource(TextDataConfig(max_bytes="1MiB"), 256, 0)
+    text = TextDataConfig(max_bytes="1MiB").indexed(MLPConfig(sequence=256), 0)
     assert len(text) > 3000
     assert 2.5 < text.unigram_entropy < 4  # source code, in nats
 
@@ -146,7 +148,7 @@ def test_the_order_never_changes_between_versions(tmp_path: Path) -> None:
     """A checkpoint of today must continue in the same order on next year's numpy."""
     (tmp_path / "six.txt").write_text("aabbccddeeff" + "zzzz")
     text = source(tmp_path, sequence=1, seed=7, validation=0.25, pattern="six.txt")
-    assert b"".join(rows_of(text.batch(12))) == b"ebdcfa" + b"dbcfea"
+    assert b"".join(rows_of(text.batch(12))) == b"cadebf" + b"ecafbd"
 
 
 def test_resume_is_exact_also_across_an_epoch_and_with_another_batch_size(folder: Path) -> None:
@@ -161,7 +163,7 @@ def test_resume_is_exact_also_across_an_epoch_and_with_another_batch_size(folder
 
 
 def resumed(folder: Path, state: str) -> list[bytes]:
-    text = TextSource(TextDataConfig(path=str(folder)), 31, 0)
+    text = source(folder)
     text.load_state_dict(json.loads(state))
     return rows_of(text.batch(20))
 
@@ -188,7 +190,9 @@ def test_validation_is_fixed_and_not_trained_on(folder: Path) -> None:
     assert rows_of(text.validation(0, 8)) == first
     assert rows_of(text.validation(1, 8)) != first
     assert not trained & {row for i in range(4) for row in rows_of(text.validation(i, 8))}
-    assert len(rows_of(text.validation(3, 1000))) == 1000  # few held-out rows come round again
+    assert len(rows_of(text.validation(0, 1000))) == text.validation_rows == 93
+    with pytest.raises(IndexError, match="93 held-out rows"):
+        text.validation(1, 1000)
 
 
 def test_no_more_is_held_out_than_is_soon_evaluated() -> None:
@@ -196,14 +200,14 @@ def test_no_more_is_held_out_than_is_soon_evaluated() -> None:
     auto = TextDataConfig()
     assert [auto.held_out(size) for size in (1000, 2**20, 2**26)] == [50, 52429, 2**17]
     assert TextDataConfig(validation=0.5).held_out(2**26) == 2**25
-    for wrong in ("some", 0, 1, -0.5):
-        with pytest.raises(ConfigError, match="accepted are auto and shares between 0 and 1"):
+    for wrong in ("some", 1, -0.5):
+        with pytest.raises(ConfigError, match="accepted are auto, shares from 0 to 1, and sets"):
             TextDataConfig(validation=wrong)
 
 
 def test_unigram_entropy(tmp_path: Path) -> None:
     (tmp_path / "four.txt").write_bytes(b"abcd" * 5000)
-    text = TextSource(TextDataConfig(path=str(tmp_path / "four.txt")), 3, 0)
+    text = source(tmp_path / "four.txt", sequence=3)
     assert text.unigram_entropy == pytest.approx(math.log(4))
 
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from parallax.errors import ConfigError, DataError
 from parallax.model.describe import describe
+from parallax.model.factory.mlp import MLPConfig
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.train import evaluation
-from parallax.train.data.text import TextDataConfig, TextSource
+from parallax.train.data.text import TextDataConfig
 from parallax.train.evaluation import Evaluated, HeldOut
 from parallax.train.loop import TrainerConfig
 from tests.plans import make_plan
@@ -153,7 +154,7 @@ def test_a_source_without_held_out_rows_is_one_line() -> None:
 def test_text_says_how_many_rows_are_held_out(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(bytes(range(1, 251)) * 4)
     config = TextDataConfig(path=str(tmp_path), validation=0.2)
-    assert TextSource(config, 9, 1).validation_rows == 20
+    assert config.indexed(MLPConfig(sequence=9), 1).validation_rows == 20
 
 
 @pytest.mark.parametrize("value", ["auto", None, 1, 30])

@@ -1,0 +1,260 @@
+"""Rows of a user's ``torch.utils.data.Dataset``, or of a Hugging Face dataset."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from parallax.common.targets import call_target, load_target
+from parallax.errors import ConfigError, DataError, printable
+from parallax.model.source import ModelConfig
+from parallax.plan.tier import AUTO
+from parallax.train.data.indexed import IndexedDataConfig
+from parallax.train.data.order import Numbers, Seeds
+from parallax.train.data.source import Source, seed_generators
+from parallax.train.data.stream import StreamSource
+from parallax.train.data.table import (
+    INPUTS,
+    TARGETS,
+    Table,
+    Values,
+    digest_of,
+    own_generators,
+    seed_all,
+    timed,
+)
+
+Collate = Callable[[list[Any]], Any]
+
+TARGET_KEYS = ("labels", "label", "targets", "target", "y")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetDataConfig(IndexedDataConfig):
+    """Settings of a user's ``Dataset``.
+
+    ``target``: a factory as ``package.module:function`` that returns a map-style dataset (with ``__len__`` and
+    ``__getitem__``), a Hugging Face dataset, an iterable dataset, or a ``DataLoader``, of which dataset and
+    ``collate_fn`` are used. ``kwargs``: its arguments. ``collate``: a function that makes a batch of a list of
+    examples; auto is the loader's, or torch's ``default_collate``. ``inputs``, ``targets``: where examples are
+    mappings, the keys of the model's inputs and of the loss's targets; auto takes as targets the first of labels,
+    label, targets, target and y, and as inputs all other keys, and labels too for a model of transformers, which
+    computes its loss with them. Of a tuple, the last value is the targets.
+    """
+
+    name: str = "dataset"
+    target: str = ""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    collate: str = AUTO
+    inputs: list[str] | str = AUTO
+    targets: str = AUTO
+
+    @property
+    def label(self) -> str:
+        return f"data.target={printable(self.target)}"
+
+    def open(self, model: ModelConfig, seed: int, *, quiet: bool = True) -> Source:
+        """Return the source of rows. The global generators are seeded before the dataset is created."""
+        seed_generators(seed)
+        found, collate = self._created()
+        if isinstance(found, IterableDataset) or _is_iterable_only(found):
+            return self._stream(found, collate, model)
+        return super().open(model, seed, quiet=quiet)
+
+    def table(self, model: ModelConfig, *, quiet: bool = True) -> Table:  # noqa: ARG002
+        found, collate = self._created()
+        return DatasetTable(found, collate, self._split(model), self.label)
+
+    def _created(self) -> tuple[Any, Collate]:
+        """Return the user's dataset and the function that makes batches of its examples."""
+        made = call_target("data", self.target, self.kwargs)
+        collate: Collate = default_collate
+        if isinstance(made, DataLoader):
+            self._check_loader(made)
+            collate, made = made.collate_fn or default_collate, made.dataset
+        elif isinstance(made, tuple) and len(made) == 2 and callable(made[1]):
+            made, collate = made
+        if self.collate != AUTO:
+            collate = load_target("data.collate", self.collate)
+        if getattr(made, "_format_type", "none") is None and hasattr(made, "with_format"):
+            made = made.with_format("torch")  # of Hugging Face: lists of numbers become tensors
+        return made, collate
+
+    def _check_loader(self, loader: DataLoader[Any]) -> None:
+        """Refuse a loader with an order of its own: the order of rows is the run's."""
+        if isinstance(loader.dataset, IterableDataset):
+            return
+        for name, usual in (
+            ("batch_sampler", (BatchSampler,)),
+            ("sampler", (RandomSampler, SequentialSampler)),
+        ):
+            found = getattr(loader, name)
+            if found is not None and type(found) not in usual:
+                raise ConfigError(
+                    f"{self.label}: its DataLoader has a {name} of its own ({type(found).__name__}): which rows make a "
+                    "batch is decided by trainer.global_batch, data.shuffle and data.last_batch; return the dataset, "
+                    "or one that maps the sampler's order to rows (torch.utils.data.Subset(dataset, indices))"
+                )
+
+    def _split(self, model: ModelConfig) -> Split:
+        inputs = None if isinstance(self.inputs, str) else tuple(self.inputs)
+        if isinstance(self.inputs, str) and self.inputs != AUTO:
+            inputs = (self.inputs,)
+        return Split(self.label, inputs, self.targets, keep=model.name == "huggingface")
+
+    def _stream(self, found: Any, collate: Collate, model: ModelConfig) -> Source:
+        if not isinstance(self.validation, Mapping) and self.validation not in (AUTO, 0):
+            raise ConfigError(
+                f"data.validation={self.validation}: a share of an iterable dataset cannot be held out; give held-out "
+                "rows of their own (data.validation.NAME.kwargs.KEY=VALUE)"
+            )
+        held_out: dict[str, Table] = {}
+        if isinstance(self.validation, Mapping):
+            for name in self.validation:
+                own = self._validation_set(str(name))
+                made, collated = own._created()
+                if isinstance(made, IterableDataset) or _is_iterable_only(made):
+                    made = list(itertools.islice(iter(made), _MOST_HELD_OUT))
+                held_out[str(name)] = DatasetTable(made, collated, own._split(model), own.label)
+        return StreamSource(found, collate, self._split(model), held_out, self.label)
+
+
+_MOST_HELD_OUT = 10_000  # rows of an iterable validation set, which are kept in memory
+
+
+@dataclass(frozen=True)
+class Split:
+    """Divides a collated batch into inputs and targets."""
+
+    label: str
+    inputs: tuple[str, ...] | None
+    targets: str
+    keep: bool
+
+    def __call__(self, batch: Any) -> Values:
+        if isinstance(batch, Mapping):
+            return self._of_mapping(batch)
+        if isinstance(batch, Sequence) and not isinstance(batch, str) and len(batch) >= 2:
+            *inputs, targets = batch
+            return {INPUTS: inputs[0] if len(inputs) == 1 else tuple(inputs), TARGETS: targets}
+        raise DataError(
+            f"{self.label}: an example must be a pair (inputs, targets), a longer tuple with the targets last, or a "
+            f"mapping, and a batch of them is a {type(batch).__name__}"
+        )
+
+    def _of_mapping(self, batch: Mapping[str, Any]) -> Values:
+        key = self.targets
+        if key == AUTO:
+            key = next((each for each in TARGET_KEYS if each in batch), "")
+        wanted = self.inputs
+        if wanted is None:
+            wanted = tuple(
+                each for each in batch if each != key or (self.keep and each == "labels")
+            )
+        missing = [each for each in (*wanted, key) if each not in batch]
+        if missing or not key:
+            what = f"examples have no {', '.join(missing)}" if key else "no key is known as targets"
+            raise DataError(
+                f"{self.label}: {what}; the keys are {', '.join(map(str, batch))}: set data.inputs=[KEY,...] and "
+                "data.targets=KEY"
+            )
+        return {INPUTS: {each: batch[each] for each in wanted}, TARGETS: batch[key]}
+
+
+class DatasetTable:
+    """The examples of a map-style dataset, collated."""
+
+    whole = True
+
+    def __init__(self, dataset: Any, collate: Collate, split: Split, label: str) -> None:
+        for method in ("__len__", "__getitem__"):
+            if not hasattr(dataset, method):
+                raise DataError(
+                    f"{label} returned a {type(dataset).__name__} without {method}: return a map-style Dataset, an "
+                    "iterable one, or a DataLoader"
+                )
+        self._dataset, self._collate, self._split, self._label = dataset, collate, split, label
+        self._rows = len(dataset)
+        if not self._rows:
+            raise DataError(f"{label}: the dataset has no rows")
+        # Hugging Face's read many rows at once, and without a transform draw nothing.
+        kind = getattr(dataset, "_format_type", "custom")
+        self._at_once = kind != "custom" and hasattr(dataset, "__getitems__")
+        self.fingerprint = self._identified()
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def read(self, rows: Numbers, seeds: Seeds, parts: frozenset[str]) -> Values:  # noqa: ARG002
+        with own_generators():
+            with timed("read"):
+                examples = self._examples(rows, seeds)
+            with timed("collate"):
+                seed_all(int(seeds[0]))
+                return self._split(self._collated(examples, rows))
+
+    def _examples(self, rows: Numbers, seeds: Seeds) -> list[Any]:
+        if self._at_once:
+            return list(self._dataset.__getitems__(rows.tolist()))
+        found = []
+        for row, seed in zip(rows.tolist(), seeds.tolist()):
+            seed_all(seed)
+            try:
+                found.append(self._dataset[row])
+            except Exception as error:
+                raise DataError(f"{self._label}: row {row}: {placed(error)}") from error
+        return found
+
+    def _collated(self, examples: list[Any], rows: Numbers) -> Any:
+        try:
+            return self._collate(examples)
+        except Exception as error:
+            hint = ""
+            if self._collate is default_collate:
+                hint = (
+                    "; where examples have several sizes, pad them in a function of your own "
+                    "(data.collate=package.module:function, which makes a batch of a list of examples)"
+                )
+            raise DataError(
+                f"{self._label}: rows {int(rows[0])} to {int(rows[-1])} do not make a batch: {placed(error)}{hint}"
+            ) from error
+
+    def _identified(self) -> str:
+        """Return a digest of the number of rows and of three rows. Raises :class:`DataError` if reading a row twice
+        gives other values."""
+        found = str(self._rows)
+        for row in sorted({0, self._rows // 2, self._rows - 1}):
+            rows, seeds = np.array([row]), np.array([row], dtype=np.uint64)
+            one, two = (digest_of(self.read(rows, seeds, frozenset())) for _ in range(2))
+            if one != two:
+                raise DataError(
+                    f"{self._label}: reading row {row} twice gives other values, although the generators of torch, "
+                    "numpy and random are seeded for it: a run could not repeat its rows; draw from these generators "
+                    "(torch.rand, numpy.random.rand, random.random) in __getitem__, and keep no count of calls"
+                )
+            found += f"-{one:08x}"
+        return found
+
+
+def placed(error: Exception) -> str:
+    """Return the class, text and line of an error in the user's code."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = (str(error).splitlines() or [""])[0]
+    return printable(f"{type(error).__name__}: {text} ({frame.filename}:{frame.lineno})")
+
+
+def _is_iterable_only(found: Any) -> bool:
+    return hasattr(found, "__iter__") and not hasattr(found, "__getitem__")

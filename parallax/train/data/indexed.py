@@ -1,0 +1,326 @@
+"""A source of training and held-out rows over tables: order, epochs, workers and resuming for every kind of data.
+
+The rows of a step are a function of the data, the seed, the epoch and the place in it. Ranks, stages, replicas,
+micro-batches and workers decide who reads a row, never which rows there are, and a checkpoint holds the place alone.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+
+from parallax.common.units import parse_bytes
+from parallax.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    check_choice,
+    check_count,
+    printable,
+)
+from parallax.model.source import ModelConfig
+from parallax.plan.tier import AUTO
+from parallax.runtime.batch import Rows
+from parallax.train.data.loader import Loader
+from parallax.train.data.order import LAST, Permutation, Place, RowOrder, Taken
+from parallax.train.data.source import DataConfig, Source
+from parallax.train.data.table import BOTH, Chosen, Table
+from parallax.train.data.workers import Workers
+
+HELD_OUT = "validation"  # the name of held-out rows that are a share of the data
+_AUTO_SHARE, _AUTO_ROWS = 0.05, 1000  # held out by default
+_SPLIT_KEY = 0x5B17  # which rows are held out does not depend on the run's seed
+_TIMED_ROWS = 4
+_QUICK_SECONDS = 50e-6  # to read a row: less is not worth a worker
+_MOST_AUTO_WORKERS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexedDataConfig(DataConfig):
+    """Settings of all kinds of data whose rows have numbers.
+
+    ``validation``: the share of rows that is held out, auto for a twentieth of them, at most 1000, 0 for none; or sets
+    with rows of their own, each with the keys that differ from these: ``data.validation.NAME.KEY=VALUE``. ``shuffle``:
+    visit the rows in a new order in each epoch. ``last_batch``, for an epoch that does not end with a full batch:
+    continue completes it from the next epoch, keep makes it smaller, drop leaves its rows out, repeat completes it with
+    the epoch's first rows. ``workers``: processes for each rank that read rows ahead; 0 reads in the rank; auto is 0
+    where reading a row takes less than 50 µs, otherwise a share of the cores, at most 4. ``prefetch``: the most bytes
+    that a rank reads ahead.
+    """
+
+    validation: Any = AUTO
+    shuffle: bool = True
+    last_batch: str = LAST[0]
+    workers: int | str = AUTO
+    prefetch: int | str = "256MiB"
+
+    def __post_init__(self) -> None:
+        check_choice("data.last_batch", self.last_batch, LAST)
+        if self.workers != 0:
+            check_count("data.workers", self.workers)
+        parse_bytes(self.prefetch, "data.prefetch")
+        if isinstance(self.validation, Mapping):
+            for name in self.validation:
+                self._validation_set(str(name))
+        elif self.validation != AUTO and not (
+            isinstance(self.validation, int | float) and 0 <= self.validation < 1
+        ):
+            raise ConfigError(
+                f"data.validation={printable(str(self.validation))}: accepted are auto, shares from 0 to 1, and sets "
+                "with settings of their own (data.validation.NAME.KEY=VALUE)"
+            )
+
+    @property
+    def identifies_rows(self) -> bool:
+        return True
+
+    def table(self, model: ModelConfig, *, quiet: bool = True) -> Table:
+        """Return the rows for ``model``. ``quiet`` hides progress."""
+        raise NotImplementedError(f"{type(self).__name__} has no table")
+
+    def for_evaluation(self, table: Any) -> Table:
+        """Return ``table`` as held-out rows are read: without random augmentation."""
+        found: Table = table
+        return found
+
+    def tables(self, model: ModelConfig, *, quiet: bool = True) -> tuple[Table, dict[str, Table]]:
+        """Return the training rows, and the held-out rows of each set."""
+        whole = self.table(model, quiet=quiet)
+        if not len(whole):
+            raise DataError(f"{self.label}: it has no rows")
+        if isinstance(self.validation, Mapping):
+            sets = {str(name): self._validation_set(str(name)) for name in self.validation}
+            return whole, {
+                name: each.for_evaluation(each.table(model, quiet=quiet))
+                for name, each in sets.items()
+            }
+        count = self._held_out(len(whole))
+        if not count:
+            return whole, {}
+        order = Permutation(len(whole), _SPLIT_KEY)
+        return (
+            Chosen(whole, order, count, len(whole) - count),
+            {HELD_OUT: Chosen(self.for_evaluation(whole), order, 0, count)},
+        )
+
+    def open(self, model: ModelConfig, seed: int, *, quiet: bool = True) -> Source:
+        return self.indexed(model, seed, quiet=quiet)
+
+    def indexed(self, model: ModelConfig, seed: int, *, quiet: bool = True) -> IndexedSource:
+        """Return the source over :meth:`tables`."""
+        training, held_out = self.tables(model, quiet=quiet)
+        order = RowOrder(len(training), seed, shuffle=self.shuffle, last=self.last_batch)
+        limit = parse_bytes(self.prefetch, "data.prefetch")
+        return IndexedSource(training, held_out, order, seed, self.count_workers, limit)
+
+    def check_size(self, source: Source, model: ModelConfig, rows: int) -> None:  # noqa: ARG002
+        if isinstance(source, IndexedSource) and len(source) < rows:
+            raise DataError(
+                f"trainer.global_batch={rows}: {self.label} has {len(source)} training row(s); use "
+                f"trainer.global_batch={len(source)} or less, or give more rows"
+            )
+
+    def _held_out(self, rows: int) -> int:
+        """Return how many of ``rows`` rows are held out."""
+        if self.validation == AUTO:
+            return min(max(1, round(rows * _AUTO_SHARE)), _AUTO_ROWS) if rows > 1 else 0
+        return min(rows - 1, round(rows * float(self.validation)))
+
+    def _validation_set(self, name: str) -> Self:
+        """Return the settings of the validation set ``name``."""
+        own = self.validation[name]
+        known = {each.name for each in fields(self)} - {"name", "validation"}
+        if not isinstance(own, Mapping) or (wrong := set(own) - known):
+            which = "" if not isinstance(own, Mapping) else f".{min(map(str, wrong))}"
+            raise ConfigError(
+                f"data.validation.{printable(name)}{printable(which)}: a set has the keys of data in which it differs: "
+                f"{', '.join(sorted(known))}"
+            )
+        own = dict(own)
+        if "kwargs" in own and "kwargs" in known:
+            own["kwargs"] = {**vars(self)["kwargs"], **own["kwargs"]}
+        return replace(self, **own, validation=0)
+
+    def count_workers(self, table: Table) -> int:
+        """Return the number of workers of a rank."""
+        if isinstance(self.workers, int):
+            return self.workers
+        rows = np.arange(min(_TIMED_ROWS, len(table)), dtype=np.int64)
+        taken = Taken(np.zeros_like(rows), rows)
+        begun = time.perf_counter()
+        table.read(taken.rows, taken.seeds(0), BOTH)
+        if time.perf_counter() - begun < _QUICK_SECONDS * len(rows):
+            return 0
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return max(1, min(_MOST_AUTO_WORKERS, len(os.sched_getaffinity(0)) // here))
+
+
+class HeldOutRows:
+    """One set of held-out rows, in their own order."""
+
+    def __init__(self, loader: Loader, rows: int) -> None:
+        self._loader, self._order = loader, RowOrder(rows, 0, shuffle=False, last="keep")
+        self.validation_rows = rows
+
+    def validation(self, index: int, rows: int) -> Rows:
+        """Return held-out rows [index · rows, (index + 1) · rows), as many of them as there are."""
+        first = min(index * rows, self.validation_rows)
+        if first == self.validation_rows:
+            raise IndexError(f"there are {self.validation_rows} held-out rows")
+        taken, place = self._order.take(Place(0, first), rows)
+        return self._loader.batch(taken, partial(self._coming, place, rows))
+
+    def _coming(self, place: Place, rows: int) -> Iterator[Taken]:
+        while place.taken < self.validation_rows:
+            taken, place = self._order.take(place, rows)
+            yield taken
+
+
+class HeldOutSets:
+    """The held-out rows of a source: ``validation_sets`` by name, of which the first is the source's own."""
+
+    validation_sets: Mapping[str, HeldOutRows]
+
+    @property
+    def validation_rows(self) -> int:
+        """The number of held-out rows of the first set."""
+        return sum(each.validation_rows for each in list(self.validation_sets.values())[:1])
+
+    def validation(self, index: int, rows: int) -> Rows:
+        """Return batch ``index`` of the first set of held-out rows."""
+        for held_out in self.validation_sets.values():
+            return held_out.validation(index, rows)
+        raise IndexError("no rows are held out")
+
+
+class IndexedSource(HeldOutSets):
+    """Training rows in the order of ``order``, and sets of held-out rows, exactly resumable."""
+
+    def __init__(
+        self,
+        training: Table,
+        held_out: Mapping[str, Table],
+        order: RowOrder,
+        seed: int,
+        count_workers: Callable[[Table], int],
+        limit: int,
+    ) -> None:
+        self.table, self._held_out_tables = training, held_out
+        tables = training, *held_out.values()
+        self.fingerprint = "/".join([*(each.fingerprint for each in tables), str(order)])
+        self._order, self._seed, self._limit = order, seed, limit
+        self._count_workers, self._place = count_workers, Place()
+        self._workers: Workers | None = None
+        self._open()
+
+    def _open(self) -> None:
+        self._training = Loader("", self.table, self._seed, self._workers, self._limit)
+        self.validation_sets = self.sets_of(
+            self._held_out_tables, self._seed, self._workers, self._limit
+        )
+
+    @staticmethod
+    def sets_of(
+        tables: Mapping[str, Table],
+        seed: int = 0,
+        workers: Workers | None = None,
+        limit: int = 2**28,
+    ) -> dict[str, HeldOutRows]:
+        """Return the held-out rows of ``tables``."""
+        return {
+            name: HeldOutRows(Loader(name, table, seed, workers, limit), len(table))
+            for name, table in tables.items()
+        }
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the table of training rows knows besides its rows, such as ``unigram_entropy``."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.table, name)
+
+    def start(self) -> None:
+        """Start the workers: early, because each is a copy of this process."""
+        if count := self._count_workers(self.table):
+            tables = {"": self.table, **self._held_out_tables}
+            self._workers = Workers(tables, count)
+            self._open()
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._workers is not None:
+            self._workers.close()
+
+    def batch(self, rows: int) -> Rows:
+        """Return the next batch of ``rows`` rows."""
+        taken, self._place = self._order.take(self._place, rows)
+        return self._training.batch(taken, partial(self._coming, self._place, rows))
+
+    def _coming(self, place: Place, rows: int) -> Iterator[Taken]:
+        while True:
+            taken, place = self._order.take(place, rows)
+            yield taken
+
+    def sample(self, rows: int) -> Rows:
+        """Return ``rows`` training rows without taking them, for measuring and planning."""
+        taken, _ = self._order.take(Place(), rows)
+        return Loader("", self.table, self._seed, None, self._limit).batch(taken, lambda: iter(()))
+
+    def steps(self, epochs: int, rows: int) -> int:
+        """Return the number of batches of ``rows`` rows in ``epochs`` epochs."""
+        return self._order.steps(epochs, rows)
+
+    def go_to(self, step: int, rows: int) -> None:
+        """Continue as after ``step`` batches of ``rows`` rows."""
+        self._place = self._order.place(step, rows)
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each part of reading, in all processes of this rank."""
+        return dict(self._training.seconds)
+
+    def why_slow(self) -> str:
+        """Return which part of reading takes how much, and what would make it faster."""
+        seconds = self._training.seconds
+        whole = sum(seconds.values()) or 1.0
+        slowest = sorted(seconds.items(), key=lambda each: -each[1])
+        parts = ", ".join(f"{name} {took / whole:.0%}" for name, took in slowest)
+        workers, cores = len(self._workers or ()), len(os.sched_getaffinity(0))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if (workers + 1) * here < cores:
+            help_ = f"set data.workers={workers + 1} or more (now {workers})"
+        elif seconds["read"] > whole / 2 and not getattr(self.table, "in_memory", True):
+            help_ = "set data.in_memory=true, or put the files on a faster disk"
+        else:
+            help_ = f"all {cores} cores are in use: make rows cheaper, for example by resizing files once"
+        return f"{parts or 'nothing was read yet'}; {help_}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of the next batch, the seed of the order, and the fingerprint of the rows."""
+        return {
+            "epoch": self._place.epoch,
+            "taken": self._place.taken,
+            "seed": self._seed,
+            "fingerprint": self.fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``, in the order of its seed, even if this run has another seed.
+
+        Raises :class:`CheckpointError` for other rows, among which the place means others."""
+        if state.get("fingerprint") != self.fingerprint:
+            raise CheckpointError(
+                f"the checkpoint was trained on rows {printable(str(state.get('fingerprint')))}, but data.* now gives "
+                f"{self.fingerprint}: restore the data and its settings, or start a new run"
+            )
+        self._place = Place(int(state["epoch"]), int(state["taken"]))
+        self._seed = int(state["seed"])
+        self._order = self._order.seeded(self._seed)
+        self._open()

@@ -1,0 +1,172 @@
+"""The order of rows: which rows a step reads, as a function of the seed, the epoch and the place in the epoch alone.
+
+A shuffled epoch visits row ``permutation(place)``, for a pseudorandom permutation that is computed, not stored: a
+Feistel network over the bits of a number is a permutation for any round function, and a number beyond the last row is
+sent through again until it is a row ("cycle walking": Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+So 10⁹ rows need no memory, and any rank finds the rows of any step.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallax.errors import check_choice, check_positive
+
+Numbers = NDArray[np.int64]
+Seeds = NDArray[np.uint64]
+
+LAST = ("continue", "keep", "drop", "repeat")
+_ROUNDS = 6
+_FACTORS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
+_SHIFTS = np.uint64(32), np.uint64(29)
+
+
+def mixed(*parts: Any) -> Seeds:
+    """Return hashes of integers and of arrays of integers, elementwise: any change of a part changes about half of the
+    64 bits (the finalizer of SplitMix64, Steele et al. 2014, for each part)."""
+    found = np.zeros(1, dtype=np.uint64)
+    for part in parts:
+        found = found ^ np.atleast_1d(np.asarray(part)).astype(np.uint64)
+        found = found + np.uint64(0x9E3779B97F4A7C15)
+        found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        found = found ^ (found >> np.uint64(31))
+    return found
+
+
+class Permutation:
+    """A pseudorandom permutation of the numbers 0 to ``size`` - 1 that ``key`` determines."""
+
+    def __init__(self, size: int, *key: int) -> None:
+        bits = max(2, (size - 1).bit_length())
+        self._size, self._low = size, bits // 2
+        self._masks = np.uint64((1 << bits - self._low) - 1), np.uint64((1 << self._low) - 1)
+        self._keys = [mixed(*key, turn)[0] for turn in range(_ROUNDS)]
+
+    def __call__(self, numbers: Numbers) -> Numbers:
+        """Return the images of ``numbers``."""
+        found = self._network(numbers)
+        while (outside := found >= self._size).any():
+            found[outside] = self._network(found[outside])
+        return found
+
+    def _network(self, numbers: Numbers) -> Numbers:
+        low = np.uint64(self._low)
+        plain = numbers.astype(np.uint64)
+        halves = [plain >> low, plain & self._masks[1]]
+        for turn, key in enumerate(self._keys):
+            changed = turn % 2
+            found = (halves[1 - changed] ^ key) * _FACTORS[0]
+            found = (found ^ (found >> _SHIFTS[0])) * _FACTORS[1]
+            halves[changed] ^= (found ^ (found >> _SHIFTS[1])) & self._masks[changed]
+        return ((halves[0] << low) | halves[1]).astype(np.int64)
+
+
+@functools.lru_cache(maxsize=16)
+def _permutation(size: int, seed: int, epoch: int) -> Permutation:
+    return Permutation(size, seed, epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The rows of a batch: the number of each row and the epoch in which it is read."""
+
+    epochs: Numbers
+    rows: Numbers
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, part: slice) -> Taken:
+        return Taken(self.epochs[part], self.rows[part])
+
+    def seeds(self, seed: int) -> Seeds:
+        """Return the seed of each row's random numbers: a hash of ``seed``, its epoch and its number."""
+        return mixed(seed, self.epochs, self.rows)
+
+    def digest(self) -> int:
+        """Return a number that depends on each row and its place."""
+        return int(mixed(self.epochs, self.rows, np.arange(len(self))).sum(dtype=np.uint64))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place in the sequence of rows: ``taken`` rows of ``epoch`` have been read."""
+
+    epoch: int = 0
+    taken: int = 0
+
+
+class RowOrder:
+    """The order of ``size`` rows: shuffled anew in each epoch, or as they are.
+
+    ``last``, for an epoch that does not end with a full batch: ``continue`` completes the batch with rows of the next
+    epoch, ``keep`` makes a smaller batch, ``drop`` leaves the rest out of this epoch, ``repeat`` completes the batch
+    with the first rows of the same epoch again."""
+
+    def __init__(self, size: int, seed: int, *, shuffle: bool = True, last: str = LAST[0]) -> None:
+        check_positive("rows", size)
+        check_choice("data.last_batch", last, LAST)
+        self._size, self._seed, self._shuffle, self._last = size, seed, shuffle, last
+
+    def take(self, place: Place, rows: int) -> tuple[Taken, Place]:
+        """Return the batch of ``rows`` rows that follows ``place``, and the place after it."""
+        check_positive("rows", rows)
+        epoch, start = place.epoch, place.taken
+        left = self._size - start
+        if self._last != "continue" and (
+            left <= 0 or (self._last == "drop" and start > 0 and left < rows)
+        ):
+            epoch, start, left = epoch + 1, 0, self._size
+        if self._last in ("continue", "repeat"):
+            count = rows
+        else:
+            count = min(rows, left)
+        places = np.arange(start, start + count, dtype=np.int64)
+        if self._last == "continue":
+            epochs = epoch + places // self._size
+            after = epoch * self._size + start + count
+            following = Place(*divmod(after, self._size))
+        else:
+            epochs = np.full(count, epoch, dtype=np.int64)
+            following = Place(epoch, min(self._size, start + count))
+        return Taken(epochs, self._rows(epochs, places % self._size)), following
+
+    def __str__(self) -> str:
+        return f"{'shuffled' if self._shuffle else 'in order'}, {self._last}"
+
+    def seeded(self, seed: int) -> RowOrder:
+        """Return the order of the same rows with another seed."""
+        return RowOrder(self._size, seed, shuffle=self._shuffle, last=self._last)
+
+    def steps(self, epochs: int, rows: int) -> int:
+        """Return the number of batches of ``rows`` rows in ``epochs`` epochs."""
+        if self._last == "continue":
+            return -(-epochs * self._size // rows)
+        return epochs * self._batches(rows)
+
+    def place(self, steps: int, rows: int) -> Place:
+        """Return the place after ``steps`` batches of ``rows`` rows."""
+        if self._last == "continue":
+            return Place(*divmod(steps * rows, self._size))
+        epoch, batches = divmod(steps, self._batches(rows))
+        return Place(epoch, batches * rows)
+
+    def _batches(self, rows: int) -> int:
+        if self._last == "drop":
+            return max(1, self._size // rows)
+        return -(-self._size // rows)
+
+    def _rows(self, epochs: Numbers, places: Numbers) -> Numbers:
+        if not self._shuffle:
+            return places
+        found = np.empty_like(places)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            found[chosen] = _permutation(self._size, self._seed, int(epoch))(places[chosen])
+        return found

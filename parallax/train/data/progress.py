@@ -1,0 +1,34 @@
+"""The progress of reading data once, before training."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import DownloadColumn, Progress
+
+_SHOWN_AFTER_SECONDS = 1.0
+
+
+@contextlib.contextmanager
+def progress(
+    title: str, total: int | None, *, quiet: bool, in_bytes: bool = False
+) -> Iterator[Callable[[int], None]]:
+    """Yield a function that advances a progress bar, which appears after a second. ``total``: None if unknown;
+    ``in_bytes``: it counts bytes."""
+    columns = [*Progress.get_default_columns(), *([DownloadColumn()] if in_bytes else [])]
+    bar = Progress(*columns, console=Console(stderr=True), disable=quiet)
+    task, begun = bar.add_task(title, total=total), time.monotonic()
+
+    def advance(count: int) -> None:
+        bar.update(task, advance=count)
+        if not bar.live.is_started and time.monotonic() - begun > _SHOWN_AFTER_SECONDS:
+            bar.start()
+
+    try:
+        yield advance
+    finally:
+        if bar.live.is_started:  # rich prints an empty line for a bar that nobody has seen
+            bar.stop()

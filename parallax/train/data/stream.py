@@ -1,0 +1,180 @@
+"""Rows of an iterable dataset, which are found again by the dataset's state, or by reading from the start of the epoch.
+
+A saved state of an iterable dataset may not be all that decides its next rows: Hugging Face's leaves out the rows of a
+shuffle buffer. So a checkpoint holds the state before the last batch, and a digest of that batch. A resumed run reads
+the batch again. If it is another one, or the dataset has no state, the epoch is read from its start instead, which is
+exact for any dataset that repeats itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from parallax.errors import CheckpointError, DataError
+from parallax.runtime.batch import Rows
+from parallax.train.data.indexed import HeldOutSets, IndexedSource
+from parallax.train.data.order import mixed
+from parallax.train.data.table import (
+    INPUTS,
+    TARGETS,
+    Table,
+    Values,
+    digest_of,
+    own_generators,
+    seed_all,
+)
+
+logger = logging.getLogger("parallax")
+
+_END = object()
+
+
+class StreamRows:
+    """Examples in memory, collated for each part of the batch that is read."""
+
+    def __init__(
+        self, examples: list[Any], collate: Callable[[list[Any]], Values], first: int
+    ) -> None:
+        self._examples, self._collate, self._first = examples, collate, first
+        self._found: tuple[int, int, Values] | None = None
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def inputs(self, start: int, stop: int) -> Any:
+        return self._values(start, stop)[INPUTS]
+
+    def targets(self, start: int, stop: int) -> Any:
+        return self._values(start, stop)[TARGETS]
+
+    def _values(self, start: int, stop: int) -> Values:
+        if self._found is None or self._found[:2] != (start, stop):
+            with own_generators():
+                seed_all(int(mixed(self._first, start)[0]))
+                self._found = start, stop, self._collate(self._examples[start:stop])
+        return self._found[2]
+
+
+class StreamSource(HeldOutSets):
+    """The rows of ``dataset`` in its own order, from its beginning again when it ends. Each rank iterates over all
+    rows, and collates only its own."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        split: Callable[[Any], Values],
+        held_out: Mapping[str, Table],
+        label: str,
+    ) -> None:
+        self._dataset, self._label = dataset, label
+        self._collate = lambda examples: split(collate(examples))
+        self._has_state = all(
+            callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")
+        )
+        self._start = self._state()
+        self._epoch, self._taken = 0, 0  # rows of the epoch so far
+        self._iterator: Iterator[Any] | None = None
+        self._generators: Any = None
+        self._before: dict[str, Any] = self._place()
+        self._last: StreamRows | None = None
+        self.validation_sets = IndexedSource.sets_of(held_out)
+
+    def batch(self, rows: int) -> Rows:
+        """Return the next ``rows`` rows."""
+        self._before = self._place()
+        self._last = StreamRows(self._read(rows), self._collate, self._before["taken"])
+        return self._last
+
+    def sample(self, rows: int) -> Rows:
+        """Return the first ``rows`` rows without taking them."""
+        assert self._last is None, "rows have been taken"
+        found = StreamRows(self._read(rows), self._collate, 0)
+        self._go_to({"epoch": 0, "taken": 0, "dataset": self._start})
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place before the last batch, and that batch's number of rows and digest."""
+        rows = 0 if self._last is None else len(self._last)
+        return {**self._before, "rows": rows, "digest": self._digest(self._last)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``. Raises :class:`CheckpointError` if the dataset does not repeat its rows."""
+        rows, digest = int(state["rows"]), int(state["digest"])
+        if not rows:
+            self._go_to(state)
+            return
+        if self._has_state:
+            self._go_to(state)
+            if self._digest(self.batch(rows)) == digest:
+                return
+        logger.info("%s: reading %d rows again to find the place", self._label, state["taken"])
+        self._go_to({**state, "taken": 0, "dataset": self._start})
+        self._read(int(state["taken"]))
+        if self._digest(self.batch(rows)) != digest:
+            raise CheckpointError(
+                f"{self._label}: the dataset gives other rows than those that the checkpoint was trained on: restore "
+                "its data and settings, and let it draw from the generators of torch, numpy and random alone"
+            )
+
+    def _read(self, rows: int) -> list[Any]:
+        found: list[Any] = []
+        with self._own_generators():
+            while len(found) < rows:
+                if self._iterator is None:
+                    self._iterator = iter(self._dataset)
+                example = next(self._iterator, _END)
+                if example is not _END:
+                    found.append(example)
+                    self._taken += 1
+                elif not self._taken:
+                    raise DataError(f"{self._label}: the iterable dataset has no rows")
+                else:
+                    self._go_to({"epoch": self._epoch + 1, "taken": 0, "dataset": self._start})
+                    self._seed()
+        return found
+
+    def _go_to(self, place: Mapping[str, Any]) -> None:
+        self._epoch, self._taken = int(place["epoch"]), int(place["taken"])
+        if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
+            set_epoch(self._epoch)
+        if self._has_state:
+            self._dataset.load_state_dict(copy.deepcopy(place["dataset"]))
+        self._iterator = self._generators = None
+
+    def _state(self) -> Any:
+        return copy.deepcopy(self._dataset.state_dict()) if self._has_state else None
+
+    def _place(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "taken": self._taken, "dataset": self._state()}
+
+    def _digest(self, rows: Rows | None) -> int:
+        if rows is None:
+            return 0
+        return digest_of((rows.inputs(0, len(rows)), rows.targets(0, len(rows))))
+
+    def _seed(self) -> None:
+        seed_all(int(mixed(self._epoch)[0]))
+
+    @contextlib.contextmanager
+    def _own_generators(self) -> Iterator[None]:
+        """Let the dataset draw from generators that continue from batch to batch, and the model from its own."""
+        with own_generators():
+            if self._generators is None:
+                self._seed()
+            else:
+                python, arrays, tensors = self._generators
+                random.setstate(python)
+                np.random.get_bit_generator().state = arrays  # type: ignore[attr-defined]
+                torch.set_rng_state(tensors)
+            yield
+            arrays = np.random.get_bit_generator().state  # type: ignore[attr-defined]
+            self._generators = random.getstate(), arrays, torch.get_rng_state()

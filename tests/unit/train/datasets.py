@@ -1,0 +1,191 @@
+"""Datasets as users write them, for the tests of ``data=dataset``."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    WeightedRandomSampler,
+)
+
+
+class Augmented(Dataset[tuple[Tensor, int]]):
+    """Row i is i and three random numbers, as an augmentation draws them; its class is i modulo 7."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        drawn = [torch.rand(()).item(), random.random(), np.random.rand()]  # noqa: NPY002
+        return torch.tensor([float(row), *drawn]), row % 7
+
+
+class Fatal(Augmented):
+    """Reading row ``bad`` kills its process: once, if ``mark`` is a file that does not exist yet."""
+
+    def __init__(self, rows: int, bad: int, mark: str) -> None:
+        super().__init__(rows)
+        self.bad, self.mark, self.owner = bad, Path(mark), os.getpid()
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        if row == self.bad and os.getpid() != self.owner and not self.mark.exists():
+            if self.mark.name != "never":
+                self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(row)
+
+
+class Broken(Augmented):
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        if row == 5:
+            raise ValueError("row five is broken\nin two lines")
+        return super().__getitem__(row)
+
+
+class Impure(Augmented):
+    """Its random numbers are its own and not seeded."""
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        return torch.from_numpy(np.random.default_rng().random(4)), row % 7
+
+
+class Counting(Augmented):
+    """Numbers its readings."""
+
+    reads = 0
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        self.reads += 1
+        return torch.tensor([self.reads]), row % 7
+
+
+class Ragged(Augmented):
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        return torch.ones(1 + row % 3), row % 7
+
+
+class Mappings(Dataset[dict[str, Any]]):
+    def __init__(self, keys: list[str]) -> None:
+        self.keys = keys
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {key: torch.tensor([row, place]) for place, key in enumerate(self.keys)}
+
+
+class Numbers(IterableDataset[tuple[Tensor, int]]):
+    """The numbers from 0, from a saved place on; with ``shuffled`` through a buffer that its state leaves out."""
+
+    def __init__(self, rows: int, shuffled: bool = False) -> None:
+        self.rows, self.next, self.shuffled = rows, 0, shuffled
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        buffer: list[int] = []
+        while self.next < self.rows:
+            row, self.next = self.next, self.next + 1
+            if self.shuffled:
+                buffer.append(row)
+                if len(buffer) < 4:
+                    continue
+                row = buffer.pop(0)
+            yield torch.tensor([float(row)]), row % 7
+        self.next = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+class Stateless(IterableDataset[tuple[Tensor, int]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        """Rows with random numbers, in an order that is drawn."""
+        rows = list(range(25))
+        random.shuffle(rows)
+        for row in rows:
+            yield torch.tensor([row, torch.rand(()).item(), np.random.rand()]), row % 7  # noqa: NPY002
+
+
+def padded(examples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    """A collate function that pads."""
+    rows = torch.nn.utils.rnn.pad_sequence([row for row, _ in examples], batch_first=True)
+    return torch.nn.functional.pad(rows, (0, 3 - rows.shape[1])), torch.tensor(
+        [y for _, y in examples]
+    )
+
+
+def loader(rows: int, kind: str = "plain") -> DataLoader[Any]:
+    """A DataLoader, with an order of its own for other kinds than plain."""
+    if kind == "batch":
+        batches = BatchSampler(range(rows), 4, drop_last=False)
+        return DataLoader(Augmented(rows), batch_sampler=_Own(batches))
+    if kind == "weighted":
+        return DataLoader(Augmented(rows), sampler=WeightedRandomSampler([1.0] * rows, rows))
+    return DataLoader(Ragged(rows), batch_size=4, shuffle=True, collate_fn=padded)
+
+
+class _Own(BatchSampler):
+    def __init__(self, batches: BatchSampler) -> None:
+        super().__init__(batches.sampler, 4, drop_last=False)
+
+
+def with_collate(rows: int) -> tuple[Dataset[Any], Callable[..., Any]]:
+    return Ragged(rows), padded
+
+
+class Texts(Dataset[dict[str, Any]]):
+    """Rows with text, which is no tensor."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return {"name": f"row {row} " + "x" * 200, "y": row}
+
+
+def hugging_face(rows: int, kind: str = "map") -> Any:
+    """A dataset of Hugging Face: map-style, with a transform that draws, or iterable."""
+    import datasets
+
+    columns = {
+        "input_ids": [[row, row + 1] for row in range(rows)],
+        "label": [row % 3 for row in range(rows)],
+    }
+    found = datasets.Dataset.from_dict(columns)
+    if kind == "drawing":
+        found.set_transform(_drawn)
+    if kind == "iterable":
+        return found.to_iterable_dataset(num_shards=4).map(_plain)
+    if kind == "shuffled":
+        return found.to_iterable_dataset(num_shards=4).shuffle(seed=1, buffer_size=10).map(_plain)
+    return found
+
+
+def _plain(example: dict[str, Any]) -> dict[str, Any]:
+    return {"x": float(example["input_ids"][0]), "label": example["label"]}
+
+
+def _drawn(batch: dict[str, Any]) -> dict[str, Any]:
+    drawn = [row[0] + random.random() for row in batch["input_ids"]]
+    return {"x": drawn, "label": batch["label"]}
