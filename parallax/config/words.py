@@ -17,8 +17,9 @@ _SAME = {
     ),
     "trainer.steps": (
         "max_steps num_steps n_steps total_steps train_steps training_steps num_training_steps max_iters "
-        "iters iterations num_iterations n_iters epochs epoch num_epochs n_epochs max_epochs num_train_epochs"
+        "iters iterations num_iterations n_iters"
     ),
+    "trainer.epochs": "epoch num_epochs n_epochs max_epochs num_train_epochs",
     "trainer.eval_every": "eval_steps eval_interval eval_freq evaluation_steps val_check_interval validate_every",
     "trainer.eval_batches": "eval_iters limit_val_batches val_batches validation_batches",
     "trainer.checkpoint_every": "save_steps save_interval save_every save_freq checkpoint_interval ckpt_every",
@@ -48,6 +49,11 @@ _SAME = {
     "precision=mixed_fp16": "fp16 amp use_amp half float16 autocast mixed_precision fp16_full_eval",
     _PRECISION: "bf16 bfloat16 dtype torch_dtype param_dtype",
     "precision=tf32": "tf32 allow_tf32",
+    "data=dataset": "dataloader train_dataloader loader train_dataset",
+    "data.workers": "num_workers dataloader_num_workers n_workers",
+    "data.prefetch": "prefetch_factor",
+    "data.last_batch": "drop_last",
+    "data.collate": "collate_fn data_collator",
     "data.path": (
         "dataset dataset_name dataset_path data_path data_dir train_data train_file train_dir train_path corpus "
         "input_file dataroot"
@@ -80,10 +86,7 @@ _SAME = {
 }
 
 _NONE = {
-    "a data.target of your own may use a DataLoader": (
-        "num_workers dataloader_num_workers workers n_workers dataloader train_dataloader loader pin_memory prefetch "
-        "prefetch_factor shuffle collate_fn drop_last"
-    ),
+    "rows are copied to a device through pinned memory without a setting": "pin_memory",
     "there is no tensor parallelism; plan.stages and plan.replicas divide the work": (
         "tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size"
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,11 +165,30 @@ def open_source(config: RunConfig, *, quiet: bool = True) -> Source:
     return config.data.open(config.model, config.seed, quiet=quiet)
 
 
+def with_steps(config: RunConfig) -> RunConfig:
+    """Return the settings with ``trainer.steps`` for their ``trainer.epochs``, if these are set."""
+    if not config.trainer.epochs:
+        return config
+    count = getattr(open_source(config), "steps", None)
+    if count is None:
+        raise ConfigError(
+            f"trainer.epochs={config.trainer.epochs}: the rows of {config.data.label} have no number; set "
+            "trainer.epochs=0 trainer.steps=N"
+        )
+    return replace(config, trainer=config.trainer.with_steps(count))
+
+
 def first_batch(config: RunConfig, source: Source) -> Rows:
-    """Return a batch of held-out rows, for measuring and planning. Raises :class:`DataError` if the source has fewer
-    rows than a batch."""
+    """Return a batch to measure and plan with, which the run still trains on. Raises :class:`DataError` if the source
+    has fewer rows than a batch."""
     wanted, label = config.trainer.global_batch, config.data.label
     config.data.check_size(source, config.model, wanted)
+    sample = getattr(source, "sample", None)
+    if callable(sample):
+        batch: Rows = sample(wanted)
+        if len(batch) > 1:
+            _check_inputs(f"{label}: the inputs", batch)
+        return batch
     batch = source.validation(0, wanted)
     if missing := [
         name
@@ -195,10 +215,12 @@ def first_batch(config: RunConfig, source: Source) -> Rows:
 
 
 def _sampled(config: RunConfig, *, quiet: bool = True) -> Rows:
-    """Return the first held-out batch, checked to have as many targets as inputs."""
-    batch = first_batch(config, open_source(config, quiet=quiet))
+    """Return a batch to plan with, checked to have as many targets as inputs."""
+    source = open_source(config, quiet=quiet)
+    batch = first_batch(config, source)
     wanted = config.trainer.global_batch
-    name = f"{config.data.label}: the batch of validation(0, {wanted})"
+    sampled = hasattr(source, "sample")
+    name = f"{config.data.label}: {'the first batch' if sampled else f'the batch of validation(0, {wanted})'}"
     checked = RowCheck(config.precision.parameter_dtype).of(batch, name)
     checked.check_last()
     return checked

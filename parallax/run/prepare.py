@@ -25,7 +25,7 @@ from parallax.plan.cluster import Cluster
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
 from parallax.report import placement_table, plan_table, tell_noise
-from parallax.run.job import local_cluster, plan_run
+from parallax.run.job import local_cluster, plan_run, with_steps
 from parallax.run.planning import Planned, as_planned
 from parallax.run.resume import STORED, StoredRun, Trusts, check_model_of, settings
 from parallax.run.sweep.points import SWEEP
@@ -76,7 +76,7 @@ def prepare(
         name = config.name if config.name != "auto" else free_name()
         check_name(name)
         config.trainer.check_steps()
-        config, directory = replace(config, name=name), RUNS / name
+        config, directory = replace(with_steps(config), name=name), RUNS / name
         saved = config.checkpoint.folder(directory, config.name)
         if config.trainer.resume == "never" and saved.exists():
             refused = f"{saved.parent} holds checkpoints; choose another name, or resume=auto"

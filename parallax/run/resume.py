@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parallax import config as configuration
@@ -19,7 +19,7 @@ from parallax.common.trust import check_named, class_paths
 from parallax.config import RunConfig
 from parallax.errors import CheckpointError, ConfigError, DataError, printable
 from parallax.model.describe import Chain, parameter_names
-from parallax.run.job import built_model, open_source
+from parallax.run.job import built_model, open_source, with_steps
 from parallax.runtime.checkpoint import CheckpointReader, list_checkpoints, step_of
 
 STORED = "config.yaml"
@@ -71,7 +71,7 @@ def settings(overrides: Sequence[str], runs: Path) -> Settings:
     file = directory / STORED
     check_named(file, class_paths(text), overrides)
     stored = load_stored(file, text)
-    config = configuration.compose(overrides, stored)
+    config = with_steps(configuration.compose(overrides, _without_other_length(stored, overrides)))
     check_resumable(directory, stored, config)
     changed = [
         f"{key}: {old} -> {new}"
@@ -79,6 +79,17 @@ def settings(overrides: Sequence[str], runs: Path) -> Settings:
     ]
     changed = [line for line in changed if not line.startswith("name: ")]
     return Settings(config, changed, _rate_change(directory, stored, config))
+
+
+def _without_other_length(stored: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """Return the stored settings without the epochs if ``overrides`` set steps alone. Steps that follow from epochs are
+    left out, because they depend on other settings too, such as the batch."""
+    steps, epochs = (configuration.said(overrides, f"trainer.{key}") for key in ("steps", "epochs"))
+    if steps:
+        return stored if epochs else replace(stored, trainer=replace(stored.trainer, epochs=0))
+    if epochs or stored.trainer.epochs:
+        return replace(stored, trainer=replace(stored.trainer, steps=0))
+    return stored
 
 
 def _rate_change(directory: Path, stored: RunConfig, config: RunConfig) -> str:

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -13,7 +14,6 @@ from parallax.errors import DataError, EmptyBatchError, HangError
 from parallax.runtime.batch import FirstRows, Rows
 from parallax.runtime.engine import Engine
 from parallax.runtime.health.row_comparison import RowDigest, row_digest
-from parallax.train.data.source import Source
 
 MOST_BATCHES = 1000  # of a source that neither ends nor has ``validation_rows``
 _ENDS = StopIteration, IndexError, EmptyBatchError
@@ -30,10 +30,17 @@ class Evaluated:
     bad: tuple[int, float] | None = None
 
 
+class HeldOutSet(Protocol):
+    """The part of a :class:`~parallax.train.data.source.Source` that an evaluation reads."""
+
+    def validation(self, index: int, rows: int) -> Rows:
+        """Return held-out batch ``index``."""
+
+
 class HeldOut:
     """The held-out rows of ``source`` in batches of ``rows`` rows; at most ``most`` batches (None: all)."""
 
-    def __init__(self, engine: Engine, source: Source, rows: int, most: int | None) -> None:
+    def __init__(self, engine: Engine, source: HeldOutSet, rows: int, most: int | None) -> None:
         self._engine, self._source, self._rows, self._most = engine, source, rows, most
 
     def evaluate(self, progress: Callable[[int, int | None], bool]) -> Evaluated | None:

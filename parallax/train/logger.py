@@ -40,11 +40,13 @@ class RankZeroLogger:
             of = f" of {count}" if count is not None else ""
             self.note(f"step {step}: evaluating, {done}{of} held-out batches done")
 
-    def evaluation(self, step: int, loss: float) -> None:
-        """Print and write a validation loss."""
+    def evaluation(self, step: int, loss: float, name: str = "") -> None:
+        """Print and write the validation loss of all held-out rows, or of the set ``name``."""
         if self._outputs is not None:
-            self._outputs[0].write({"step": step, "validation_loss": loss})
-        self.note(f"step {step}: validation loss {loss:.4f}")
+            key = f"validation_loss/{name}" if name else "validation_loss"
+            self._outputs[0].write({"step": step, key: loss})
+        of = f" of {name}" if name else ""
+        self.note(f"step {step}: validation loss{of} {loss:.4f}")
 
     def note(self, text: str) -> None:
         """Print a line."""

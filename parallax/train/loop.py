@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ _MOST_SKIPS = 10  # consecutive steps with a non-finite loss or gradient
 class TrainerConfig:
     """Length and batch of a training run.
 
-    ``steps``: optimizer steps to train for; there is no default, so a run without it is rejected (0: not set).
+    ``steps``: optimizer steps to train for; ``epochs``: the same in passes over the training rows. There is no default,
+    so a run without one of them is rejected (0: not set).
     ``global_batch``: rows per optimizer step over all replicas. ``microbatch``: rows per micro-batch; with auto the
     planner chooses. ``gather_loss``: compute one loss over the outputs of the whole batch, gathered from all
     micro-batches and replicas, for losses over the whole batch, such as contrastive ones. ``eval_every``,
@@ -61,6 +63,7 @@ class TrainerConfig:
     """
 
     steps: int = 0
+    epochs: int = 0
     global_batch: int = 16
     microbatch: int | str = "auto"
     gather_loss: bool = False
@@ -78,6 +81,7 @@ class TrainerConfig:
         check_positive("trainer.global_batch", self.global_batch)
         for key in (
             "steps",
+            "epochs",
             "eval_every",
             "checkpoint_every",
             "watchdog_seconds",
@@ -94,12 +98,25 @@ class TrainerConfig:
         )
 
     def check_steps(self) -> None:
-        """Raise :class:`ConfigError` if the number of steps is not set."""
-        if not self.steps:
+        """Raise :class:`ConfigError` if neither the number of steps nor that of epochs is set."""
+        if not self.steps and not self.epochs:
             raise ConfigError(
                 "trainer.steps: a run needs the number of steps to train for; add trainer.steps=N, for example "
-                "trainer.steps=1000"
+                "trainer.steps=1000, or trainer.epochs=N"
             )
+
+    def with_steps(self, count: Callable[[int, int], int]) -> TrainerConfig:
+        """Return the settings with the steps of their epochs; ``count(epochs, rows)`` is the number of batches of
+        ``rows`` rows."""
+        if not self.epochs:
+            return self
+        steps = count(self.epochs, self.global_batch)
+        if self.steps not in (0, steps):
+            raise ConfigError(
+                f"trainer.steps={self.steps} and trainer.epochs={self.epochs}, which are {steps} steps: set one of "
+                f"them; for a number of steps, trainer.epochs=0 trainer.steps={self.steps}"
+            )
+        return replace(self, steps=steps)
 
     @property
     def nonfinite_skips(self) -> int:
@@ -177,7 +194,7 @@ class _Run:
     ) -> None:
         self._engine, self._source, self._trainer = engine, source, trainer
         self._watchdog, self._unfinished, self._recording = watchdog, False, recording
-        self._health = HealthMonitor(engine)
+        self._health = HealthMonitor(engine, getattr(source, "why_slow", lambda: ""))
         self._stopping = Stopping(self._reasons(on_drift), engine.mesh)
         self._logger, self._directory, self._tokens = logger, directory, tokens_per_row
         self._rank, self._mesh = engine.mesh.rank, engine.mesh
@@ -191,7 +208,10 @@ class _Run:
         self._nodes = NodeRecords(engine.mesh, directory)
         self._rows_end = RowsEnd(engine.mesh, trainer.global_batch)
         most = trainer.eval_batches if isinstance(trainer.eval_batches, int) else None
-        self._held_out = HeldOut(engine, source, trainer.global_batch, most)
+        sets = getattr(source, "validation_sets", {"": source})
+        self._held_out = {
+            name: HeldOut(engine, each, trainer.global_batch, most) for name, each in sets.items()
+        }
         self._evaluated: int | None = (
             None  # the step after which the held-out rows were last evaluated
         )
@@ -392,27 +412,41 @@ class _Run:
                 logger.note(f"step {step}: {message}")
 
     def _evaluate(self, logger: RankZeroLogger, step: int) -> float | None:
-        """Return the loss of the held-out rows; None if a rank has been asked to end."""
+        """Return the loss of the first set of held-out rows, and report all; None if there are none or a rank has been
+        asked to end."""
+        first: float | None = None
+        for number, (name, held_out) in enumerate(self._held_out.items()):
+            loss = self._evaluate_set(logger, step, name if number else "", held_out)
+            if self._unfinished:
+                return None
+            first = loss if not number else first
+        return first
 
+    def _evaluate_set(
+        self, logger: RankZeroLogger, step: int, name: str, held_out: HeldOut
+    ) -> float | None:
         def progress(done: int, count: int | None) -> bool:
             logger.evaluating(step, done, count)
             self._stopping.exchange()
             return not self._stopping.is_last_step
 
-        found = None if self._stopping.is_last_step else self._held_out.evaluate(progress)
+        found = None if self._stopping.is_last_step else held_out.evaluate(progress)
         self._unfinished = found is None
         if found is None:
             return None
-        self._evaluated, self._record.validation_loss = step, found.loss
-        logger.evaluation(step, found.loss)
+        self._evaluated = step
+        if not name:
+            self._record.validation_loss = found.loss
+        logger.evaluation(step, found.loss, name)
+        of = f" of {name}" if name else ""
         if found.bad is not None:
             index, loss = found.bad
             logger.note(
-                f"step {step}: the validation loss is not finite: held-out batch {index} gives {loss}"
+                f"step {step}: the validation loss{of} is not finite: held-out batch {index} gives {loss}"
             )
         if found.truncated:
             logger.note(
-                f"step {step}: the validation loss is of the first {found.batches} held-out batches, and there are "
+                f"step {step}: the validation loss{of} is of the first {found.batches} held-out batches, and there are "
                 "more: set trainer.eval_batches, or give the source validation_rows, their number of rows"
             )
         return found.loss

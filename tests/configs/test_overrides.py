@@ -92,7 +92,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
     (
         "+trainer.x=1",
         "trainer.x=1: ",
-        "trainer accepts checkpoint_every, eval_batches",
+        "trainer accepts checkpoint_every, epochs, eval_batches",
         "",
     ),
     ("model.kwargs.x=1", "model.kwargs={x: 1}: ", GPT, ""),

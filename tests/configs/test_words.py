@@ -31,6 +31,7 @@ FIELD = {
     "log_interval": "logger.print_every",
     "gradient_checkpointing": "plan.activations",
     "output_dir": "name",
+    "num_workers": "data.workers",
 }
 
 
@@ -49,13 +50,13 @@ def test_what_is_pointed_to_exists() -> None:
             assert option in groups[group], key
         elif "." not in key:
             assert key in typing.get_type_hints(RunConfig)
-        elif key not in ("data.target", "model.pretrained"):  # of other options
+        elif key not in ("data.target", "data.collate", "model.pretrained"):  # of other options
             group, _, leaf = key.partition(".")
             assert hasattr(getattr(tree, group), leaf), key
     assert not words._HERE.keys() & words._REMARKS.keys()
 
 
-@pytest.mark.parametrize("word", ["num_workers", "dataloader_num_workers", "tensor_parallel_size"])
+@pytest.mark.parametrize("word", ["pin_memory", "tensor_parallel_size"])
 def test_terms_without_a_counterpart_name_the_alternative(word: str) -> None:
     assert error_of(f"{word}=4").endswith(f"; {words.remark(word)}")
 

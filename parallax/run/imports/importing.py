@@ -29,7 +29,7 @@ from parallax.run.resume import STORED
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint.writing import contents_of
 from parallax.swap.optimizer.buckets import MASTER
-from parallax.train.data.text import TextSource
+from parallax.train.data.indexed import IndexedSource
 
 
 @dataclass(frozen=True)
@@ -222,12 +222,11 @@ def _in_masters(config: RunConfig) -> RunConfig:
 
 
 def _rows_from(config: RunConfig, step: int) -> dict[str, Any]:
-    """Return the state of the data source: for text, after ``step`` batches; for a user's source, at its start."""
+    """Return the state of the data source: after ``step`` batches if rows have numbers, otherwise at its start."""
     source = open_source(config)
-    state = source.state_dict()
-    if isinstance(source, TextSource):
-        return {**state, "position": step * config.trainer.global_batch}
-    return state
+    if isinstance(source, IndexedSource):
+        source.go_to(step, config.trainer.global_batch)
+    return source.state_dict()
 
 
 def _check_room(directory: Path, found: _Import) -> None:

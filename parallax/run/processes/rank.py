@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from parallax.common.processes import die_with
 from parallax.common.signals import ending_after_request, exit_code, stopped_by
 from parallax.common.terminal import safe_console
 from parallax.config import RunConfig
@@ -39,7 +40,6 @@ from parallax.run.planning import Loss, settle
 from parallax.run.preflight import check_start_together, check_versions
 from parallax.run.prepare import PreparedRun
 from parallax.run.processes.elastic import leaving_out_unfit
-from parallax.run.processes.forkserver import die_with
 from parallax.run.processes.together import compare, compare_rows, prepare_together, read_together
 from parallax.run.resume import Trusts
 from parallax.runtime.engine import Engine
@@ -54,6 +54,7 @@ from parallax.runtime.failure.exit_report import (
 )
 from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.runtime.failure.watch import Watch
+from parallax.train.data.indexed import IndexedSource
 from parallax.train.data.source import seed_generators
 from parallax.train.loop import OnDrift, TrainerConfig, train
 from parallax.train.monitor import load_curves
@@ -161,6 +162,8 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
     with watch.phase("loading data"):
         source = open_source(run.config)
         compare_rows(source, nodes)
+        if isinstance(source, IndexedSource):
+            source.start()
     if dist.get_rank() == 0:
         load_curves(run.config.logger)
     with watch.phase("building the model"):
@@ -198,6 +201,8 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
     finally:
         with watch.phase("closing the engine"):
             engine.close()
+            if isinstance(source, IndexedSource):
+                source.close()
     return _end(run, nodes, summary)
 
 

@@ -14,6 +14,8 @@ from parallax.runtime.meters.step import StepResult
 from parallax.train.health.memory import BETWEEN, ROWS, STEP, Growth, MemoryAlarm
 from parallax.train.health.stragglers import Straggler, StragglerDetector
 
+_STARVED = 0.1  # share of a step that ranks wait for rows, from which they are starved
+_STARVED_STEPS = 5  # starved steps in a row after which the reason is printed
 _HIDDEN = 0.1  # fraction of a device's seconds up to which reading is ignored
 
 
@@ -42,12 +44,14 @@ class HealthMonitor:
     """One rank's health monitor. In each step call :meth:`fetch` and :meth:`stepped`, then send :meth:`columns` to all
     ranks, and call :meth:`agree` with the columns of all ranks."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, why_slow: Callable[[], str] = lambda: "") -> None:
+        """``why_slow()`` tells why this rank's rows take long."""
         self._mesh = engine.mesh
         self._detector = StragglerDetector(engine.plan)
         self._alarm = MemoryAlarm(
             engine.tier_bytes, engine.mesh.device, engine.mesh.nodes.local_count
         )
+        self._why_slow, self._starved = why_slow, 0
         self._batch: TimedRows | None = None
         self._fetching = self._seconds = self._busy = 0.0
         self._growth: Growth | None = None
@@ -81,9 +85,11 @@ class HealthMonitor:
         return busy if on_demand <= _HIDDEN * busy else 0.0
 
     def columns(self) -> dict[str, float]:
-        """Return this rank's seconds of waiting for rows, its seconds of computing, and whether its memory grows."""
+        """Return this rank's seconds of waiting for rows, of the step with these, and of computing, and whether its
+        memory grows."""
         return {
             "input_seconds": self._input_seconds,
+            "whole_seconds": self._seconds + self._fetching,
             "busy_seconds": self._busy,
             "memory_grows": float(self._growth is not None),
         }
@@ -92,7 +98,8 @@ class HealthMonitor:
         """Return the messages to print after "step n", given the columns of all ranks; all ranks call it. ``saving``: a
         checkpoint was written in parallel with the step, which slows the writing ranks down."""
         waited, busy = columns["input_seconds"], columns["busy_seconds"]
-        step = self._seconds + self._fetching
+        # Of all ranks, so that all decide alike whether to gather why.
+        step = max(columns["whole_seconds"])
         self.input_share = min(1.0, max(waited) / step) if step > 0 else 0.0
         self._waited, self._total = self._waited + max(waited), self._total + step
         slow = [] if saving else self._detector.add(self._seconds, busy)
@@ -101,10 +108,12 @@ class HealthMonitor:
             for rank, factor in slow
         ]
         self.stragglers += found
+        starved = self._gather_starvation(waited)
         growths = self._gather_growth_messages() if any(columns["memory_grows"]) else []
         self._growths += growths
         return [
-            f": {each}" for each in (*(f"{one}; training continues" for one in found), *growths)
+            f": {each}"
+            for each in (*(f"{one}; training continues" for one in found), *growths, *starved)
         ]
 
     def metrics(self) -> dict[str, Any]:
@@ -120,6 +129,18 @@ class HealthMonitor:
             "stragglers": [asdict(each) for each in self.stragglers],
             "memory_growth": self._growths,
         }
+
+    def _gather_starvation(self, waited: Sequence[float]) -> list[str]:
+        """Return, once, why the rank that waits longest for rows waits, if some step after step did."""
+        self._starved = self._starved + 1 if self.input_share > _STARVED else min(0, self._starved)
+        if self._starved < _STARVED_STEPS:
+            return []
+        self._starved = -(2**62)
+        slowest = max(range(len(waited)), key=lambda rank: waited[rank])
+        why = self._mesh.all_gather_object(self._why_slow())[slowest]
+        return [
+            f"rank {slowest} waits for rows {self.input_share:.0%} of a step{why and f' ({why})'}"
+        ]
 
     def _gather_growth_messages(self) -> list[str]:
         mine = str(self._growth) if self._growth is not None else ""

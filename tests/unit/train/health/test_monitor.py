@@ -21,11 +21,13 @@ def monitor(kind: str) -> HealthMonitor:
     nodes = SimpleNamespace(local_count=2, name=lambda rank: "here")
     chain = described(MLPConfig(layers=2, hidden=16, embedding=4, sequence=4).build)
     engine: Any = SimpleNamespace(
-        mesh=SimpleNamespace(device=torch.device(kind), nodes=nodes),
+        mesh=SimpleNamespace(
+            device=torch.device(kind), nodes=nodes, all_gather_object=lambda mine: ["", mine]
+        ),
         plan=make_plan(chain, replicas=(2,), global_batch=8),
         tier_bytes=dict,
     )
-    return HealthMonitor(engine)
+    return HealthMonitor(engine, lambda: "decode 80%, read 20%; set data.workers=2 or more (now 1)")
 
 
 def computed(kind: str, seconds: float, reading: float) -> float:
@@ -59,9 +61,34 @@ def test_a_slow_accelerator_is_named() -> None:
     judge._seconds = 1.0
     for _ in range(WARM_UP + WINDOW):
         output += judge.agree(
-            {"input_seconds": [0.0, 0.0], "busy_seconds": own, "memory_grows": [0.0, 0.0]}
+            {
+                "input_seconds": [0.0, 0.0],
+                "whole_seconds": [1.0, 1.0],
+                "busy_seconds": own,
+                "memory_grows": [0.0, 0.0],
+            }
         )
     (line,) = output
     assert line.startswith(
         ": rank 1 (stage 0, replica 1, on here) is slow: its actions take 5.0 times"
     )
+
+
+@pytest.mark.parametrize("own", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize(("waited", "told"), [(0.3, 1), (0.05, 0)])
+def test_a_rank_that_waits_for_rows_step_after_step_says_once_why(
+    own: float, waited: float, told: int
+) -> None:
+    judge, output = monitor("cpu"), list[str]()
+    judge._seconds = own  # of this rank, which decides as the others do
+    columns = {
+        "input_seconds": [0.0, waited],
+        "whole_seconds": [1.0, 0.7],
+        "busy_seconds": [0.5, 0.5],
+        "memory_grows": [0.0, 0.0],
+    }
+    quiet = {**columns, "input_seconds": [0.0, 0.0]}
+    for step in range(40):
+        output += judge.agree(quiet if step == 3 else columns)
+    expected = ": rank 1 waits for rows 30% of a step (decode 80%, read 20%; set data.workers=2 or more (now 1))"
+    assert output == [expected] * told
