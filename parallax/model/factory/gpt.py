@@ -142,7 +142,7 @@ class GPT(nn.Module):
 
     @staticmethod
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats per byte; every row has the same number of targets."""
+        """Return the mean cross-entropy in nats over the targets that are not -100."""
         return F.cross_entropy(
             logits.flatten(0, 1).float()
             if logits.dtype == torch.bfloat16

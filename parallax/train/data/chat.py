@@ -1,0 +1,422 @@
+"""Rows of conversations: the loss counts the assistant's tokens alone.
+
+All conversations are rendered with the tokenizer's chat template and tokenized once, into a file that the ranks map.
+So each error is found before the first step, and reading a row neither parses nor tokenizes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from parallax.common.documents import SMALL_BYTES, read_text
+from parallax.errors import ConfigError, DataError, check_choice, printable
+from parallax.model.source import ModelConfig
+from parallax.plan.tier import AUTO
+from parallax.train.data.indexed import IndexedDataConfig
+from parallax.train.data.paths import data_path
+from parallax.train.data.progress import progress
+from parallax.train.data.source import Shapes
+from parallax.train.data.table import Table
+from parallax.train.data.token_file import (
+    NO_TARGET,
+    DocumentRows,
+    TokenFile,
+    TokenTable,
+    TokenWriter,
+    check_vocabulary,
+    open_token_file,
+)
+from parallax.train.data.tokenizer import (
+    digest_of_tokenizer,
+    load_pretrained,
+    needs_library,
+    parallel_encoding,
+    plain,
+    version_of,
+)
+
+logger = logging.getLogger("parallax")
+
+TOO_LONG = ("truncate", "drop")
+PAIRS = (("prompt", "completion"), ("instruction", "output"), ("question", "answer"))
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+_SUFFIXES = (".jsonl", ".parquet")
+_LONGEST_LINE = 2**26  # bytes
+_BATCH = 512  # conversations that are tokenized at once
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Messages = list[dict[str, Any]]
+Spans = list[tuple[int, int]]
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatDataConfig(IndexedDataConfig):
+    """Conversations, of which the loss counts the assistant's tokens.
+
+    ``path``: a ``.jsonl`` or ``.parquet`` file, or a folder of which all of these are read. ``tokenizer``: a folder
+    that ``save_pretrained`` of transformers wrote. ``template``: a file with a chat template; auto is the tokenizer's.
+    ``too_long``: truncate cuts a conversation of more than ``model.sequence`` tokens at its end, and leaves it out if
+    no token of the assistant remains; drop leaves out every such conversation.
+    """
+
+    name: str = "chat"
+    path: str = ""
+    tokenizer: str = ""
+    template: str = AUTO
+    too_long: str = TOO_LONG[0]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("data.too_long", self.too_long, TOO_LONG)
+
+    def table(self, model: ModelConfig, *, quiet: bool = True) -> Table:
+        """Return the conversations: of a model of transformers with labels among its inputs."""
+        labelled = model.name == "huggingface"
+        length = model.sequence if labelled else model.sequence + 1
+        found = self._tokenized(model, quiet=quiet)
+        rows = self._rows(found, length, quiet=quiet)
+        fingerprint = (
+            f"{found.digest[:16]}/{self.too_long}/{length}{' labelled' if labelled else ''}"
+        )
+        vocabulary, padding = found.notes["vocabulary"], found.notes["padding"]
+        return TokenTable(rows, fingerprint, vocabulary, padding=padding, labelled=labelled)
+
+    def shapes(self, model: ModelConfig) -> Shapes | None:
+        if model.name == "huggingface":
+            return None
+
+        def conversations(rows: int) -> tuple[tuple[Tensor, ...], Tensor]:
+            tokens = torch.empty(rows, model.sequence, dtype=torch.int64, device="meta")
+            return (tokens,), tokens
+
+        return conversations
+
+    def tokens_per_row(self, model: ModelConfig) -> int:
+        return model.sequence
+
+    def _tokenized(self, model: ModelConfig, *, quiet: bool) -> TokenFile:
+        """Return the tokens of all conversations, mapped from their cache file, where no tokenizer is loaded."""
+        files = _find(data_path("data.path", self.path), self.path)
+        stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        named = f"data.tokenizer={printable(self.tokenizer)}"
+
+        def write(writer: TokenWriter) -> None:
+            template = ChatTemplate.open(folder, text, named)
+            check_vocabulary(model, template.vocabulary, named)
+            writer.begin(np.uint32, vocabulary=template.vocabulary, padding=template.padding)
+            with progress(
+                "tokenizing", sum(size for _, size, _ in stats), quiet=quiet, in_bytes=True
+            ) as advance:
+                _write(_examples(files, advance), template, writer)
+
+        folder, text = self._template()
+        known = [stats, digest_of_tokenizer(folder), text, version_of("transformers")]
+        found = open_token_file("chat", known, write)
+        check_vocabulary(model, found.notes["vocabulary"], named)
+        return found
+
+    def _template(self) -> tuple[Path, str]:
+        """Return the folder of the tokenizer, and the text of ``template``, empty for the tokenizer's."""
+        folder = data_path("data.tokenizer", self.tokenizer)
+        if not folder.is_dir():
+            raise ConfigError(
+                f"data.tokenizer={printable(self.tokenizer)}: data=chat needs a folder that save_pretrained of "
+                "transformers wrote, for the special tokens"
+            )
+        if self.template == AUTO:
+            return folder, ""
+        try:
+            return folder, read_text(data_path("data.template", self.template), SMALL_BYTES)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"data.template={printable(self.template)}: it cannot be read ({error}); name a text file"
+            ) from error
+
+    def _rows(self, found: TokenFile, length: int, *, quiet: bool) -> DocumentRows:
+        """Return a row for each conversation that has a target in its first ``length`` tokens."""
+        starts = np.concatenate([np.zeros(1, dtype=np.int64), found.ends[:-1]])
+        sizes = found.ends - starts
+        long = sizes > length
+        kept = ~long if self.too_long == "drop" else found.firsts < np.minimum(sizes, length)
+        if not kept.any():
+            raise DataError(
+                f"{self.label}: no conversation has an answer within model.sequence tokens; the shortest has "
+                f"{sizes.min():,}: set a longer model.sequence"
+            )
+        if long.any() and not quiet:
+            logger.warning(
+                "data.path=%s: of %d conversations, %d are longer than %d tokens: %d are truncated, %d left out "
+                "(data.too_long=%s)",
+                printable(self.path),
+                len(sizes),
+                long.sum(),
+                length,
+                (long & kept).sum(),
+                (~kept).sum(),
+                self.too_long,
+            )
+        starts, stops = starts[kept], np.minimum(found.ends, starts + length)[kept]
+        return DocumentRows(found.tokens, starts, stops, length)
+
+
+# ------------------------------------------------------------------------------------------ template
+
+
+class ChatTemplate:
+    """A chat template and its tokenizer."""
+
+    def __init__(self, tokenizer: Any, template: str) -> None:
+        import tokenizers
+
+        self._special, self._template = tokenizer.special_tokens_map, template
+        self._marked = _GENERATION.search(template) is not None
+        self._backend = plain(tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()))
+        self.vocabulary = max(tokenizer.get_vocab().values(), default=-1) + 1
+        ids = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
+        self.padding = next(each for each in ids if each is not None)
+
+    @classmethod
+    def open(cls, folder: Path, template: str, named: str) -> ChatTemplate:
+        """Return ``template``, or that of the tokenizer in ``folder`` if it is empty. ``named``: the setting."""
+        tokenizer = load_pretrained(folder)
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise ConfigError(
+                f"{named}: a {type(tokenizer).__name__} does not say which characters a token has; save the tokenizer "
+                "with a tokenizer.json"
+            )
+        try:
+            template = template or tokenizer.get_chat_template()
+        except ValueError as error:
+            raise ConfigError(
+                f"{named}: it has no chat template; give a file with one (data.template=FILE)"
+            ) from error
+        return cls(tokenizer, template)
+
+    def render(self, messages: Messages, tools: Any, where: str) -> tuple[str, Spans]:
+        """Return the text of a conversation, and the first and last place of each answer in it.
+
+        Answers are what ``{% generation %}`` encloses in the template. Without it, an answer is what a conversation
+        that ends with it has more than the conversation before it, with the prompt for an answer."""
+        if self._marked:
+            return self._rendered(messages, tools, where)
+        (text, _), spans = self._rendered(messages, tools, where), Spans()
+        for place, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before, _ = self._rendered(messages[:place], tools, where, prompts=True)
+            through, _ = self._rendered(messages[: place + 1], tools, where)
+            if not (text.startswith(through) and through.startswith(before)):
+                raise DataError(
+                    f"{where}: the chat template writes message {place + 1} in another way when it is the last one, so "
+                    "the assistant's tokens cannot be told; give a template that marks them with {% generation %} "
+                    "(data.template=FILE)"
+                )
+            spans.append((len(before), len(through)))
+        return text, spans
+
+    def _rendered(
+        self, messages: Messages, tools: Any, where: str, *, prompts: bool = False
+    ) -> tuple[str, Spans]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            (text,), spans = render_jinja_template(
+                [messages],
+                tools=tools,
+                chat_template=self._template,
+                return_assistant_tokens_mask=self._marked,
+                add_generation_prompt=prompts,
+                **self._special,
+            )
+            text.encode()
+        except Exception as error:  # templates raise whatever they find wrong
+            said = " ".join(str(error).split())
+            raise DataError(
+                f"{where}: the chat template does not accept it ({printable(f'{type(error).__name__}: {said:.200}')})"
+            ) from error
+        return text, spans[0] if spans else []
+
+    def encode(self, texts: list[str]) -> list[tuple[list[int], Spans]]:
+        """Return the ids of each text, and the first and last place of each token in it."""
+        found = self._backend.encode_batch(texts, add_special_tokens=False)
+        return [(each.ids, each.offsets) for each in found]
+
+
+def marked(ids: list[int], offsets: Spans, spans: Spans) -> NDArray[np.int64]:
+    """Return ``ids``, with ``NO_TARGET`` added to those without a character of ``spans``."""
+    found = np.asarray(ids, dtype=np.int64) + NO_TARGET
+    places = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+    for start, stop in spans:
+        inside = np.flatnonzero((places[:, 1] > start) & (places[:, 0] < stop))
+        if len(inside):
+            found[inside[0] : inside[-1] + 1] &= NO_TARGET - 1
+    return found
+
+
+# ------------------------------------------------------------------------------------------ files
+
+
+def _find(path: Path, text: str) -> list[Path]:
+    """Return the files at or below ``path`` in sorted order."""
+    if path.is_dir():
+        found = sorted(
+            each for each in path.rglob("*") if each.suffix in _SUFFIXES and each.is_file()
+        )
+    else:
+        found = [path] if path.suffix in _SUFFIXES else []
+    if not found:
+        raise DataError(
+            f"data.path={printable(text)}: no conversations there; accepted are {' and '.join(_SUFFIXES)} files"
+        )
+    return found
+
+
+def _write(
+    examples: Iterator[tuple[str, Any]], template: ChatTemplate, writer: TokenWriter
+) -> None:
+    with parallel_encoding(template.encode) as encode:
+        for batch in _batches(examples):
+            rendered = [
+                template.render(conversation(example, where), example.get("tools"), where)
+                for where, example in batch
+            ]
+            encoded = encode([text for text, _ in rendered])
+            for (where, _), (_, spans), (ids, offsets) in zip(batch, rendered, encoded):
+                tokens = marked(ids, offsets, spans)
+                targets = np.flatnonzero(tokens[1:] < NO_TARGET)
+                if not len(targets):
+                    raise DataError(f"{where}: it has no answer of the assistant; remove it")
+                writer.add(tokens)
+                writer.end_document(int(targets[0]) + 1)
+
+
+def _batches(examples: Iterator[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
+    found = []
+    for each in examples:
+        found.append(each)
+        if len(found) == _BATCH:
+            yield found
+            found = []
+    yield found
+
+
+def _examples(files: list[Path], advance: Advance) -> Iterator[tuple[str, Any]]:
+    """Yield each example and where it is."""
+    for file in files:
+        read = _of_parquet if file.suffix == ".parquet" else _of_lines
+        for where, example in read(file, advance):
+            if not isinstance(example, Mapping):
+                raise DataError(f"{where}: it is a {type(example).__name__}, and must be a mapping")
+            yield where, example
+
+
+def _of_lines(path: Path, advance: Advance) -> Iterator[tuple[str, Any]]:
+    name, number = printable(str(path)), 0
+    with path.open("rb") as file:
+        while line := file.readline(_LONGEST_LINE):
+            number += 1
+            advance(len(line))
+            if len(line) == _LONGEST_LINE:
+                raise DataError(f"{name}, line {number}: it is longer than {_LONGEST_LINE:,} bytes")
+            if not line.strip():
+                continue
+            try:
+                yield f"{name}, line {number}", json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(
+                    f"{name}, line {number}: it is no JSON ({printable(str(error)):.200}); correct or remove the line"
+                ) from error
+
+
+def _of_parquet(path: Path, advance: Advance) -> Iterator[tuple[str, Any]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise needs_library("pyarrow", "parquet") from error
+    name, number, size = printable(str(path)), 0, path.stat().st_size
+    try:
+        with parquet.ParquetFile(path) as file:
+            rows = max(1, file.metadata.num_rows)
+            for batch in file.iter_batches(batch_size=_BATCH):
+                for example in batch.to_pylist():
+                    number += 1
+                    yield f"{name}, row {number}", example
+                advance(size * len(batch) // rows)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(
+            f"{name}, row {number + 1}: it cannot be read ({printable(str(error)):.200})"
+        ) from error
+
+
+def conversation(example: Mapping[str, Any], where: str) -> Messages:
+    """Return the messages of an example: ``messages``, ``conversations`` as ShareGPT writes them, or a pair of question
+    and answer. Raises :class:`DataError`, naming ``where``, for any other."""
+    lists = (example.get(key) for key in ("messages", "conversations"))
+    if (found := next((each for each in lists if each is not None), None)) is None:
+        found = _of_pair(example, where)
+    if not isinstance(found, list) or not found or not all(isinstance(m, Mapping) for m in found):
+        raise DataError(f"{where}: its messages must be a list of mappings with role and content")
+    messages = [_message(each, where) for each in found]
+    system = example.get("system")
+    if isinstance(system, str) and system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
+def _of_pair(example: Mapping[str, Any], where: str) -> Any:
+    for asked, answered in PAIRS:
+        question, answer = example.get(asked), example.get(answered)
+        if isinstance(question, list) and isinstance(answer, list):
+            return question + answer
+        if isinstance(question, str) and isinstance(answer, str):
+            if asked == "instruction" and isinstance(more := example.get("input"), str) and more:
+                question = f"{question}\n\n{more}"
+            return [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+    pairs = ", ".join("/".join(pair) for pair in PAIRS)
+    raise DataError(
+        f"{where}: its keys are {printable(', '.join(map(str, example)))}; accepted are messages, conversations, and "
+        f"pairs of texts: {pairs}"
+    )
+
+
+def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a message with a role, without keys that have no value, which Parquet adds to all."""
+    found = {key: value for key, value in message.items() if value is not None or key == "content"}
+    if "role" not in found and "from" in found:
+        name = str(found["from"])
+        if name not in ROLES:
+            raise DataError(
+                f"{where}: a message is from {printable(name)}; accepted are {', '.join(ROLES)}"
+            )
+        return {"role": ROLES[name], "content": found.get("value", "")}
+    if not isinstance(found.get("role"), str):
+        raise DataError(
+            f"{where}: a message has no role; accepted are mappings of role and content"
+        )
+    return found

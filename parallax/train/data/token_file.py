@@ -1,0 +1,298 @@
+"""Token ids in a file that one process writes and all map, and rows of them.
+
+A token that is no target of the loss, such as one of a question in a chat, has ``NO_TARGET`` added to its id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from parallax.common.files import cache_directory, replacing
+from parallax.errors import ConfigError, DataError
+from parallax.model.source import ModelConfig
+from parallax.train.data.order import Numbers, Seeds
+from parallax.train.data.table import INPUTS, TARGETS, Values
+
+Ids = NDArray[Any]  # of any integer type
+
+NO_TARGET = 1 << 31
+PADDING = -(1 << 62)  # instead of an id, beyond the end of a document
+IGNORED = -100  # the target that losses do not count
+_HEADER_BYTES = 512
+_ALIGNMENT = 8
+_COUNTED_TOKENS = 2**26  # for the entropy; more would take longer than a hundred steps
+_COUNTED_ROWS = 256
+
+
+def check_vocabulary(model: ModelConfig, needed: int, label: str) -> None:
+    """Raise :class:`ConfigError` unless ``model`` knows ``needed`` tokens. ``label``: the data that need them."""
+    if not model.vocabulary:
+        raise ConfigError(
+            f"model={model.name}: this model takes no text, and {label} has nothing else; use data=dataset "
+            "data.target=package.module:function"
+        )
+    if model.vocabulary < needed:
+        raise ConfigError(
+            f"model.vocabulary={model.vocabulary}: {label} has {needed:,} tokens; set the model's vocabulary to "
+            f"{needed} or more"
+        )
+
+
+# ------------------------------------------------------------------------------------------ the file
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFile:
+    """Documents of tokens. ``ends``: the index after the last token of each; ``firsts``: the index in the document of
+    the first token that is a target; ``digest``: of all of these; ``notes``: numbers about the tokenizer."""
+
+    tokens: Ids
+    ends: Numbers
+    firsts: Numbers
+    digest: str
+    notes: dict[str, int]
+
+
+class TokenWriter:
+    """Appends documents to a token file, after :meth:`begin`."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._dtype = file, np.dtype(np.uint32)
+        self._ends, self._firsts = array("q"), array("q")
+        self._digest, self.count, self._notes = hashlib.sha256(), 0, dict[str, int]()
+        file.write(b" " * _HEADER_BYTES)
+
+    def begin(self, dtype: Any, **notes: int) -> None:
+        """Set the type of the tokens, and numbers to keep with them."""
+        self._dtype, self._notes = np.dtype(dtype), notes
+
+    def add(self, tokens: Any) -> None:
+        """Append tokens to the present document."""
+        data = np.asarray(tokens, dtype=self._dtype).tobytes()
+        self._digest.update(data)
+        self._file.write(data)
+        self.count += len(data) // self._dtype.itemsize
+
+    def end_document(self, first: int = 1) -> None:
+        """Begin the next document. ``first``: the index of the first target in this one."""
+        self._ends.append(self.count)
+        self._firsts.append(first)
+
+    def close(self) -> None:
+        """Write the table of documents and the header."""
+        self._file.write(b"\0" * (-self._file.tell() % _ALIGNMENT))
+        for numbers in (self._ends, self._firsts):
+            self._digest.update(numbers.tobytes())
+            self._file.write(numbers.tobytes())
+        header = {
+            "dtype": self._dtype.name,
+            "tokens": self.count,
+            "documents": len(self._ends),
+            "digest": self._digest.hexdigest(),
+            "notes": self._notes,
+        }
+        self._file.seek(0)
+        self._file.write(json.dumps(header).encode())
+
+
+def open_token_file(kind: str, known: Any, write: Callable[[TokenWriter], None]) -> TokenFile:
+    """Return the token file in the cache that belongs to ``known``, JSON data; ``write`` makes it if there is none.
+
+    One process of a host writes, and the others wait for it. The file appears when it is complete."""
+    key = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
+    path = cache_directory() / f"{kind}-{key}.tokens"
+    try:
+        if (found := _mapped(path)) is not None:
+            return found
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(path):
+            if (found := _mapped(path)) is None:
+                with replacing(path) as file:
+                    writer = TokenWriter(file)
+                    write(writer)
+                    if not writer.count:
+                        raise DataError(f"data={kind}: the files hold no tokens; name others")
+                    writer.close()
+                found = _mapped(path)
+    except OSError as error:
+        raise DataError(
+            f"cannot keep tokens in {path} ({error.filename}: {error.strerror}): make it readable, or point "
+            "XDG_CACHE_HOME to a folder with space"
+        ) from error
+    assert found is not None
+    return found
+
+
+def _mapped(path: Path) -> TokenFile | None:
+    """Return the content of a complete token file; None for any other."""
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.read(_HEADER_BYTES))
+            size = os.fstat(file.fileno()).st_size
+        dtype, count, documents = np.dtype(header["dtype"]), header["tokens"], header["documents"]
+        table = _HEADER_BYTES + -(-count * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        if size != table + 2 * 8 * documents or not count or not documents:
+            return None
+        numbers = np.memmap(path, np.int64, "r", table, (2, documents))
+        tokens = np.memmap(path, dtype, "r", _HEADER_BYTES, (count,))
+        return TokenFile(tokens, numbers[0], numbers[1], header["digest"], header["notes"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Wait until no other process of this host makes ``path``."""
+    lock = path.with_name(f".{path.name}.lock")
+    handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: each makes its own
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(handle)
+
+
+# ------------------------------------------------------------------------------------------ rows
+
+
+class RowsOfTokens(Protocol):
+    """Rows of equal length by number."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+    def gather(self, rows: Numbers) -> NDArray[np.int64]:
+        """Return the ids of ``rows``, as the file has them, and ``PADDING`` beyond the end of a document."""
+
+
+class PackedRows:
+    """Row i has the tokens from i · ``length`` on; last tokens that do not fill a row are left out."""
+
+    def __init__(self, tokens: Ids, length: int) -> None:
+        rows = len(tokens) // length
+        self._windows = tokens[: rows * length].reshape(rows, length)
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def gather(self, rows: Numbers) -> NDArray[np.int64]:
+        return self._windows[rows].astype(np.int64)
+
+    def first_token(self, row: int) -> int:
+        return row * self._windows.shape[1]
+
+
+class DocumentRows:
+    """Rows of at most ``length`` tokens, each of one document: row i has the tokens ``starts[i]`` to ``stops[i]``."""
+
+    def __init__(self, tokens: Ids, starts: Numbers, stops: Numbers, length: int) -> None:
+        self._tokens, self._starts, self._stops = tokens, starts, stops
+        self._length = length
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def gather(self, rows: Numbers) -> NDArray[np.int64]:
+        found = np.full((len(rows), self._length), PADDING, dtype=np.int64)
+        for place, (start, stop) in enumerate(zip(self._starts[rows], self._stops[rows])):
+            found[place, : stop - start] = self._tokens[start:stop]
+        return found
+
+    def first_token(self, row: int) -> int:
+        return int(self._starts[row])
+
+
+def continued(tokens: Ids, ends: Numbers, length: int) -> DocumentRows:
+    """Return rows of one document each. A document longer than a row continues in the next rows; a rest of a single
+    token, which has no target, is left out."""
+    begins = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
+    counts = np.maximum((ends - begins + length - 2) // length, 0)
+    documents = np.repeat(np.arange(len(ends)), counts)
+    within = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = begins[documents] + within * length
+    return DocumentRows(tokens, starts, np.minimum(starts + length, ends[documents]), length)
+
+
+class TokenTable:
+    """Rows of tokens: int64 inputs of shape (rows, sequence), and as targets the token after each; -100 where it is no
+    target. With ``labelled``, inputs are a mapping as models of transformers take it, and targets are its labels.
+
+    ``padding``: the id beyond the end of a document. ``vocabulary``: more than any id."""
+
+    whole = False
+
+    def __init__(
+        self,
+        rows: RowsOfTokens,
+        fingerprint: str,
+        vocabulary: int,
+        *,
+        padding: int = 0,
+        labelled: bool = False,
+    ) -> None:
+        self._rows, self.fingerprint, self._vocabulary = rows, fingerprint, vocabulary
+        self._padding, self._labelled = padding, labelled
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, rows: Numbers, seeds: Seeds, parts: frozenset[str]) -> Values:  # noqa: ARG002
+        raw = self._rows.gather(rows)
+        beyond = raw == PADDING
+        ids = np.where(beyond, self._padding, raw & (NO_TARGET - 1))
+        targets = np.where(beyond | (raw >= NO_TARGET), IGNORED, ids)
+        if not self._labelled:
+            found: Values = {INPUTS: ids[:, :-1], TARGETS: targets[:, 1:]}
+            return {part: torch.from_numpy(np.ascontiguousarray(found[part])) for part in parts}
+        labels = torch.from_numpy(targets)
+        mask = torch.from_numpy((~beyond).astype(np.int64))
+        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": mask, "labels": labels}
+        return {INPUTS: inputs, TARGETS: labels}
+
+    @cached_property
+    def frequencies(self) -> NDArray[np.float64]:
+        """The share of each token among those that are targets in some row. Of more than 64Mi tokens, rows at equal
+        distances are counted."""
+        counts = np.zeros(self._vocabulary, dtype=np.int64)
+        length = self._rows.gather(np.zeros(1, dtype=np.int64)).size
+        numbers = np.arange(0, len(self), -(-len(self) * length // _COUNTED_TOKENS))
+        for start in range(0, len(numbers), _COUNTED_ROWS):
+            raw = self._rows.gather(numbers[start : start + _COUNTED_ROWS])
+            counts += np.bincount(raw[(raw >= 0) & (raw < NO_TARGET)], minlength=self._vocabulary)
+        return counts / max(1, counts.sum())
+
+    @property
+    def unigram_entropy(self) -> float:
+        """The loss, in nats per token, of a model that knows only the frequency of each token."""
+        return entropy(self.frequencies)
+
+
+def entropy(shares: NDArray[np.float64]) -> float:
+    """Return the entropy of a distribution, in nats."""
+    shares = shares[shares > 0]
+    return float(-(shares * np.log(shares)).sum())
+
+
+def outside(found: NDArray[np.int64], vocabulary: int) -> tuple[int, int] | None:
+    """Return the place of an id outside of the vocabulary; None if there is none."""
+    wrong = ((found < 0) & (found != PADDING)) | (found >= vocabulary)
+    if not wrong.any():
+        return None
+    row, column = np.argwhere(wrong)[0]
+    return int(row), int(column)

@@ -1,0 +1,377 @@
+"""Tokenizers from local files, and files of text as their tokens.
+
+A ``tokenizer.json`` is read by the library tokenizers, any other folder by transformers; neither downloads anything or
+runs code of the folder. Only the end-of-text token is added to a text, after each document.
+
+A file longer than ``PIECE_BYTES`` is tokenized in pieces, which end where a tokenizer separates tokens anyway: after
+the end of a line, before a character that is no space, where the lines before and after have the same tokens with and
+without each other. A piece is tokenized together with the line before it, whose tokens are then left out, because some
+tokenizers mark the beginning of a text. So the tokens are those of the whole file.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from parallax.common.documents import DOCUMENT_BYTES, read_json
+from parallax.errors import ConfigError, DataError, printable
+from parallax.train.data.paths import data_path
+from parallax.train.data.token_file import TokenWriter
+
+logger = logging.getLogger("parallax")
+
+PIECE_BYTES = 2**18
+LONGEST_PIECE = 2**24  # characters between two places where a file can be divided
+_CONTEXT = 64  # characters of whole lines before a piece, at least
+_TRIES = 16  # lines at whose end a piece may end, from its end on
+_BATCH_TEXTS = 1024
+_SETTINGS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_SUFFIXES = frozenset({".json", ".model", ".txt", ".tiktoken", ".jinja"})
+_OF_MODELS = frozenset({"config.json", "generation_config.json", "model.safetensors.index.json"})
+# How tokenizers without settings call it, the most usual first.
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+
+Encoded = TypeVar("Encoded")
+Encode = Callable[[list[str]], list[list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class TextTokenizer:
+    """``encode``: return the ids of each text. ``vocabulary``: more than any id. ``end``: the end-of-text token, if
+    there is one. ``digest``: of the files and the library."""
+
+    encode: Encode
+    vocabulary: int
+    end: int | None
+    digest: str
+
+
+def open_tokenizer(text: str) -> TextTokenizer:
+    """Return the tokenizer of ``data.tokenizer``."""
+    path = data_path("data.tokenizer", text)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        return _of_folder(path)
+    found, settings = read_backend(file), path / "tokenizer_config.json"
+    end = _end_of(settings, text) if settings.is_file() else None
+    known = [end] if end else _ENDS
+    ends = [token for token in map(found.token_to_id, known) if token is not None]
+    return TextTokenizer(
+        encoder(found),
+        max(found.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
+        ends[0] if ends else None,
+        digest_of_tokenizer(path),
+    )
+
+
+def read_backend(file: Path) -> Any:
+    """Return the tokenizer of a ``tokenizer.json``, without truncation and padding."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise needs_library("tokenizers") from error
+    try:
+        return plain(tokenizers.Tokenizer.from_file(str(file)))
+    except Exception as error:  # the library has no class of its own
+        raise DataError(
+            f"data.tokenizer: {printable(str(file))} is no tokenizer.json ({_line(error)}); name the file or a folder "
+            "that save_pretrained of transformers wrote"
+        ) from error
+
+
+def plain(backend: Any) -> Any:
+    """Return a tokenizer of the library tokenizers without truncation, padding, and added special tokens."""
+    backend.no_truncation()
+    backend.no_padding()
+    backend.post_processor = None
+    return backend
+
+
+def encoder(backend: Any) -> Encode:
+    """Return the function that encodes with a tokenizer of the library tokenizers."""
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        found = backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [each.ids for each in found]
+
+    return encode
+
+
+def load_pretrained(path: Path) -> Any:
+    """Return the tokenizer of a folder that ``save_pretrained`` of transformers wrote."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise needs_library("transformers") from error
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # whatever the classes of transformers raise
+        raise DataError(
+            f"data.tokenizer={printable(str(path))}: transformers cannot read it ({_line(error)}); name a "
+            "tokenizer.json or a folder that save_pretrained wrote"
+        ) from error
+
+
+def needs_library(name: str, extra: str = "hf") -> ConfigError:
+    """Return the error for a missing library."""
+    return ConfigError(
+        f"these data need {name}; install it with pip install 'parallax-train[{extra}]'"
+    )
+
+
+def digest_of_tokenizer(path: Path) -> str:
+    """Return a digest of the files of a tokenizer and of the version of the library."""
+    if path.is_file():
+        files = [path]
+    elif (path / "tokenizer.json").is_file():
+        names = ("tokenizer.json", *_SETTINGS)
+        files = [path / name for name in names if (path / name).is_file()]
+    else:
+        files = [
+            each
+            for each in sorted(path.iterdir())
+            if each.suffix in _SUFFIXES and each.name not in _OF_MODELS and each.is_file()
+        ]
+    found = hashlib.sha256(version_of("tokenizers").encode())
+    for file in files:
+        content = file.read_bytes()
+        found.update(f"{file.name if path.is_dir() else ''} {len(content)} ".encode() + content)
+    return found.hexdigest()
+
+
+def version_of(library: str) -> str:
+    """Return the version of a library; empty if it is not installed."""
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return ""
+
+
+def _of_folder(path: Path) -> TextTokenizer:
+    """Return the tokenizer of a folder without ``tokenizer.json``."""
+    found = load_pretrained(path)
+    backend = getattr(found, "backend_tokenizer", None)
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [found.encode(text, add_special_tokens=False) for text in texts]
+
+    return TextTokenizer(
+        encode if backend is None else encoder(plain(backend)),
+        max(found.get_vocab().values(), default=-1) + 1,
+        found.eos_token_id,
+        digest_of_tokenizer(path),
+    )
+
+
+def _end_of(settings: Path, text: str) -> str | None:
+    """Return the text of the end-of-text token in ``tokenizer_config.json``."""
+    try:
+        found = read_json(settings, DOCUMENT_BYTES).get("eos_token")
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(
+            f"data.tokenizer={printable(text)}: {settings.name} cannot be read ({_line(error)})"
+        ) from error
+    return found.get("content") if isinstance(found, dict) else found
+
+
+def _line(error: Exception) -> str:
+    return printable(f"{type(error).__name__}: {' '.join(str(error).split()):.200}")
+
+
+# ------------------------------------------------------------------------------------------ files
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """Text of a document. ``before``: the lines before it; ``skipped``: the number of their tokens; ``ends``: whether
+    the document ends with it."""
+
+    text: str
+    before: str = ""
+    skipped: int = 0
+    ends: bool = True
+
+
+def write_tokens(
+    tokenizer: TextTokenizer,
+    files: Iterable[tuple[Path, int, bool]],
+    writer: TokenWriter,
+    advance: Callable[[int], None],
+    *,
+    lines: bool = False,
+) -> None:
+    """Write the tokens of ``files`` (each with the bytes to read, and whether these are all) as one document each; with
+    ``lines``, each line that is not empty is one."""
+    reader = _Reader(tokenizer, advance, lines=lines)
+    with parallel_encoding(tokenizer.encode) as encode:
+        for pieces in _batches(reader.pieces(files)):
+            for piece, ids in zip(pieces, encode([each.before + each.text for each in pieces])):
+                writer.add(ids[piece.skipped :])
+                if piece.ends:
+                    writer.add([] if tokenizer.end is None else [tokenizer.end])
+                    writer.end_document()
+    if reader.not_utf8:
+        logger.warning(
+            "%d file(s) are not UTF-8, %s first: their other bytes became U+FFFD",
+            len(reader.not_utf8),
+            printable(str(reader.not_utf8[0])),
+        )
+
+
+class _Reader:
+    """Reads files in pieces."""
+
+    def __init__(
+        self, tokenizer: TextTokenizer, advance: Callable[[int], None], *, lines: bool
+    ) -> None:
+        self._tokenizer, self._advance, self._lines = tokenizer, advance, lines
+        self.not_utf8: list[Path] = []
+
+    def pieces(self, files: Iterable[tuple[Path, int, bool]]) -> Iterator[TextPiece]:
+        for path, size, whole in files:
+            texts = self._texts(path, size, whole=whole)
+            yield from self._of_lines(path, texts) if self._lines else self._of_file(path, texts)
+
+    def _texts(self, path: Path, size: int, *, whole: bool) -> Iterator[str]:
+        """Yield the text of a file. An incomplete character at the end is left out, unless the file ends so."""
+        decoder, left = codecs.getincrementaldecoder("utf-8")("replace"), size
+        with path.open("rb") as file:
+            while left:
+                if not (data := file.read(min(left, PIECE_BYTES))):
+                    raise DataError(
+                        f"{printable(str(path))} became shorter while it was read: start again"
+                    )
+                left -= len(data)
+                text = decoder.decode(data, whole and not left)
+                if (
+                    "\ufffd" in text
+                    and b"\xef\xbf\xbd" not in data
+                    and path not in self.not_utf8[-1:]
+                ):
+                    self.not_utf8.append(path)
+                yield text
+                self._advance(len(data))
+
+    def _of_lines(self, path: Path, texts: Iterator[str]) -> Iterator[TextPiece]:
+        rest = ""
+        for text in texts:
+            *complete, rest = (rest + text).split("\n")
+            yield from (TextPiece(line) for line in map(_without_return, complete) if line.strip())
+            self._check_length(path, rest)
+        if rest.strip():
+            yield TextPiece(rest)
+
+    def _of_file(self, path: Path, texts: Iterator[str]) -> Iterator[TextPiece]:
+        rest, before, skipped = "", "", 0
+        for text in texts:
+            if len(rest) >= PIECE_BYTES and (place := self._boundary(rest)):
+                yield TextPiece(rest[:place], before, skipped, ends=False)
+                before, rest = _last_lines(rest[:place]), rest[place:]
+                skipped = len(self._tokenizer.encode([before])[0])
+            self._check_length(path, rest)
+            rest += text
+        yield TextPiece(rest, before, skipped)
+
+    def _boundary(self, text: str) -> int:
+        """Return where ``text`` can be divided; 0 if nowhere."""
+        place = len(text)
+        for _ in range(_TRIES):
+            place = text.rfind("\n", 0, place - 1) + 1
+            if place <= 0:
+                return 0
+            after = text[place : text.find("\n", place) + 1 or None]
+            before = _last_lines(text[:place])
+            if after[:1].isspace() or not after or not before.strip():
+                continue
+            one, both = self._tokenizer.encode([before, before + after])
+            if both[: len(one)] == one and len(one) < len(both):
+                return place
+        return 0
+
+    def _check_length(self, path: Path, text: str) -> None:
+        if len(text) > LONGEST_PIECE:
+            raise DataError(
+                f"{printable(str(path))}: in {LONGEST_PIECE:,} characters there is no end of a line at which it can be "
+                "divided; divide it into smaller files or shorter lines"
+            )
+
+
+def _without_return(line: str) -> str:
+    return line.removesuffix("\r")
+
+
+def _last_lines(text: str) -> str:
+    """Return the last lines of ``text``, of ``_CONTEXT`` characters or more."""
+    return text[text.rfind("\n", 0, max(0, len(text) - _CONTEXT)) + 1 :]
+
+
+def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
+    """Yield pieces together that all cores can encode at once."""
+    found, size, most = list[TextPiece](), 0, 4 * PIECE_BYTES * _cores()
+    for piece in pieces:
+        found.append(piece)
+        size += len(piece.text)
+        if size >= most or len(found) >= 16 * _BATCH_TEXTS * _cores():
+            yield found
+            found, size = [], 0
+    yield found
+
+
+@contextlib.contextmanager
+def parallel_encoding(
+    encode: Callable[[list[str]], list[Encoded]],
+) -> Iterator[Callable[[list[str]], list[Encoded]]]:
+    """Yield ``encode`` on all cores of the process. The threads end with the block: those of the library itself would
+    not, and it warns of them in each process that is forked later."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+    def checked(texts: list[str]) -> list[Encoded]:
+        try:
+            return encode(texts)
+        except Exception as error:
+            raise DataError(f"data.tokenizer: it cannot encode a text ({_line(error)})") from error
+
+    try:
+        with ThreadPoolExecutor(_cores()) as threads:
+            yield lambda texts: [
+                ids for each in threads.map(checked, _shares(texts)) for ids in each
+            ]
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def _shares(texts: list[str]) -> Iterator[list[str]]:
+    """Yield texts together that take about as long as a piece."""
+    found, size = list[str](), 0
+    for text in texts:
+        found.append(text)
+        size += len(text)
+        if size >= PIECE_BYTES or len(found) >= _BATCH_TEXTS:
+            yield found
+            found, size = [], 0
+    yield found
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
