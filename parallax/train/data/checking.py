@@ -1,0 +1,91 @@
+"""Find broken images by their sizes and headers, before the first step.
+
+Which rows there are must be equal on all ranks and in all epochs. So broken images are left out before rows are
+numbered, by their headers alone, and an image that breaks only in decoding ends the run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import IO, Protocol
+
+import numpy as np
+
+from parallax.common.units import parse_bytes
+from parallax.errors import DataError
+from parallax.train.data.decoding import SKIP, ImageDataConfig, ImageDecoder
+from parallax.train.data.index import Index, cached, integers
+from parallax.train.data.order import Numbers
+from parallax.train.data.progress import progress
+from parallax.train.data.stored import EncodedStore
+
+logger = logging.getLogger("parallax")
+
+
+class FileStore(EncodedStore, Protocol):
+    """Encoded images, also as files."""
+
+    def files(self, items: Numbers) -> Iterator[IO[bytes]]:
+        """Yield ``items`` as files, each open until the next."""
+
+
+def sound_items(
+    config: ImageDataConfig,
+    decoder: ImageDecoder,
+    store: FileStore,
+    digest: Callable[[], str],
+    items: Numbers | None = None,
+    *,
+    quiet: bool = True,
+) -> tuple[Numbers, list[int]]:
+    """Return the items that are sound and those that are broken, of ``items`` of ``store`` (all by default).
+
+    ``digest()`` identifies the store, whose headers are checked only once. With ``broken=refuse`` raises
+    :class:`DataError` for a broken item, judged by its size alone."""
+    items = np.arange(len(store.sizes)) if items is None else items
+    limit = parse_bytes(config.max_file, "data.max_file")
+    sizes = store.sizes[items]
+    if config.broken != SKIP:
+        wrong = np.flatnonzero((sizes == 0) | (sizes > limit))
+        if len(wrong):
+            first = int(items[wrong[0]])
+            size = int(store.sizes[first])
+            what = (
+                f"has {size:,} bytes, more than data.max_file={config.max_file}"
+                if size
+                else "is empty"
+            )
+            more = f", as {len(wrong) - 1} more are" if len(wrong) > 1 else ""
+            raise DataError(
+                f"{store.where(first)}: it {what}{more}; remove it, or use data.broken=skip"
+            )
+        return items, []
+
+    def check() -> Index:
+        faults = dict[int, str]()
+        with progress("checking images", len(items), quiet=quiet) as advance:
+            for item, file in zip(items.tolist(), store.files(items)):
+                try:
+                    fault = decoder.fault(file, int(store.sizes[item]))
+                except OSError as error:
+                    raise DataError(
+                        f"{store.where(item)}: it cannot be read ({error.strerror})"
+                    ) from error
+                if fault:
+                    faults[item] = fault
+                advance(1)
+        return Index({"items": integers(faults)}, {"faults": list(faults.values())})
+
+    key = [digest(), Index({"items": items}, {}).digest(), limit, config.max_pixels]
+    found = cached("images-checked", key, check)
+    broken = found.arrays["items"]
+    if len(broken) and not quiet:
+        logger.warning(
+            "data.broken=skip: %d of %d images are broken and left out, the first of them %s: %s",
+            len(broken),
+            len(items),
+            store.where(int(broken[0])),
+            found.notes["faults"][0],
+        )
+    return items[~np.isin(items, broken)], broken.tolist()
