@@ -1,0 +1,263 @@
+"""Rows of audio: windows of sound files, with a label for each file."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parallax.errors import (
+    ConfigError,
+    DataError,
+    check_choice,
+    check_count,
+    check_positive,
+    printable,
+)
+from parallax.model.source import ModelConfig
+from parallax.plan.tier import AUTO
+from parallax.train.data.columns import Array
+from parallax.train.data.indexed import IndexedDataConfig
+from parallax.train.data.order import Numbers, Seeds
+from parallax.train.data.paths import data_path, inside
+from parallax.train.data.table import INPUTS, TARGETS, Table, Values, timed
+
+_WINDOWS = ("random", "first")
+_ALSO = {".aif", ".oga", ".opus"}  # usual names of formats that soundfile calls otherwise
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioDataConfig(IndexedDataConfig):
+    """Sound files (WAV, FLAC, OGG, MP3), of which each row has a window as float32 (channels, samples).
+
+    ``path``: a folder with a folder of files for each class, or a CSV file with the columns path, relative to its own
+    folder, and label. ``seconds``: the length of a window; shorter files end with zeros. ``rate``: samples per second,
+    which all files must have; auto is that of the first file. ``channels``: 1 is the mean of all channels of a file; a
+    larger number is the one that all files must have. ``window``: random takes another window of a file in each epoch,
+    and of held-out files the beginning; first takes the beginning of all.
+    """
+
+    name: str = "audio"
+    path: str = ""
+    seconds: float = 1.0
+    rate: int | str = AUTO
+    channels: int = 1
+    window: str = _WINDOWS[0]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("data.seconds", self.seconds)
+        check_count("data.rate", self.rate)
+        check_positive("data.channels", self.channels)
+        check_choice("data.window", self.window, _WINDOWS)
+
+    @property
+    def label(self) -> str:
+        return f"data.path={printable(self.path)}"
+
+    def table(self, model: ModelConfig, *, quiet: bool = True) -> Table:  # noqa: ARG002
+        path = data_path("data.path", self.path)
+        clips = _of_folder(path) if path.is_dir() else _of_csv(path)
+        if not clips.names:
+            raise DataError(
+                f"{self.label}: there is no sound file; accepted are a folder with a folder of files for each class, "
+                "and a CSV file with the columns path and label"
+            )
+        return AudioTable(clips, self)
+
+    def for_evaluation(self, table: Any) -> Table:
+        found: Table = table.plain()
+        return found
+
+    def tables(self, model: ModelConfig, *, quiet: bool = True) -> tuple[Table, dict[str, Table]]:
+        training: Any
+        training, held_out = super().tables(model, quiet=quiet)
+        for name, each in held_out.items():
+            if (own := each.classes) != training.classes:  # type: ignore[attr-defined]
+                other = min(set(own or ()) ^ set(training.classes or ()), default="numbers")
+                raise DataError(
+                    f"data.validation.{printable(name)}: its classes are not those of the training rows "
+                    f"({printable(other)} is of one alone): make a folder for each class in both, or give the labels "
+                    "as numbers in CSV files"
+                )
+        return training, held_out
+
+
+@dataclass(frozen=True)
+class Clips:
+    """Sound files below ``root``, and the label of each: the number of its class in ``classes``, or a number that a
+    table gives."""
+
+    root: Path
+    names: list[str]
+    labels: Array
+    classes: tuple[str, ...] | None
+
+
+class AudioTable:
+    """Windows of sound files. ``classes``: the names of the labels, None if they are numbers of a table."""
+
+    whole = False
+
+    def __init__(self, clips: Clips, config: AudioDataConfig) -> None:
+        self._clips, self.classes = clips, clips.classes
+        self._channels, self._random = config.channels, config.window == "random"
+        with _opened(self._path(0)) as file:
+            self.rate = file.samplerate if config.rate == AUTO else int(config.rate)
+        self._samples = max(1, round(config.seconds * self.rate))
+        self.fingerprint = self._identified()
+
+    def __len__(self) -> int:
+        return len(self._clips.names)
+
+    def plain(self) -> AudioTable:
+        """Return the same files, each from its beginning."""
+        found = copy.copy(self)
+        found._random = False
+        return found
+
+    def read(self, rows: Numbers, seeds: Seeds, parts: frozenset[str]) -> Values:
+        """Return inputs as float32 of shape (rows, channels, samples)."""
+        found: Values = {}
+        if TARGETS in parts:
+            found[TARGETS] = self._clips.labels[rows]
+        if INPUTS in parts:
+            with timed("decode"):
+                windows = np.zeros((len(rows), self._channels, self._samples), dtype=np.float32)
+                for window, row, seed in zip(windows, rows.tolist(), seeds.tolist()):
+                    self._fill(window, row, seed)
+            found[INPUTS] = windows
+        return found
+
+    def _fill(self, window: Array, row: int, seed: int) -> None:
+        """Write the samples of file ``row`` into ``window``, as many as there are."""
+        path = self._path(row)
+        where = printable(str(path))
+        with _opened(path) as file:
+            if file.samplerate != self.rate:
+                raise DataError(
+                    f"{where}: it has {file.samplerate} samples per second, not data.rate={self.rate}: convert it "
+                    f"(ffmpeg -i IN -ar {self.rate} OUT), or set data.rate if all files have another rate"
+                )
+            if self._channels not in (1, file.channels):
+                raise DataError(
+                    f"{where}: it has {file.channels} channel(s), not data.channels={self._channels}; with "
+                    "data.channels=1 a row is the mean of all"
+                )
+            spare = file.frames - self._samples
+            try:
+                if spare > 0 and self._random:
+                    file.seek(int(np.random.default_rng(seed).integers(spare + 1)))
+                samples = file.read(self._samples, dtype="float32", always_2d=True)
+            except RuntimeError as error:
+                raise DataError(
+                    f"{where}: it cannot be decoded ({printable(str(error))})"
+                ) from error
+        if not len(samples):
+            raise DataError(f"{where}: it has no samples; remove it")
+        if self._channels == 1:
+            samples = samples.mean(axis=1, keepdims=True)
+        window[:, : len(samples)] = samples.T
+
+    def _path(self, row: int) -> Path:
+        return self._clips.root / self._clips.names[row]
+
+    def _identified(self) -> str:
+        """Return a digest of the settings, and of the names, sizes and labels of the files."""
+        clips = self._clips
+        found = zlib.crc32(
+            f"{clips.labels.dtype} {clips.classes}".encode("utf-8", "surrogateescape")
+        )
+        found = zlib.crc32(clips.labels.tobytes(), found)
+        for row, name in enumerate(clips.names):
+            size = self._path(row).stat().st_size
+            found = zlib.crc32(f"{name} {size}".encode("utf-8", "surrogateescape"), found)
+        window = "random" if self._random else "first"
+        return f"{len(self)}-{found:08x}-{self._channels}x{self._samples}@{self.rate}-{window}"
+
+
+def _of_folder(root: Path) -> Clips:
+    """Return the sound files in the folders of ``root``, whose names are the classes, also of those without files."""
+    suffixes = _ALSO | {f".{name.lower()}" for name in _soundfile().available_formats()}
+    classes = sorted(
+        each.name for each in os.scandir(root) if each.is_dir() and not each.name.startswith(".")
+    )
+    names, labels = [], []
+    for label, folder in enumerate(classes):
+        for where, folders, files in os.walk(root / folder):
+            folders.sort()
+            for file in sorted(files):
+                path = Path(where, file)
+                if path.suffix.lower() in suffixes and not file.startswith("."):
+                    name = path.relative_to(root).as_posix()
+                    if path.is_symlink():
+                        inside(root, name, "data.path")
+                    names.append(name)
+                    labels.append(label)
+    return Clips(root, names, np.array(labels, dtype=np.int64), tuple(classes))
+
+
+def _of_csv(table: Path) -> Clips:
+    """Return the sound files that a CSV file names, and their labels."""
+    where = printable(str(table))
+    names, labels = [], []
+    try:
+        with table.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            if missing := {"path", "label"} - set(reader.fieldnames or ()):
+                raise DataError(
+                    f"{where}: the first line has no {', '.join(sorted(missing))}; it names the columns path and label"
+                )
+            for row in reader:
+                at = f"{where}:{reader.line_num}"
+                if not row["path"] or not row["label"]:
+                    raise DataError(f"{at}: the path or the label is empty")
+                inside(table.parent, row["path"], at)
+                names.append(row["path"])
+                labels.append(row["label"])
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(
+            f"{where}: it is no CSV file in UTF-8 ({printable(str(error))}); data.path takes a folder or a CSV file"
+        ) from error
+    return Clips(table.parent, names, *_numbered(labels))
+
+
+def _numbered(labels: list[str]) -> tuple[Array, tuple[str, ...] | None]:
+    """Return labels as numbers, with the names of the classes unless all labels are numbers already."""
+    for dtype in (np.int64, np.float32):
+        try:
+            found = np.array(labels, dtype=dtype)
+        except (ValueError, OverflowError):
+            continue
+        if np.isfinite(found).all():
+            return found, None
+    classes = sorted(set(labels))
+    numbers = {name: number for number, name in enumerate(classes)}
+    return np.array([numbers[label] for label in labels], dtype=np.int64), tuple(classes)
+
+
+def _opened(path: Path) -> Any:
+    """Return the sound file, opened. Raises :class:`DataError` for a file that is none."""
+    try:
+        return _soundfile().SoundFile(path)
+    except (RuntimeError, OSError, TypeError) as error:
+        raise DataError(
+            f"{printable(str(path))}: it cannot be read as sound ({printable(str(error))}); remove or replace it"
+        ) from error
+
+
+def _soundfile() -> Any:
+    try:
+        import soundfile
+    except (ImportError, OSError) as error:  # OSError: without its library
+        raise ConfigError(
+            f"data=audio: it needs soundfile ({printable(str(error))}); install it with pip install "
+            "'parallax-train[audio]'"
+        ) from error
+    return soundfile

@@ -1,0 +1,97 @@
+"""Named columns of files: which are the model's inputs and which the loss's targets."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallax.errors import DataError
+from parallax.plan.tier import AUTO
+from parallax.train.data.dataset import Split
+from parallax.train.data.order import Numbers
+from parallax.train.data.table import INPUTS, TARGETS, Values
+
+Array = NDArray[Any]
+Names = list[str] | str
+
+_SAMPLED = 32  # rows of which a fingerprint has the values
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of each part of a row. A part of one column is an array; a part of several, and the inputs of a model
+    that takes them by name, is a mapping."""
+
+    parts: Mapping[str, tuple[str, ...]]
+    by_name: bool
+
+    @classmethod
+    def chosen(
+        cls, label: str, known: Collection[str], inputs: Names, targets: Names, *, by_name: bool
+    ) -> Columns:
+        """Return the columns that ``inputs`` and ``targets`` name among those ``known``; auto follows the rules of
+        ``data=dataset``. Raises :class:`DataError` for a name that is not known."""
+        several = listed(targets)
+        if missing := [name for name in several if name not in known]:
+            raise DataError(
+                f"{label}: there is no {', '.join(missing)}; the names are {', '.join(known)}: set data.targets=NAME"
+            )
+        split = Split(
+            label,
+            None if inputs == AUTO else tuple(listed(inputs)),
+            several[0] if several else AUTO,
+            keep=by_name,
+        )
+        found = split({name: name for name in known})
+        wanted = [name for name in found[INPUTS] if inputs != AUTO or name not in several[1:]]
+        if not wanted:
+            raise DataError(
+                f"{label}: {found[TARGETS]} is the only name, and inputs need one too: set data.inputs=NAME"
+            )
+        return cls({INPUTS: tuple(wanted), TARGETS: tuple(several) or (found[TARGETS],)}, by_name)
+
+    def names(self, parts: Collection[str]) -> tuple[str, ...]:
+        """Return the names of all columns of ``parts``, each once."""
+        return tuple(dict.fromkeys(name for part in sorted(parts) for name in self.parts[part]))
+
+    def values(self, arrays: Mapping[str, Array], parts: Collection[str]) -> Values:
+        """Return ``parts`` of the rows in ``arrays``, by column."""
+        found: Values = {}
+        for part in parts:
+            names = self.parts[part]
+            alone = len(names) == 1 and not (self.by_name and part == INPUTS)
+            found[part] = (
+                arrays[names[0]] if alone else {_argument(name): arrays[name] for name in names}
+            )
+        return found
+
+
+def digest_of_columns(
+    names: Sequence[str], rows: int, read: Callable[[str, Numbers], Array]
+) -> str:
+    """Return a digest of the columns ``names`` of ``rows`` rows: type, shape and the values of a few rows, for which
+    ``read`` is called."""
+    chosen = np.unique(np.linspace(0, rows - 1, _SAMPLED).astype(np.int64))
+    found = 0
+    for name in names:
+        values = np.ascontiguousarray(read(name, chosen))
+        head = f"{name} {values.dtype.str} {values.shape[1:]}"
+        found = zlib.crc32(values.tobytes(), zlib.crc32(head.encode(), found))
+    return f"{rows}-{found:08x}"
+
+
+def listed(names: Names) -> list[str]:
+    """Return the names, none for auto."""
+    if isinstance(names, str):
+        return [] if names == AUTO else [names]
+    return list(names)
+
+
+def _argument(name: str) -> str:
+    """Return the name of a model's argument: that of the column, or of a file without its folder."""
+    return name.rpartition("/")[2]
