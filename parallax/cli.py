@@ -36,6 +36,7 @@ COMMANDS = {
     "launch": "train as a Slurm job that saves before its time limit and is queued again",
     "plan": "measure, search, and print the plan; writes plan.yaml",
     "profile": "measure, or derive, the cost of each block; writes profile.json",
+    "data": "show the rows that a run reads: how many, what is in them, and how fast they are read",
     "estimate": "print the memory that training a model needs, without any device",
     "simulate": "print, draw or trace the timeline of every rank of a plan",
     "explain": "print the reasons for a plan, its bytes and seconds, and what a run offloaded",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from parallax.common.registered import dataclasses_of
 from parallax.common.typed import members
 from parallax.config import RunConfig
 
@@ -32,7 +33,7 @@ def test_the_page_is_current() -> None:
 def test_every_setting_has_a_description() -> None:
     kinds = [RunConfig]
     for hint in typing.get_type_hints(RunConfig).values():
-        kinds += [kind for kind in members(hint) if dataclasses.is_dataclass(kind)]
+        kinds += dataclasses_of(hint)
     missing = [
         f"{kind.__name__}.{name}"
         for kind in kinds
@@ -60,6 +61,11 @@ class Described:
     sixth: int = 6
 
 
+@dataclass
+class Derived(Described):
+    """More. ``second``: its own."""
+
+
 def test_descriptions_are_taken_from_the_docstring() -> None:
     assert generator().descriptions(Described, "group.") == {
         "first": "one (see `a.b`).",
@@ -69,4 +75,6 @@ def test_descriptions_are_taken_from_the_docstring() -> None:
         "fifth": "`fifth` has no colon.",
         "sixth": "",
     }
+    assert generator().descriptions(Derived)["first"] == "one (see `a.b`)."
+    assert generator().descriptions(Derived)["second"] == "its own."
     assert generator()._introduction(Described) == "All of it.\n\nOf the rest."
