@@ -140,9 +140,10 @@ def _accepted(hint: Any) -> str:
 
 
 def descriptions(kind: type, prefix: str = "") -> dict[str, str]:
-    """By field, from the docstring of ``kind``; "" for a field that it does not name."""
+    """By field, from the docstrings of ``kind`` and its bases; "" for a field that none of them names."""
     found: dict[str, str] = {}
-    paragraphs = _paragraphs(kind)
+    classes = [each for each in kind.__mro__ if "__dataclass_fields__" in vars(each)]
+    paragraphs = [paragraph for each in classes for paragraph in _paragraphs(each)]
     for text, heads in paragraphs:
         for head, end in zip(heads, [*(head.start() for head in heads[1:]), len(text)]):
             start = head.end() if text[head.end() - 1] == ":" else head.start()
