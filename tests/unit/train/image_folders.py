@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from parallax.train.data.images import ImagesDataConfig
 from parallax.train.data.indexed import IndexedSource
-from tests.unit.train.reading import Step, read, refusal, started
+from tests.unit.train.image_rows import Step, read, refusal, started
 
 BARE: dict[str, Any] = {"mean": [0.0], "std": [1.0]}  # values from 0 to 1
 

@@ -19,8 +19,8 @@ from parallax.model.factory.mlp import MLPConfig
 from parallax.train.data.images import ImagesDataConfig
 from parallax.train.data.index import Index, cached
 from tests.unit.train.image_folders import line, one, opened, settled, whole
+from tests.unit.train.image_rows import read
 from tests.unit.train.pictures import encoded, folder, smooth
-from tests.unit.train.reading import read
 
 HERE = "tests.unit.train.pictures"
 COUNTS = {"ants": 7, "bees": 9, "crows": 8}

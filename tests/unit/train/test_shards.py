@@ -33,8 +33,8 @@ from parallax.train.data.indexed import IndexedSource
 from parallax.train.data.order import Taken
 from parallax.train.data.shards import ShardsDataConfig
 from parallax.train.data.table import TARGETS
+from tests.unit.train.image_rows import Step, read, refusal, started
 from tests.unit.train.pictures import encoded, smooth
-from tests.unit.train.reading import Step, read, refusal, started
 
 Members = Sequence[tuple[str, bytes]]
 
