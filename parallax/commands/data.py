@@ -77,7 +77,7 @@ def run(parsed: argparse.Namespace) -> int:
     with working(console, "opening the rows") as work:
         config = compose(parsed.overrides)
         work.limit(config.trainer)
-        source = open_source(config)
+        source = open_source(config, quiet=False)
         found = _overview(config, source, work)
         if parsed.sheet is not None:
             work("drawing images")
@@ -96,8 +96,8 @@ def run(parsed: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Column:
-    """A tensor of a row. ``shape`` is that of one row, ``step_bytes`` are those of a global batch; ``low`` and ``high``
-    are of a few rows, None if these have no finite value."""
+    """A tensor of a row. ``shape``: of one row. ``step_bytes``: of a global batch. ``low`` and ``high``: the smallest
+    and largest values of a few rows; None if no value is finite."""
 
     name: str
     dtype: str
@@ -110,8 +110,8 @@ class Column:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The number of targets of a row that the loss does not ignore, over ``rows`` rows. ``counts``: the rows in each of
-    equal ranges from ``low`` to ``high``."""
+    """How many targets of a row the loss does not ignore: a histogram over ``rows`` rows. ``counts``: the number of
+    rows in each of equal ranges from ``low`` to ``high``."""
 
     rows: int
     low: int
@@ -122,7 +122,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Reading:
-    """Rows per second in one process, also of each part of reading alone."""
+    """Rows per second in one process, in total and for each part of reading."""
 
     rows: int
     rows_per_second: float
@@ -132,7 +132,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Overview:
-    """What the command shows. ``rows``: None if the source does not say how many there are."""
+    """The figures that the command shows. ``rows``: None if the source does not know its number of rows."""
 
     label: str
     rows: int | None
@@ -195,7 +195,8 @@ def _sample(source: Any, rows: int) -> Rows:
 
 
 def _tensors(config: RunConfig, batch: Rows) -> dict[str, Tensor]:
-    """Return the inputs and targets of ``batch`` as a run makes them, by name; only tensors with a row for each."""
+    """Return the inputs and targets of ``batch`` by name, as a run converts them. Tensors whose first dimension is not
+    the rows are left out."""
     rows, dtype = len(batch), config.precision.parameter_dtype
     parts = {INPUTS: batch.inputs(0, rows), TARGETS: batch.targets(0, rows)}
     found = {}
@@ -222,7 +223,7 @@ def _column(name: str, values: Tensor, rows: int) -> Column:
 
 
 def _decoder(config: Any) -> Decode | None:
-    """Return the function that makes text of the tokens of ``config``, None if its rows are not known to be text."""
+    """Return a function that decodes the tokens of ``config`` to text; None if its rows are not known to be text."""
     if not hasattr(config, "tokenizer"):
         return None
     if not config.tokenizer:
@@ -235,8 +236,8 @@ def _decoder(config: Any) -> Decode | None:
 
 @dataclass(frozen=True)
 class Shown:
-    """Values of a row as text: tokens through ``decode``, a label with its name in ``classes``, the first values of
-    others."""
+    """Converts the values of a row to text: tokens with ``decode``, labels to their names in ``classes``, others to
+    their first values."""
 
     decode: Decode | None
     classes: Sequence[str] | None
@@ -253,7 +254,9 @@ class Shown:
             text = repr(self.decode(kept.tolist()))
             if len(text) > _SHOWN_CHARACTERS:
                 text = f"{text[: _SHOWN_CHARACTERS - 1]}…"
-            return f"{len(kept)} of {len(values)}: {text}" if len(kept) < len(values) else text
+            return (
+                f"{len(kept)} of {len(values)} count: {text}" if len(kept) < len(values) else text
+            )
         first = [_number(each) for each in values.flatten()[:_SHOWN_VALUES].tolist()]
         return " ".join(first) + (" …" if values.numel() > _SHOWN_VALUES else "")
 
@@ -268,7 +271,7 @@ def _number(value: Any) -> str:
 def _read(config: RunConfig, source: Any, rows: int | None, work: LongWork) -> Reading:
     """Read rows in the order of training for about two seconds, without workers."""
     request = min(config.trainer.global_batch, _TIMED_ROWS)
-    count, lengths, told = 0, list[int](), 0.0
+    count, lengths, next_report = 0, list[int](), 0.0
     begun = time.monotonic()
     while (seconds := time.monotonic() - begun) < _TIMED_SECONDS:
         try:
@@ -277,11 +280,13 @@ def _read(config: RunConfig, source: Any, rows: int | None, work: LongWork) -> R
             break
         inputs, targets = batch.inputs(0, len(batch)), batch.targets(0, len(batch))
         if rows is None or count < rows:  # of the first epoch
-            lengths += _counted(targets) or _counted(inputs)
+            lengths += (_counted(targets) or _counted(inputs))[
+                : None if rows is None else rows - count
+            ]
         count += len(batch)
-        if seconds > told:
+        if seconds > next_report:
             work(f"reading rows: {count:,}, {count / max(seconds, 1e-9):,.0f} per second")
-            told += _TOLD_SECONDS
+            next_report += _TOLD_SECONDS
     seconds = time.monotonic() - begun
     parts = source.seconds() if isinstance(source, IndexedSource) else {}
     return Reading(
@@ -293,8 +298,8 @@ def _read(config: RunConfig, source: Any, rows: int | None, work: LongWork) -> R
 
 
 def _counted(values: Any) -> list[int]:
-    """Return how many values of each row are not ignored, of the first tensor of whole numbers with ignored ones or,
-    in rows without, of the same kind: (rows, values)."""
+    """Return, for each row, how many values of the first label tensor are not ignored: a two-dimensional integer tensor
+    that has no name or is named labels. Return an empty list if there is none."""
     for path, each in leaves(values):
         plain = torch.as_tensor(each) if isinstance(each, Tensor | np.ndarray) else None
         named = not path or "labels" in path
@@ -344,7 +349,7 @@ def _lines(found: Overview) -> Iterator[str]:
     rows = "an unknown number of rows" if found.rows is None else f"{found.rows:,} training rows"
     yield f"{found.label}: {rows}, {held_out or 'none held out'}"
     if found.fingerprint is not None:
-        yield f"fingerprint {found.fingerprint}"
+        yield f"fingerprint {found.fingerprint}, the same for the same rows at any place"
     size = format_bytes(sum(each.step_bytes for each in found.columns))
     steps = "" if found.steps_per_epoch is None else f"; {found.steps_per_epoch:,} step(s) an epoch"
     yield f"a step reads {found.global_batch:,} rows, {size}{steps}"
@@ -389,7 +394,7 @@ def _reading_lines(found: Overview) -> Iterator[str]:
 
 
 def _images(config: RunConfig, source: Any) -> Tensor:
-    """Return the first images of ``source``. Raises :class:`ConfigError` if its inputs are none."""
+    """Return the first images of ``source``. Raises :class:`ConfigError` if its inputs are not images."""
     rows = len(source) if hasattr(source, "__len__") else _SHEET_ROWS
     values = _tensors(config, _sample(source, min(_SHEET_ROWS, rows)))
     named = {name: each for name, each in values.items() if name.startswith(INPUTS)}

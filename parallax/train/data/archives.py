@@ -1,4 +1,4 @@
-"""Tar files on local disks, or wherever fsspec reads: found by a path or a URL, and read in pieces."""
+"""Tar files that a path or a URL names, read in pieces from local disks or through fsspec."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ _SETS = ("train", "val", "valid", "validation", "test")
 
 
 class Archives(Protocol):
-    """Archives by number. ``sizes``: the bytes of each. ``identity``: of which archives these are, as JSON can hold
-    it."""
+    """Tar files by number. ``sizes``: the bytes of each file. ``identity``: JSON data that identify the files."""
 
     sizes: list[int]
     identity: list[Any]
 
     def where(self, archive: int) -> str:
-        """Return the name of an archive, for errors."""
+        """Return the name of an archive, for error messages."""
 
     def opened(self, archive: int) -> contextlib.AbstractContextManager[IO[bytes]]:
         """Open a whole archive."""
 
     def read(self, archives: Numbers, offsets: Numbers, sizes: Numbers) -> list[bytes]:
-        """Return pieces of archives. Raises :class:`DataError` for one that cannot be read."""
+        """Return ``sizes[i]`` bytes at ``offsets[i]`` of archive ``archives[i]``, for each i. Raises :class:`DataError`
+        if a read fails."""
 
 
 def find_archives(path: str, label: str) -> Archives:
-    """Return the archives of a folder, a glob, a name with ranges in braces, or a URL of these."""
+    """Return the archives that ``path`` names: a folder, a glob, a name with ranges in braces, or a URL of one of
+    these. ``label`` names the data in error messages."""
     if "://" in path:
         return RemoteArchives(path, label)
     return LocalArchives(_local(path, label))
@@ -73,7 +74,7 @@ def _local(path: str, label: str) -> list[Path]:
 
 
 def _tars(names: list[str], path: str, label: str) -> list[str]:
-    """Return the names of tar files among those of a folder, which must hold one set of rows."""
+    """Return the tar files among ``names``, sorted. Raises :class:`DataError` if they are several sets of rows."""
     if compressed := [each for each in names if re.search(r"\.tar\.\w+$|\.tgz$", each)]:
         raise _compressed(compressed[0], label)
     found = [each for each in names if each.endswith(SUFFIX)]
@@ -97,7 +98,7 @@ def _tars(names: list[str], path: str, label: str) -> list[str]:
 
 
 def expanded(path: str) -> list[str]:
-    """Return the names for which ``path`` stands with ranges in braces, as shells have them.
+    """Return the names that ``path`` expands to, with ranges in braces as in a shell.
 
     >>> expanded("a-{08..10}.tar")
     ['a-08.tar', 'a-09.tar', 'a-10.tar']
@@ -133,8 +134,8 @@ def check_head(head: bytes, where: str) -> None:
 
 
 class LocalArchives:
-    """Files, read by ``pread``, so that processes that share a file do not move each other's place in it. A process
-    opens a file when it first reads of it, and holds few open."""
+    """Archives on a local disk, read with ``pread``, so that processes that share a file descriptor do not move each
+    other's file position. A process opens a file at its first read, and keeps few files open."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths = paths
@@ -204,7 +205,7 @@ class LocalArchives:
 
 
 class RemoteArchives:
-    """Files of fsspec. ``url``: a folder, a glob, a name with ranges in braces, or a file."""
+    """Archives read through fsspec. ``url``: a folder, a glob, a name with ranges in braces, or a file."""
 
     def __init__(self, url: str, label: str) -> None:
         self._url, self._label, self._process = url, label, 0
@@ -266,7 +267,7 @@ class RemoteArchives:
         return [str(each) for each in found]
 
     def _connected(self) -> Any:
-        """Return the file system, made anew in a forked process, because it may run a thread."""
+        """Return the file system. A forked process creates its own, because a file system may run a thread."""
         if self._process != os.getpid():
             from fsspec.core import url_to_fs
 
@@ -277,7 +278,8 @@ class RemoteArchives:
 
     @contextlib.contextmanager
     def _named(self, place: str) -> Iterator[None]:
-        """Raise errors of fsspec and its file systems, of which there are many kinds, with their place."""
+        """A context that converts errors of fsspec and its file systems, which have many classes, to :class:`DataError`
+        that names ``place``."""
         try:
             yield
         except UserError:

@@ -1,4 +1,4 @@
-"""Rows of arrays in .npy, .npz and .safetensors files, which are mapped into memory."""
+"""Rows of arrays in .npy, .npz and .safetensors files. The files are mapped into memory."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ _LOCAL_HEADER = 30  # bytes of a zip member's own header, without name and extra
 
 @dataclass(frozen=True, kw_only=True)
 class ArraysDataConfig(IndexedDataConfig):
-    """Arrays in files, with the rows in the first dimension.
+    """Arrays in files; the first dimension is the row.
 
-    ``path``: a folder with .npy files, or one .npz or .safetensors file. ``inputs``, ``targets``: the files in the
-    folder, without .npy, or the members of the file, that are the model's inputs and the loss's targets: one name, or a
-    list of names, which the model takes as arguments of these names; auto takes as targets the first of labels, label,
-    targets, target and y, and as inputs all others.
+    ``path``: a folder with .npy files, or one .npz or .safetensors file. ``inputs``, ``targets``: names of the arrays
+    for the model and for the loss. A name is a file of the folder without .npy, or a member of the file. A list of
+    names is passed to the model as keyword arguments; auto takes as targets the first of labels, label, targets, target
+    and y, and as inputs all others.
     """
 
     name: str = "arrays"
@@ -77,7 +77,7 @@ class ArraysDataConfig(IndexedDataConfig):
 
 
 class ArraysTable:
-    """Rows of arrays of equal length."""
+    """Rows of several arrays of equal length."""
 
     whole = False
 
@@ -105,7 +105,7 @@ class ArraysTable:
         return self._rows
 
     def read(self, rows: Numbers, seeds: Seeds, parts: frozenset[str]) -> Values:  # noqa: ARG002
-        """Return the rows in the type that the file has; the engine converts float64 and the integers of targets."""
+        """Return the rows with the dtype of the file. The engine converts float64 values and integer targets."""
         with timed("read"):
             found = {name: self._arrays[name].rows(rows) for name in self._columns.names(parts)}
         return self._columns.values(found, parts)
@@ -113,7 +113,7 @@ class ArraysTable:
 
 @dataclass(frozen=True)
 class Mapped:
-    """An array in a file. ``bfloat16``: its values are the bits of that type."""
+    """An array in a file. ``bfloat16``: the values are bfloat16 bits, stored as integers."""
 
     values: Array
     bfloat16: bool = False
@@ -134,7 +134,7 @@ def _without_suffix(names: Names) -> Names:
 
 
 def _of_folder(root: Path, named: list[str]) -> Openers:
-    """Return the arrays in the .npy files of the folder ``root``, and those of ``named`` that are further below."""
+    """Return the arrays in the .npy files of the folder ``root``, and of the ``named`` files in its subfolders."""
     names = sorted(each.stem for each in root.glob("*.npy"))
     names += [name for name in named if "/" in name]
     if not names:
@@ -143,7 +143,7 @@ def _of_folder(root: Path, named: list[str]) -> Openers:
 
 
 def _of_file(path: Path) -> Openers:
-    """Return the arrays in one file."""
+    """Return the arrays in one .npz or .safetensors file."""
     kinds = {".npz": _of_npz, ".safetensors": _of_safetensors}
     if path.suffix == ".npy":
         raise ConfigError(
@@ -183,8 +183,8 @@ def _mapped_npy(file: BinaryIO, path: Path, end: int, where: str) -> Array:
 
 
 def _npy_header(file: Any, where: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Return shape, order and type of the array in .npy format that ``file`` holds. Raises :class:`DataError` for
-    Python objects, which only pickle could read, and for records."""
+    """Return shape, memory order and dtype of the .npy data in ``file``. Raises :class:`DataError` for Python objects,
+    which need pickle, and for structured types."""
     formats = np.lib.format
     try:
         version = formats.read_magic(file)
@@ -223,7 +223,7 @@ def _of_npz(path: Path) -> Openers:
 
 @contextlib.contextmanager
 def _reading_zip(path: Path) -> Iterator[None]:
-    """Raise :class:`DataError` for an archive that cannot be read."""
+    """A context that raises :class:`DataError` for a zip archive that cannot be read."""
     try:
         yield
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
@@ -233,7 +233,7 @@ def _reading_zip(path: Path) -> Iterator[None]:
 
 
 def _of_member(path: Path, member: zipfile.ZipInfo) -> Mapped:
-    """Return a member: mapped if it is stored, otherwise decompressed into memory."""
+    """Return an archive member: mapped if it is stored uncompressed, otherwise decompressed into memory."""
     where = f"{printable(str(path))}: {printable(member.filename)}"
     if member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & 1:
         with path.open("rb") as file:
@@ -274,7 +274,7 @@ def _of_safetensors(path: Path) -> Openers:
 
 
 def _of_tensor(path: Path, begin: int, name: str, entry: dict[str, Any]) -> Mapped:
-    """Return the tensor that ``entry`` of the header describes; the tensors begin at ``begin``."""
+    """Return the tensor that the header ``entry`` describes. The tensor data start at byte ``begin``."""
     kind, shape = entry["dtype"], tuple(entry["shape"])
     if kind not in _SAFETENSORS:
         raise DataError(

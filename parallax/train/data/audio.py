@@ -1,9 +1,8 @@
-"""Rows of audio: windows of sound files, with a label for each file."""
+"""Rows of audio: fixed-length windows of sound files, with a label for each file."""
 
 from __future__ import annotations
 
 import copy
-import csv
 import os
 import zlib
 from dataclasses import dataclass
@@ -24,23 +23,25 @@ from parallax.model.source import ModelConfig
 from parallax.plan.tier import AUTO
 from parallax.train.data.columns import Array
 from parallax.train.data.indexed import IndexedDataConfig
-from parallax.train.data.order import Numbers, Seeds
+from parallax.train.data.labels import labelled_files
+from parallax.train.data.order import Numbers, Seeds, mixed
 from parallax.train.data.paths import data_path, inside
 from parallax.train.data.table import INPUTS, TARGETS, Table, Values, timed
 
 _WINDOWS = ("random", "first")
+_OF_PIPES = 2**31 - 2**16  # bytes that a WAV file of unknown length promises, at least
 _ALSO = {".aif", ".oga", ".opus"}  # usual names of formats that soundfile calls otherwise
 
 
 @dataclass(frozen=True, kw_only=True)
 class AudioDataConfig(IndexedDataConfig):
-    """Sound files (WAV, FLAC, OGG, MP3), of which each row has a window as float32 (channels, samples).
+    """Sound files (WAV, FLAC, OGG, MP3). Each row is a window of one file, as float32 of shape (channels, samples).
 
-    ``path``: a folder with a folder of files for each class, or a CSV file with the columns path, relative to its own
-    folder, and label. ``seconds``: the length of a window; shorter files end with zeros. ``rate``: samples per second,
-    which all files must have; auto is that of the first file. ``channels``: 1 is the mean of all channels of a file; a
-    larger number is the one that all files must have. ``window``: random takes another window of a file in each epoch,
-    and of held-out files the beginning; first takes the beginning of all.
+    ``path``: a folder with a subfolder of files for each class, or a CSV file with the columns path (relative to the
+    CSV file's folder) and label. ``seconds``: the length of a window; shorter files are padded with zeros. ``rate``:
+    samples per second, equal in all files; auto is the rate of the first file. ``channels``: 1 averages all channels of
+    a file; a larger number must equal the number of channels of every file. ``window``: random draws a new window of
+    each training file in each epoch, and uses the beginning of held-out files; first always uses the beginning.
     """
 
     name: str = "audio"
@@ -91,8 +92,7 @@ class AudioDataConfig(IndexedDataConfig):
 
 @dataclass(frozen=True)
 class Clips:
-    """Sound files below ``root``, and the label of each: the number of its class in ``classes``, or a number that a
-    table gives."""
+    """Sound files in ``root``, and the label of each file: an index into ``classes``, or a number from the CSV file."""
 
     root: Path
     names: list[str]
@@ -101,7 +101,7 @@ class Clips:
 
 
 class AudioTable:
-    """Windows of sound files. ``classes``: the names of the labels, None if they are numbers of a table."""
+    """Windows of sound files. ``classes``: the names of the labels; None if the labels are numbers of the CSV file."""
 
     whole = False
 
@@ -117,7 +117,7 @@ class AudioTable:
         return len(self._clips.names)
 
     def plain(self) -> AudioTable:
-        """Return the same files, each from its beginning."""
+        """Return a table of the same files with each window at the beginning of its file."""
         found = copy.copy(self)
         found._random = False
         return found
@@ -130,40 +130,50 @@ class AudioTable:
         if INPUTS in parts:
             with timed("decode"):
                 windows = np.zeros((len(rows), self._channels, self._samples), dtype=np.float32)
-                for window, row, seed in zip(windows, rows.tolist(), seeds.tolist()):
-                    self._fill(window, row, seed)
+                for window, row, drawn in zip(windows, rows.tolist(), mixed(seeds).tolist()):
+                    self._fill(window, row, drawn)
             found[INPUTS] = windows
         return found
 
-    def _fill(self, window: Array, row: int, seed: int) -> None:
-        """Write the samples of file ``row`` into ``window``, as many as there are."""
+    def _fill(self, window: Array, row: int, drawn: int) -> None:
+        """Write the samples of file ``row`` into ``window``. A short file leaves the end of the window unchanged.
+        ``drawn``: 64 random bits."""
         path = self._path(row)
-        where = printable(str(path))
         with _opened(path) as file:
-            if file.samplerate != self.rate:
-                raise DataError(
-                    f"{where}: it has {file.samplerate} samples per second, not data.rate={self.rate}: convert it "
-                    f"(ffmpeg -i IN -ar {self.rate} OUT), or set data.rate if all files have another rate"
-                )
-            if self._channels not in (1, file.channels):
-                raise DataError(
-                    f"{where}: it has {file.channels} channel(s), not data.channels={self._channels}; with "
-                    "data.channels=1 a row is the mean of all"
-                )
+            self._check(file, path)
             spare = file.frames - self._samples
             try:
                 if spare > 0 and self._random:
-                    file.seek(int(np.random.default_rng(seed).integers(spare + 1)))
-                samples = file.read(self._samples, dtype="float32", always_2d=True)
+                    file.seek(drawn * (spare + 1) >> 64)
+                if file.channels == 1:
+                    count = len(file.read(out=window[0]))
+                else:
+                    samples = file.read(self._samples, dtype="float32").T
+                    count = samples.shape[1]
+                    window[:, :count] = samples if self._channels > 1 else samples.mean(axis=0)
             except RuntimeError as error:
                 raise DataError(
-                    f"{where}: it cannot be decoded ({printable(str(error))})"
+                    f"{printable(str(path))}: it cannot be decoded ({printable(str(error))})"
                 ) from error
-        if not len(samples):
-            raise DataError(f"{where}: it has no samples; remove it")
-        if self._channels == 1:
-            samples = samples.mean(axis=1, keepdims=True)
-        window[:, : len(samples)] = samples.T
+        if not count:
+            raise DataError(f"{printable(str(path))}: it has no samples; remove it")
+        if count < (wanted := min(self._samples, file.frames)):
+            raise DataError(
+                f"{printable(str(path))}: it ends {wanted - count:,} samples early; copy it again, or remove it"
+            )
+
+    def _check(self, file: Any, path: Path) -> None:
+        """Raise :class:`DataError` for a file of another rate, or of other channels."""
+        if file.samplerate != self.rate:
+            raise DataError(
+                f"{printable(str(path))}: it has {file.samplerate} samples per second, not data.rate={self.rate}: "
+                f"convert it (ffmpeg -i IN -ar {self.rate} OUT), or set data.rate if all files have another rate"
+            )
+        if self._channels not in (1, file.channels):
+            raise DataError(
+                f"{printable(str(path))}: it has {file.channels} channel(s), not data.channels={self._channels}; with "
+                "data.channels=1 a row is the mean of all"
+            )
 
     def _path(self, row: int) -> Path:
         return self._clips.root / self._clips.names[row]
@@ -183,53 +193,55 @@ class AudioTable:
 
 
 def _of_folder(root: Path) -> Clips:
-    """Return the sound files in the folders of ``root``, whose names are the classes, also of those without files."""
+    """Return the sound files in the subfolders of ``root``. Each subfolder is a class, even without files."""
     suffixes = _ALSO | {f".{name.lower()}" for name in _soundfile().available_formats()}
     classes = sorted(
         each.name for each in os.scandir(root) if each.is_dir() and not each.name.startswith(".")
     )
     names, labels = [], []
     for label, folder in enumerate(classes):
-        for where, folders, files in os.walk(root / folder):
+        _check_folder(root, folder)
+        for where, folders, files in os.walk(root / folder, onerror=_unreadable):
             folders.sort()
             for file in sorted(files):
                 path = Path(where, file)
                 if path.suffix.lower() in suffixes and not file.startswith("."):
                     name = path.relative_to(root).as_posix()
-                    if path.is_symlink():
+                    if path.is_symlink() or not path.is_file():
                         inside(root, name, "data.path")
                     names.append(name)
                     labels.append(label)
     return Clips(root, names, np.array(labels, dtype=np.int64), tuple(classes))
 
 
+def _check_folder(root: Path, name: str) -> None:
+    """Raise :class:`DataError` for a link to a folder that is not below ``root``."""
+    real, top = (root / name).resolve(), root.resolve()
+    if real == top or not real.is_relative_to(top):
+        raise DataError(
+            f"data.path: the link {printable(name)} leads to {printable(str(real))}, which is not below the data's "
+            "folder; remove it, or copy the folder"
+        )
+
+
+def _unreadable(error: OSError) -> None:
+    raise DataError(
+        f"data.path: cannot list {printable(str(error.filename))} ({error.strerror}); make it readable"
+    )
+
+
 def _of_csv(table: Path) -> Clips:
     """Return the sound files that a CSV file names, and their labels."""
-    where = printable(str(table))
     names, labels = [], []
-    try:
-        with table.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            if missing := {"path", "label"} - set(reader.fieldnames or ()):
-                raise DataError(
-                    f"{where}: the first line has no {', '.join(sorted(missing))}; it names the columns path and label"
-                )
-            for row in reader:
-                at = f"{where}:{reader.line_num}"
-                if not row["path"] or not row["label"]:
-                    raise DataError(f"{at}: the path or the label is empty")
-                inside(table.parent, row["path"], at)
-                names.append(row["path"])
-                labels.append(row["label"])
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(
-            f"{where}: it is no CSV file in UTF-8 ({printable(str(error))}); data.path takes a folder or a CSV file"
-        ) from error
+    for line, name, label in labelled_files(table):
+        inside(table.parent, name, f"{printable(str(table))}: line {line}")
+        names.append(name)
+        labels.append(label)
     return Clips(table.parent, names, *_numbered(labels))
 
 
 def _numbered(labels: list[str]) -> tuple[Array, tuple[str, ...] | None]:
-    """Return labels as numbers, with the names of the classes unless all labels are numbers already."""
+    """Return labels as numbers, and the class names; None instead of names if all labels are numbers already."""
     for dtype in (np.int64, np.float32):
         try:
             found = np.array(labels, dtype=dtype)
@@ -243,10 +255,18 @@ def _numbered(labels: list[str]) -> tuple[Array, tuple[str, ...] | None]:
 
 
 def _opened(path: Path) -> Any:
-    """Return the sound file, opened. Raises :class:`DataError` for a file that is none."""
+    """Open a sound file. Raises :class:`DataError` for a file in another format, and for one that ends early."""
     try:
+        with path.open("rb") as file:
+            head, size = file.read(8), os.fstat(file.fileno()).st_size
+        promised = len(head) + int.from_bytes(head[4:], "little")
+        # libsndfile takes a WAV file that ends early for a short one. Programs that write into pipes promise the most.
+        if head.startswith(b"RIFF") and size < promised < _OF_PIPES:
+            raise DataError(
+                f"{printable(str(path))}: it ends after {size:,} of {promised:,} bytes; copy it again, or remove it"
+            )
         return _soundfile().SoundFile(path)
-    except (RuntimeError, OSError, TypeError) as error:
+    except (RuntimeError, OSError, TypeError, UnicodeError) as error:
         raise DataError(
             f"{printable(str(path))}: it cannot be read as sound ({printable(str(error))}); remove or replace it"
         ) from error

@@ -1,7 +1,7 @@
-"""Rows of conversations: the loss counts the assistant's tokens alone.
+"""Rows of conversations, with the assistant's tokens as the only targets of the loss.
 
-All conversations are rendered with the tokenizer's chat template and tokenized once, into a file that the ranks map.
-So each error is found before the first step, and reading a row neither parses nor tokenizes.
+All conversations are rendered with the tokenizer's chat template and tokenized once, into a file that all ranks map. So
+all errors appear before the first step, and no parsing or tokenizing happens during training.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class ChatDataConfig(IndexedDataConfig):
-    """Conversations, of which the loss counts the assistant's tokens.
+    """Conversations. Only the assistant's tokens are targets of the loss.
 
-    ``path``: a ``.jsonl`` or ``.parquet`` file, or a folder of which all of these are read. ``tokenizer``: a folder
-    that ``save_pretrained`` of transformers wrote. ``template``: a file with a chat template; auto is the tokenizer's.
-    ``too_long``: truncate cuts a conversation of more than ``model.sequence`` tokens at its end, and leaves it out if
-    no token of the assistant remains; drop leaves out every such conversation.
+    ``path``: a ``.jsonl`` or ``.parquet`` file, or a folder with such files. ``tokenizer``: a folder written by
+    ``save_pretrained`` of transformers. ``template``: a file with a chat template; auto uses the tokenizer's template.
+    ``too_long``: truncate shortens a conversation to its first ``model.sequence`` tokens, and skips it if these have no
+    token of the assistant; drop skips every conversation that is longer.
     """
 
     name: str = "chat"
@@ -91,8 +91,12 @@ class ChatDataConfig(IndexedDataConfig):
         super().__post_init__()
         check_choice("data.too_long", self.too_long, TOO_LONG)
 
+    @property
+    def pads_rows(self) -> bool:
+        return True
+
     def table(self, model: ModelConfig, *, quiet: bool = True) -> Table:
-        """Return the conversations: of a model of transformers with labels among its inputs."""
+        """Return the conversations as rows. For a model of transformers, the inputs include the labels."""
         labelled = model.name == "huggingface"
         length = model.sequence if labelled else model.sequence + 1
         found = self._tokenized(model, quiet=quiet)
@@ -117,7 +121,8 @@ class ChatDataConfig(IndexedDataConfig):
         return model.sequence
 
     def _tokenized(self, model: ModelConfig, *, quiet: bool) -> TokenFile:
-        """Return the tokens of all conversations, mapped from their cache file, where no tokenizer is loaded."""
+        """Return the tokens of all conversations, mapped from their cache file. A run that finds the cache file loads
+        no tokenizer."""
         files = _find(data_path("data.path", self.path), self.path)
         stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
         named = f"data.tokenizer={printable(self.tokenizer)}"
@@ -138,9 +143,10 @@ class ChatDataConfig(IndexedDataConfig):
         return found
 
     def _template(self) -> tuple[Path, str]:
-        """Return the folder of the tokenizer, and the text of ``template``, empty for the tokenizer's."""
-        folder = data_path("data.tokenizer", self.tokenizer)
-        if not folder.is_dir():
+        """Return the folder of the tokenizer, and the text of the file ``template``; "" stands for the tokenizer's own
+        template."""
+        folder = data_path("data.tokenizer", self.tokenizer) if self.tokenizer else None
+        if folder is None or not folder.is_dir():
             raise ConfigError(
                 f"data.tokenizer={printable(self.tokenizer)}: data=chat needs a folder that save_pretrained of "
                 "transformers wrote, for the special tokens"
@@ -155,7 +161,7 @@ class ChatDataConfig(IndexedDataConfig):
             ) from error
 
     def _rows(self, found: TokenFile, length: int, *, quiet: bool) -> DocumentRows:
-        """Return a row for each conversation that has a target in its first ``length`` tokens."""
+        """Return one row for each conversation that has a target among its first ``length`` tokens."""
         starts = np.concatenate([np.zeros(1, dtype=np.int64), found.ends[:-1]])
         sizes = found.ends - starts
         long = sizes > length
@@ -199,7 +205,8 @@ class ChatTemplate:
 
     @classmethod
     def open(cls, folder: Path, template: str, named: str) -> ChatTemplate:
-        """Return ``template``, or that of the tokenizer in ``folder`` if it is empty. ``named``: the setting."""
+        """Return the template with the text ``template``, or the tokenizer's own template if the text is empty.
+        ``folder``: the tokenizer's folder. ``named``: the setting that names the template, for error messages."""
         tokenizer = load_pretrained(folder)
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise ConfigError(
@@ -215,10 +222,12 @@ class ChatTemplate:
         return cls(tokenizer, template)
 
     def render(self, messages: Messages, tools: Any, where: str) -> tuple[str, Spans]:
-        """Return the text of a conversation, and the first and last place of each answer in it.
+        """Return the text of a conversation, and the character range (start, end) of each answer in it.
 
-        Answers are what ``{% generation %}`` encloses in the template. Without it, an answer is what a conversation
-        that ends with it has more than the conversation before it, with the prompt for an answer."""
+        If the template has ``{% generation %}``, these blocks are the answers. Otherwise the conversation is rendered
+        twice for each answer: up to and including the answer, and up to the prompt for it. The answer is the
+        difference.
+        """
         if self._marked:
             return self._rendered(messages, tools, where)
         (text, _), spans = self._rendered(messages, tools, where), Spans()
@@ -259,13 +268,13 @@ class ChatTemplate:
         return text, spans[0] if spans else []
 
     def encode(self, texts: list[str]) -> list[tuple[list[int], Spans]]:
-        """Return the ids of each text, and the first and last place of each token in it."""
+        """Return the ids of each text, and the character range (start, end) of each token."""
         found = self._backend.encode_batch(texts, add_special_tokens=False)
         return [(each.ids, each.offsets) for each in found]
 
 
 def marked(ids: list[int], offsets: Spans, spans: Spans) -> NDArray[np.int64]:
-    """Return ``ids``, with ``NO_TARGET`` added to those without a character of ``spans``."""
+    """Return ``ids``, with ``NO_TARGET`` added to the ids of tokens that lie outside of all ``spans``."""
     found = np.asarray(ids, dtype=np.int64) + NO_TARGET
     places = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
     for start, stop in spans:
@@ -279,7 +288,7 @@ def marked(ids: list[int], offsets: Spans, spans: Spans) -> NDArray[np.int64]:
 
 
 def _find(path: Path, text: str) -> list[Path]:
-    """Return the files at or below ``path`` in sorted order."""
+    """Return the conversation files: ``path`` itself, or the files in this folder, sorted."""
     if path.is_dir():
         found = sorted(
             each for each in path.rglob("*") if each.suffix in _SUFFIXES and each.is_file()
@@ -323,7 +332,7 @@ def _batches(examples: Iterator[tuple[str, Any]]) -> Iterator[list[tuple[str, An
 
 
 def _examples(files: list[Path], advance: Advance) -> Iterator[tuple[str, Any]]:
-    """Yield each example and where it is."""
+    """Yield (place, example) pairs, where place names the file and line for error messages."""
     for file in files:
         read = _of_parquet if file.suffix == ".parquet" else _of_lines
         for where, example in read(file, advance):
@@ -365,15 +374,15 @@ def _of_parquet(path: Path, advance: Advance) -> Iterator[tuple[str, Any]]:
                     number += 1
                     yield f"{name}, row {number}", example
                 advance(size * len(batch) // rows)
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, UnicodeError, pyarrow.ArrowException) as error:
         raise DataError(
             f"{name}, row {number + 1}: it cannot be read ({printable(str(error)):.200})"
         ) from error
 
 
 def conversation(example: Mapping[str, Any], where: str) -> Messages:
-    """Return the messages of an example: ``messages``, ``conversations`` as ShareGPT writes them, or a pair of question
-    and answer. Raises :class:`DataError`, naming ``where``, for any other."""
+    """Return the messages of an example. An example has ``messages``, ``conversations`` (as ShareGPT writes them), or a
+    pair of question and answer. Raises :class:`DataError`, naming ``where``, for any other example."""
     lists = (example.get(key) for key in ("messages", "conversations"))
     if (found := next((each for each in lists if each is not None), None)) is None:
         found = _of_pair(example, where)
@@ -406,7 +415,7 @@ def _of_pair(example: Mapping[str, Any], where: str) -> Any:
 
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a message with a role, without keys that have no value, which Parquet adds to all."""
+    """Return a message that has a role, without its null keys. Parquet files have all keys in every message."""
     found = {key: value for key, value in message.items() if value is not None or key == "content"}
     if "role" not in found and "from" in found:
         name = str(found["from"])

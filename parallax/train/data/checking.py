@@ -1,7 +1,7 @@
 """Find broken images by their sizes and headers, before the first step.
 
-Which rows there are must be equal on all ranks and in all epochs. So broken images are left out before rows are
-numbered, by their headers alone, and an image that breaks only in decoding ends the run.
+All ranks and all epochs must have the same rows. So images with a broken header are skipped before rows are numbered.
+An image with a valid header that cannot be decoded ends the run.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ logger = logging.getLogger("parallax")
 
 
 class FileStore(EncodedStore, Protocol):
-    """Encoded images, also as files."""
+    """Encoded images that can also be opened as files."""
 
     def files(self, items: Numbers) -> Iterator[IO[bytes]]:
-        """Yield ``items`` as files, each open until the next."""
+        """Yield an open file for each of ``items``. Each file is closed when the next is opened."""
 
 
 def sound_items(
@@ -39,10 +39,11 @@ def sound_items(
     *,
     quiet: bool = True,
 ) -> tuple[Numbers, list[int]]:
-    """Return the items that are sound and those that are broken, of ``items`` of ``store`` (all by default).
+    """Return the numbers of the sound and of the broken images among ``items`` of ``store`` (all by default).
 
-    ``digest()`` identifies the store, whose headers are checked only once. With ``broken=refuse`` raises
-    :class:`DataError` for a broken item, judged by its size alone."""
+    With ``broken=skip`` headers are checked, once for each store; ``digest()`` identifies the store. With
+    ``broken=refuse`` only sizes are checked, and a broken image raises :class:`DataError`.
+    """
     items = np.arange(len(store.sizes)) if items is None else items
     limit = parse_bytes(config.max_file, "data.max_file")
     sizes = store.sizes[items]

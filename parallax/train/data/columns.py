@@ -1,4 +1,4 @@
-"""Named columns of files: which are the model's inputs and which the loss's targets."""
+"""Select the named columns of a file that are the model's inputs and the loss's targets."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _SAMPLED = 32  # rows of which a fingerprint has the values
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of each part of a row. A part of one column is an array; a part of several, and the inputs of a model
-    that takes them by name, is a mapping."""
+    """The names of the input columns and of the target columns. A single column is read as an array; several columns,
+    and any inputs of a model that takes keyword arguments, are read as a mapping."""
 
     parts: Mapping[str, tuple[str, ...]]
     by_name: bool
@@ -34,8 +34,8 @@ class Columns:
     def chosen(
         cls, label: str, known: Collection[str], inputs: Names, targets: Names, *, by_name: bool
     ) -> Columns:
-        """Return the columns that ``inputs`` and ``targets`` name among those ``known``; auto follows the rules of
-        ``data=dataset``. Raises :class:`DataError` for a name that is not known."""
+        """Return the columns that the settings ``inputs`` and ``targets`` name. auto follows the rules of
+        ``data=dataset``. Raises :class:`DataError` for a name that is not ``known``."""
         several = listed(targets)
         if missing := [name for name in several if name not in known]:
             raise DataError(
@@ -56,11 +56,11 @@ class Columns:
         return cls({INPUTS: tuple(wanted), TARGETS: tuple(several) or (found[TARGETS],)}, by_name)
 
     def names(self, parts: Collection[str]) -> tuple[str, ...]:
-        """Return the names of all columns of ``parts``, each once."""
+        """Return the names of all columns of ``parts`` without duplicates."""
         return tuple(dict.fromkeys(name for part in sorted(parts) for name in self.parts[part]))
 
     def values(self, arrays: Mapping[str, Array], parts: Collection[str]) -> Values:
-        """Return ``parts`` of the rows in ``arrays``, by column."""
+        """Return the values of ``parts``. ``arrays``: column name → values of the rows."""
         found: Values = {}
         for part in parts:
             names = self.parts[part]
@@ -74,8 +74,8 @@ class Columns:
 def digest_of_columns(
     names: Sequence[str], rows: int, read: Callable[[str, Numbers], Array]
 ) -> str:
-    """Return a digest of the columns ``names`` of ``rows`` rows: type, shape and the values of a few rows, for which
-    ``read`` is called."""
+    """Return a digest of the columns ``names``: dtype, shape, and the values of a few of the ``rows`` rows. ``read``
+    returns rows of a column."""
     chosen = np.unique(np.linspace(0, rows - 1, _SAMPLED).astype(np.int64))
     found = 0
     for name in names:
@@ -86,12 +86,12 @@ def digest_of_columns(
 
 
 def listed(names: Names) -> list[str]:
-    """Return the names, none for auto."""
+    """Return the names as a list; an empty list for auto."""
     if isinstance(names, str):
         return [] if names == AUTO else [names]
     return list(names)
 
 
 def _argument(name: str) -> str:
-    """Return the name of a model's argument: that of the column, or of a file without its folder."""
+    """Return the model's argument for a column or file: its name without folders."""
     return name.rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""Rows of a user's source."""
+"""Rows of a data source that the user implements."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ _OFFERED = {
 class CustomDataConfig(DataConfig):
     """The user's own data source.
 
-    ``target``: the factory as ``package.module:function``, which returns a
-    :class:`~parallax.train.data.source.Source`. ``kwargs``: its arguments, on the command line as
-    ``data.kwargs.path=/rows``.
+    ``target``: the factory as ``package.module:function``, which returns a :class:`~parallax.train.data.source.Source`.
+    ``kwargs``: its keyword arguments, for example ``data.kwargs.path=/rows`` on the command line.
     """
 
     name: str = "custom"

@@ -47,12 +47,13 @@ class DatasetDataConfig(IndexedDataConfig):
     """Settings of a user's ``Dataset``.
 
     ``target``: a factory as ``package.module:function`` that returns a map-style dataset (with ``__len__`` and
-    ``__getitem__``), a Hugging Face dataset, an iterable dataset, or a ``DataLoader``, of which dataset and
-    ``collate_fn`` are used. ``kwargs``: its arguments. ``collate``: a function that makes a batch of a list of
-    examples; auto is the loader's, or torch's ``default_collate``. ``inputs``, ``targets``: where examples are
-    mappings, the keys of the model's inputs and of the loss's targets; auto takes as targets the first of labels,
-    label, targets, target and y, and as inputs all other keys, and labels too for a model of transformers, which
-    computes its loss with them. Of a tuple, the last value is the targets.
+    ``__getitem__``), a Hugging Face dataset, an iterable dataset, or a ``DataLoader``. Of a loader, only the dataset
+    and ``collate_fn`` are used. ``kwargs``: keyword arguments of the factory. ``collate``: a function that converts a
+    list of examples to a batch; auto is the loader's ``collate_fn`` or torch's ``default_collate``. ``inputs``,
+    ``targets``: for examples that are mappings, the keys of the model's inputs and of the loss's targets; auto uses the
+    first of labels, label, targets, target and y as targets and all other keys as inputs. A model of transformers,
+    which computes its own loss, also gets the labels as an input. For examples that are tuples, the last value is the
+    targets.
     """
 
     name: str = "dataset"
@@ -94,7 +95,7 @@ class DatasetDataConfig(IndexedDataConfig):
         return made, collate
 
     def _check_loader(self, loader: DataLoader[Any]) -> None:
-        """Refuse a loader with an order of its own: the order of rows is the run's."""
+        """Refuse a loader that sets an order of rows, because the run decides the order."""
         if isinstance(loader.dataset, IterableDataset):
             return
         for name, usual in (
@@ -175,7 +176,7 @@ class Split:
 
 
 class DatasetTable:
-    """The examples of a map-style dataset, collated."""
+    """The collated examples of a map-style dataset."""
 
     whole = True
 
@@ -233,8 +234,8 @@ class DatasetTable:
             ) from error
 
     def _identified(self) -> str:
-        """Return a digest of the number of rows and of three rows. Raises :class:`DataError` if reading a row twice
-        gives other values."""
+        """Return a digest of the number of rows and of three rows. Raises :class:`DataError` if a second read of a row
+        returns other values."""
         found = str(self._rows)
         for row in sorted({0, self._rows // 2, self._rows - 1}):
             rows, seeds = np.array([row]), np.array([row], dtype=np.uint64)
@@ -250,7 +251,7 @@ class DatasetTable:
 
 
 def placed(error: Exception) -> str:
-    """Return the class, text and line of an error in the user's code."""
+    """Return the class, message and source line of an error in the user's code."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = (str(error).splitlines() or [""])[0]
     return printable(f"{type(error).__name__}: {text} ({frame.filename}:{frame.lineno})")

@@ -1,4 +1,4 @@
-"""Images: encoded bytes become rows of float32 values of one size, for each kind of data that holds images."""
+"""Decode encoded images to float32 rows of one size, for all kinds of data with images."""
 
 from __future__ import annotations
 
@@ -53,22 +53,21 @@ _MODES = {3: "RGB", 1: "L"}
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDataConfig(IndexedDataConfig):
-    """Settings of all kinds of data that hold images.
+    """Settings of all kinds of data with images.
 
-    ``size``: pixels of each side of a row. ``resize``: pixels of the short side, from which ``crop`` center cuts the
-    middle; auto is ``size``. ``crop``: center; or random, which cuts from training rows a box whose share of the area
-    is drawn from ``scale`` and whose width by height is drawn from ``ratio``, and resizes it. ``flip``: mirror a
-    training row with probability 1/2. ``interpolation``: bilinear, bicubic, lanczos, box, hamming or nearest.
-    ``channels``: 3 (RGB) or 1 (grey), into which all images are converted; transparency is
-    dropped, and of 16 bits the upper 8 are kept. ``mean``, ``std``: of each channel, on a scale from 0 to 1, for
-    normalization; auto is ImageNet's. ``transform``: a function as ``package.module:function`` that is called with a
-    Pillow image, as converted to ``channels``, instead of the steps above, such as a composition of torchvision's
-    transforms; it returns a Pillow image, which is normalized, or a tensor or array, which is used as it is. Random
-    numbers of Python's, numpy's and torch's global generators are seeded for each row. ``broken``: refuse ends the run
-    at a file that is no image; skip checks the headers of all files once, at the first start, and leaves broken ones
-    out; a file that breaks only in decoding is refused. ``max_pixels``: the most pixels of one image, as stored.
-    ``max_file``: the most bytes of one encoded image. ``in_memory``: read the encoded rows into memory at the start;
-    workers share it.
+    ``size``: height and width of a row in pixels. ``resize``: length of the short side, in pixels, before
+    ``crop=center`` crops the middle; auto is ``size``. ``crop``: center; or random, which crops a random box of each
+    training row and resizes it. The box's share of the area is drawn from ``scale``, its width / height from ``ratio``.
+    ``flip``: mirror a training row with probability 1/2. ``interpolation``: bilinear, bicubic, lanczos, box, hamming or
+    nearest. ``channels``: 3 converts all images to RGB, 1 to grey; transparency is dropped, and 16-bit values keep
+    their upper 8 bits. ``mean``, ``std``: values for the normalization of each channel, on a scale from 0 to 1; auto
+    uses ImageNet's. ``transform``: a function as ``package.module:function`` that replaces the steps above, such as a
+    composition of torchvision's transforms. It gets a Pillow image with ``channels`` channels, and returns a Pillow
+    image, which is normalized, or a tensor or array, which is used unchanged. The global generators of Python, numpy
+    and torch are seeded for each row. ``broken``: refuse ends the run at a file that is not an image; skip checks the
+    headers of all files once, at the first start, and skips broken files. In both cases a file that cannot be decoded
+    ends the run. ``max_pixels``: the maximum pixels of a stored image. ``max_file``: the maximum bytes of an encoded
+    image. ``in_memory``: read all encoded images into memory at the start; workers share this memory.
     """
 
     size: int = 224
@@ -132,7 +131,7 @@ class ImageDataConfig(IndexedDataConfig):
 
     @property
     def short_side(self) -> int:
-        """The pixels of the short side before the middle is cut out."""
+        """The length of the short side, in pixels, before the middle is cropped."""
         return self.size if isinstance(self.resize, str) else self.resize
 
     def shapes(self, model: ModelConfig) -> Shapes | None:  # noqa: ARG002
@@ -149,7 +148,7 @@ class ImageDataConfig(IndexedDataConfig):
 
 
 class ImageDecoder:
-    """Makes rows of encoded images as ``config`` says. ``augment``: whether to cut and mirror at random."""
+    """Converts encoded images to rows with the settings ``config``. ``augment``: whether to crop and flip at random."""
 
     def __init__(self, config: ImageDataConfig, *, augment: bool = True) -> None:
         try:
@@ -176,14 +175,14 @@ class ImageDecoder:
         self._shift = (-np.asarray(mean, np.float64)[:, None, None] * scale).astype(np.float32)
 
     def plain(self) -> ImageDecoder:
-        """Return the decoder for evaluation, which draws nothing itself."""
+        """Return the decoder for evaluation, without random crops and flips."""
         return ImageDecoder(self._config, augment=False)
 
     # ------------------------------------------------------------------------------------------ rows
 
     def batch(self, images: Sequence[Encoded], seeds: Seeds, where: Callable[[int], str]) -> Any:
-        """Return ``images`` as one tensor of float32 values (rows, channels, height, width). ``where(i)`` is the place
-        of image i, for errors."""
+        """Return ``images`` as one float32 tensor of shape (rows, channels, height, width). ``where(i)`` is the place
+        of image i, for error messages."""
         if self._transform is not None:
             return self._transformed(images, seeds, where)
         side = self._config.size
@@ -195,14 +194,15 @@ class ImageDecoder:
         return torch.from_numpy(found)
 
     def _normalize(self, pixels: Pixels, row: NDArray[np.float32]) -> None:
-        """Write normalized ``pixels`` to ``row``, channels first, while both are in the cache."""
+        """Write normalized ``pixels`` to ``row``, channels first. One row at a time stays in the CPU cache."""
         row[...] = pixels.transpose(2, 0, 1)
         row *= self._scale
         row += self._shift
 
     @contextlib.contextmanager
     def _named(self, place: int, where: Callable[[int], str]) -> Iterator[None]:
-        """Raise errors of Pillow, of which there are many kinds, with the place of the image."""
+        """A context that converts errors of Pillow, which have many classes, to :class:`DataError` that names the
+        image."""
         try:
             yield
         except DataError:
@@ -214,7 +214,7 @@ class ImageDecoder:
             ) from error
 
     def _row(self, data: Encoded, seed: int) -> Pixels:
-        """Return one row of (size, size, channels)."""
+        """Return one decoded row of shape (size, size, channels)."""
         side = self._config.size
         image = self._opened(io.BytesIO(data), len(data))
         turn = self._orientation(image)
@@ -244,8 +244,8 @@ class ImageDecoder:
     # ----------------------------------------------------------------------------------------- images
 
     def fault(self, file: IO[bytes], size: int) -> str:
-        """Return why a file of ``size`` bytes holds no image, judged by its header; empty if it may hold one. Raises
-        OSError if it cannot be read."""
+        """Return the reason why a file of ``size`` bytes is not an image, judged by its header; "" if it seems to be
+        one. Raises OSError if the file cannot be read."""
         try:
             self._opened(file, size)
         except Exception as error:
@@ -255,7 +255,7 @@ class ImageDecoder:
         return ""
 
     def _opened(self, file: IO[bytes], size: int) -> Image:
-        """Return the image of ``file``, of which only the header is read."""
+        """Return the image of ``file`` without decoding its pixels."""
         if size > self._most_bytes:
             raise ValueError(
                 f"it has {size:,} bytes, more than data.max_file={self._config.max_file}"
@@ -275,7 +275,7 @@ class ImageDecoder:
         return image
 
     def _orientation(self, image: Image) -> int:
-        """Return how Exif says that the image is turned, from 1 to 8. Only a JPEG's pixels are not read yet."""
+        """Return the Exif orientation of the image, 1 to 8. Reading it decodes no pixels of a JPEG."""
         if image.format not in _JPEG:
             image.load()
         if image.format == "TIFF":  # Pillow turns these itself
@@ -286,7 +286,7 @@ class ImageDecoder:
         return 1
 
     def _upright(self, image: Image, turn: int) -> Image:
-        """Return the image in the mode of ``channels``, turned as Exif says."""
+        """Return the image in the mode for ``channels``, rotated or mirrored by the Exif orientation ``turn``."""
         if image.mode in ("I", "F") or image.mode.startswith("I;16"):
             image = self._eight_bits(image)
         if image.mode != self._mode:
@@ -307,7 +307,7 @@ class ImageDecoder:
         )
 
     def _eight_bits(self, image: Image) -> Image:
-        """Return a grey image of 16 bits as one of 8: Pillow's own conversion clips the values."""
+        """Return a 16-bit grey image as 8-bit. Pillow's own conversion would clip the values."""
         values = np.asarray(image)
         if image.mode == "F" or values.min(initial=0) < 0 or values.max(initial=0) > 0xFFFF:
             raise ValueError("its pixels have 32 bits; use a data.transform after converting it")
@@ -316,7 +316,7 @@ class ImageDecoder:
     # --------------------------------------------------------------------------------------- geometry
 
     def _drawn(self, width: int, height: int, seed: int) -> tuple[Box, bool]:
-        """Return the box to cut out of an image, and whether to mirror it."""
+        """Draw the crop box of an image, and whether to flip it."""
         if not self._random and not self._flip:
             return self._center(width, height), False
         draw = np.random.Generator(np.random.PCG64(seed))
@@ -339,8 +339,8 @@ class ImageDecoder:
         return (x, y, x + across, y + down), mirrored
 
     def _center(self, width: int, height: int) -> Box:
-        """Return the box that is the middle of the image once its short side is resized: the same pixels as
-        torchvision's Resize and CenterCrop cut."""
+        """Return the box of the center crop, in pixels of the original image: the same region as torchvision's Resize
+        and CenterCrop."""
         side, short = self._config.size, self._config.short_side
         least = min(width, height)
         sizes = [short if each == least else int(short * each / least) for each in (width, height)]
@@ -359,7 +359,7 @@ class ImageDecoder:
     def _transformed(
         self, images: Sequence[Encoded], seeds: Seeds, where: Callable[[int], str]
     ) -> Any:
-        """Return the rows that the user's function makes."""
+        """Return the rows that the user's ``transform`` returns for ``images``."""
         assert self._transform is not None
         found: list[Any] = []
         with own_generators():
@@ -380,7 +380,7 @@ class ImageDecoder:
         return self._collated(found, where)
 
     def _array(self, value: Any) -> Any:
-        """Return what the user's function returned as a tensor, or as pixels if it is an image."""
+        """Convert the result of the user's function: a Pillow image to normalized pixels, anything else to a tensor."""
         if isinstance(value, self._pillow.Image):
             value = self._upright(value, 1)
             return np.asarray(value).reshape(value.height, value.width, self._config.channels)
@@ -417,7 +417,7 @@ def _kind(value: Any) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error of Pillow in one line, without the address of the object that it names."""
+    """Return an error of Pillow as one line, without memory addresses."""
     text = (str(error).splitlines() or [""])[0]
     if text.startswith("cannot identify image file"):
         return f"it is no image of a known format ({', '.join(_FORMATS)})"

@@ -1,4 +1,4 @@
-"""Fields of samples: from the encoded bytes of several samples to one tensor."""
+"""Decoders for the fields of samples: each converts the encoded bytes of several samples to one tensor."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _HEADERS = {
 
 
 class SampleField(Protocol):
-    """Decodes one part of the samples."""
+    """Decodes one field of several samples."""
 
     def __call__(self, encoded: Sequence[Encoded], seeds: Seeds, where: Where) -> Any:
-        """Return the values as one tensor. ``where(i)`` is the place of value i, for errors."""
+        """Return the values as one tensor. ``where(i)`` is the place of value i, for error messages."""
 
     def plain(self) -> SampleField:
-        """Return the field for evaluation."""
+        """Return the field for evaluation, without random augmentation."""
 
 
 class ImageField:
-    """Images."""
+    """Decodes images."""
 
     def __init__(self, decoder: ImageDecoder) -> None:
         self._decoder = decoder
@@ -55,7 +55,7 @@ class ImageField:
 
 
 class ValueField:
-    """Values that ``decode`` makes of bytes."""
+    """Decodes values with ``decode``, which converts the bytes of one value to an array."""
 
     def __init__(self, decode: Callable[[bytes], NDArray[Any]]) -> None:
         self._decode = decode
@@ -87,7 +87,7 @@ class ValueField:
 
 @dataclass(frozen=True)
 class Choice:
-    """Fields of samples of which each has one, all of the same ``kind``: image, array, number or json."""
+    """Alternative names of one field; a sample has one of them. ``kind``: image, array, number or json."""
 
     names: tuple[str, ...]
     kind: str
@@ -95,7 +95,7 @@ class Choice:
 
     @classmethod
     def of(cls, key: str, given: Sequence[str]) -> Choice:
-        """Return the fields that the setting ``key`` names."""
+        """Return the alternatives that the setting ``key`` lists."""
         found = [cls._of_one(key, each.strip()) for each in given]
         if not found or len({(each.kind, each.key) for each in found}) > 1:
             raise ConfigError(
@@ -122,7 +122,7 @@ class Choice:
         return cls((name,), kinds[last])
 
     def field(self, decoder: ImageDecoder | None) -> SampleField:
-        """Return the field. ``decoder``: of images."""
+        """Return the decoder of the field. ``decoder``: for images."""
         if self.kind == "image":
             assert decoder is not None
             return ImageField(decoder)
@@ -135,7 +135,7 @@ class Choice:
 
 
 def number(data: bytes) -> NDArray[Any]:
-    """Return a whole number that is written as text."""
+    """Return the integer that ``data`` holds as text."""
     if not re.fullmatch(rb"\s*[+-]?[0-9]{1,18}\s*", data):
         raise ValueError(f"{data[:40]!r} is no whole number")
     return np.array(int(data), np.int64)
@@ -153,7 +153,7 @@ def of_json(data: bytes, key: str) -> NDArray[Any]:
 
 
 def of_npy(data: bytes) -> NDArray[Any]:
-    """Return the array of an npy file, in the machine's byte order. Objects, which would be pickled, are refused."""
+    """Return the array of .npy data, in native byte order. Object arrays, which need pickle, are refused."""
     file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)
     if version not in _HEADERS:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import csv
 import os
 import re
-import stat
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +21,7 @@ from parallax.model.source import ModelConfig
 from parallax.train.data.checking import sound_items
 from parallax.train.data.decoding import SUFFIXES, ImageDataConfig, ImageDecoder
 from parallax.train.data.index import Index, NameList, Names, cached, integers
+from parallax.train.data.labels import labelled_files
 from parallax.train.data.order import Numbers, Seeds
 from parallax.train.data.paths import data_path, inside
 from parallax.train.data.progress import progress
@@ -38,11 +37,10 @@ _SETTLED_NS = 2 * 10**9  # a folder that changed later may change again without 
 class ImagesDataConfig(ImageDataConfig):
     """Images in files.
 
-    ``path``: a folder with a folder for each class, in which images may lie in further folders; labels are the numbers
-    of the classes' sorted names. Names that begin with a dot, and files without a suffix of an image, are left out.
-    ``labels``: a CSV file with a header and the columns ``path``, a file below the folder, and ``label``; labels are
-    whole numbers, which are used as they are, or names, which are numbered in sorted order. Held-out sets number their
-    classes as the training rows do.
+    ``path``: a folder with a subfolder for each class, which may have subfolders of its own. The label is the index of
+    the class among the sorted class names. Names that start with a dot and files without an image suffix are skipped.
+    ``labels``: a CSV file with a header and the columns ``path``, relative to the folder, and ``label``. Labels are
+    integers, or names that are numbered in sorted order. Held-out sets use the class numbers of the training rows.
     """
 
     name: str = "images"
@@ -101,7 +99,7 @@ class ImagesDataConfig(ImageDataConfig):
 
 
 def _check_sets(root: Path, label: str) -> None:
-    """Refuse a folder of training and held-out rows, which would become classes."""
+    """Refuse a folder whose subfolders are sets of rows, such as train and val, because they would become classes."""
     names = {each.name.lower(): each.name for each in os.scandir(root) if each.is_dir()}
     if _TRAINING not in names or not (found := [each for each in _HELD_OUT if each in names]):
         return
@@ -118,7 +116,7 @@ def _check_sets(root: Path, label: str) -> None:
 
 
 class Files:
-    """The files of an index, below ``root``."""
+    """The image files of an index, relative to ``root``."""
 
     def __init__(self, root: Path, index: Index) -> None:
         self._root, self._index = os.fsencode(root), index
@@ -132,13 +130,13 @@ class Files:
         return printable(os.fsdecode(self._path(item)))
 
     def files(self, items: Numbers) -> Iterator[IO[bytes]]:
-        """Yield ``items`` as files."""
+        """Yield an open file for each of ``items``."""
         for item in items.tolist():
             with self._readable(item), open(self._path(item), "rb", opener=_opener) as file:
                 yield file
 
     def changed(self, item: int) -> bool:
-        """Whether the file is another one than when the index was made."""
+        """Return whether the file has changed since the index was built."""
         try:
             status = os.stat(self._path(item))
         except OSError:
@@ -147,7 +145,7 @@ class Files:
         return (status.st_size, status.st_mtime_ns) != (self.sizes[item], times[item])
 
     def forget_index(self) -> None:
-        """Remove the index from the cache, so that it is made again."""
+        """Remove the index from the cache, so that the next run builds a new one."""
         if self._index.path is not None:
             self._index.path.unlink(missing_ok=True)
 
@@ -243,7 +241,8 @@ def index_folder(root: Path, label: str, *, quiet: bool) -> Index:
 
 
 def _unchanged(root: Path, index: Index) -> bool:
-    """Whether all folders of the index are as they were: a file that is added or removed changes its folder's time."""
+    """Return whether all folders of the index are unchanged. Adding or removing a file changes the modification time of
+    its folder."""
     names = Names(index.arrays["folders"], index.arrays["folders_ends"])
     place = os.fsencode(root)
     with contextlib.suppress(OSError):
@@ -258,8 +257,8 @@ _Image = tuple[str, os.stat_result]
 
 
 def _walk(root: Path, first: str, label: str) -> Iterator[tuple[str, os.stat_result, list[_Image]]]:
-    """Yield each folder from ``first`` down with its images, by names relative to ``root``. Links below the root are
-    followed."""
+    """Yield each folder from ``first`` down, and its images, with names relative to ``root``. Symbolic links inside of
+    ``root`` are followed."""
     waiting: list[tuple[str, tuple[tuple[int, int], ...]]] = [(first, ())]
     while waiting:
         folder, above = waiting.pop()
@@ -275,7 +274,7 @@ def _walk(root: Path, first: str, label: str) -> Iterator[tuple[str, os.stat_res
 
 
 def _entries(root: Path, folder: str, label: str) -> tuple[list[str], list[_Image]]:
-    """Return the names of the folders in a folder, and its images, sorted."""
+    """Return the sorted names of the subfolders and of the images of a folder."""
     folders, images = list[str](), list[_Image]()
     try:
         with os.scandir(root / folder) as entries:
@@ -312,11 +311,11 @@ def _check_link(root: Path, name: str, label: str) -> None:
 
 
 def index_table(root: Path, table: Path, *, quiet: bool) -> Index:
-    """Return the files and labels of a CSV file, in its order."""
+    """Return an index of the files and labels of a CSV file, in its order."""
     where = printable(str(table))
     with progress("finding images", None, quiet=quiet) as advance:
         found, texts = _FoundImages(advance), list[str]()
-        for line, name, text in _rows(table, where):
+        for line, name, text in labelled_files(table):
             path = inside(root, name, f"{where}: line {line}")
             found.add(name, path.stat(), 0)
             texts.append(text)
@@ -329,36 +328,12 @@ def index_table(root: Path, table: Path, *, quiet: bool) -> Index:
     return found.index({"classes": [os.fsencode(each).hex() for each in classes]})
 
 
-def _rows(table: Path, where: str) -> Iterator[tuple[int, str, str]]:
-    """Yield the line, path and label of each row of a CSV file."""
-    if not stat.S_ISREG(table.stat().st_mode):
-        raise DataError(f"{where}: it is no regular file")
-    try:
-        with table.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            columns = [each.strip() for each in reader.fieldnames or ()]
-            if missing := [each for each in ("path", "label") if each not in columns]:
-                raise DataError(
-                    f"{where}: its header has no column {' and '.join(missing)}, but "
-                    f"{', '.join(map(printable, columns)) or 'nothing'}"
-                )
-            reader.fieldnames = columns
-            for row in reader:
-                name, text = (row["path"] or "").strip(), (row["label"] or "").strip()
-                if not name or not text:
-                    raise DataError(
-                        f"{where}: line {reader.line_num}: a path and a label are needed"
-                    )
-                yield reader.line_num, name, text
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{where}: it is no CSV file of UTF-8 ({printable(str(error))})") from error
-
-
 # ------------------------------------------------------------------------------------------------- rows
 
 
 class ImageTable:
-    """The ``rows`` of an index: images of float32 and labels of int64. ``classes``: their names, if they have any."""
+    """The ``rows`` of an index: float32 images and int64 labels. ``classes``: the class names, empty if labels are
+    numbers."""
 
     whole = False
 
@@ -390,13 +365,14 @@ class ImageTable:
         return found
 
     def plain(self) -> ImageTable:
-        """Return the table for evaluation."""
+        """Return the table for evaluation, without random augmentation."""
         found = copy.copy(self)
         found._decoder = self._decoder.plain()
         return found
 
     def number_as(self, classes: Sequence[str], key: str) -> None:
-        """Number the classes as the training rows do. ``key`` names these rows in errors."""
+        """Renumber the labels to match ``classes``, the classes of the training rows. ``key`` names this set in error
+        messages."""
         if bool(classes) != bool(self.classes):
             raise DataError(
                 f"{key}: its labels are {'names' if self.classes else 'numbers'}, and those of the training rows are "

@@ -1,6 +1,6 @@
-"""Indexes of data files: names, sizes and places, which are read once and kept in the cache.
+"""Indexes of data files: names, sizes and offsets, which are read once and cached.
 
-An index is a few arrays in one file that all ranks and workers map, so 10⁷ rows cost their memory once for each host.
+An index is a few arrays in one file. All ranks and workers of a host map this file, so 10⁷ rows use memory only once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class Index:
-    """``arrays``, and ``notes`` that JSON can hold. ``path``: its file in the cache, or None if it is not kept."""
+    """Named ``arrays``, and ``notes`` as JSON data. ``path``: the cache file; None if the index is not cached."""
 
     arrays: Arrays
     notes: dict[str, Any]
@@ -45,7 +45,7 @@ class Index:
 
 
 class Names:
-    """Names as bytes, by number, in two arrays."""
+    """An array of names, stored as one array of bytes and one array of ends."""
 
     def __init__(self, letters: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
         self._letters, self._ends = letters, ends
@@ -59,7 +59,7 @@ class Names:
 
 
 class NameList:
-    """Collects names for :class:`Names`."""
+    """Collects names, and returns them as the arrays of :class:`Names`."""
 
     def __init__(self) -> None:
         self._letters, self._ends = bytearray(), array("q")
@@ -74,7 +74,7 @@ class NameList:
 
 
 def integers(values: Iterable[int]) -> NDArray[np.int64]:
-    """Return ``values`` as an array."""
+    """Return ``values`` as an int64 array."""
     return np.array(values if isinstance(values, array) else list(values), dtype=np.int64)
 
 
@@ -84,10 +84,12 @@ def cached(
     make: Callable[[], Index],
     current: Callable[[Index], bool] = lambda index: True,
 ) -> Index:
-    """Return the index ``kind`` of ``key`` from the cache if it is ``current``; otherwise ``make`` and keep it.
+    """Return the index of ``kind`` and ``key`` from the cache if it is ``current``; otherwise call ``make`` and cache
+    the result.
 
-    One process makes it, and others of the same user on the same host wait. An index with the note ``transient`` is
-    not kept."""
+    One process builds the index; other processes of the same user on this host wait. An index with the note
+    ``transient`` is not cached.
+    """
     name = hashlib.sha256(json.dumps([key]).encode()).hexdigest()[:32]
     path = cache_directory() / f"{kind}-{name}.safetensors"
     if (found := _load(path)) is not None and current(found):
@@ -107,7 +109,7 @@ def cached(
 
 
 def _load(path: Path) -> Index | None:
-    """Return a kept index, mapped; None if there is none or if it is damaged."""
+    """Return a cached index, mapped; None if there is none or if it is damaged."""
     try:
         with safe_open(str(path), "pt") as file:
             notes = plain_json((file.metadata() or {})["notes"])
@@ -119,7 +121,7 @@ def _load(path: Path) -> Index | None:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold the lock of ``path``, where the file system has locks."""
+    """A context that holds the lock of ``path``, if the file system has locks."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

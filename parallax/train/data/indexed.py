@@ -1,7 +1,9 @@
-"""A source of training and held-out rows over tables: order, epochs, workers and resuming for every kind of data.
+"""A source of training and held-out rows from tables. It adds order, epochs, workers and resuming to every kind of
+data.
 
-The rows of a step are a function of the data, the seed, the epoch and the place in it. Ranks, stages, replicas,
-micro-batches and workers decide who reads a row, never which rows there are, and a checkpoint holds the place alone.
+The rows of a step depend only on the data, the seed, the epoch and the position in the epoch. The number of ranks,
+stages, replicas, micro-batches and workers decides which process reads a row, never which rows are read. A checkpoint
+saves only the position.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -43,16 +45,18 @@ _MOST_AUTO_WORKERS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedDataConfig(DataConfig):
-    """Settings of all kinds of data whose rows have numbers.
+    """Settings of all kinds of data with numbered rows.
 
-    ``validation``: the share of rows that is held out, auto for a twentieth of them, at most 1000, 0 for none; or sets
-    with rows of their own, each with the keys that differ from these: ``data.validation.NAME.KEY=VALUE``. ``shuffle``:
-    visit the rows in a new order in each epoch. ``last_batch``, for an epoch that does not end with a full batch:
-    continue completes it from the next epoch, keep makes it smaller, drop leaves its rows out, repeat completes it with
-    the epoch's first rows. ``workers``: processes for each rank that read rows ahead; 0 reads in the rank; auto is 0
-    where reading a row takes less than 50 µs, otherwise a share of the cores, at most 4. ``prefetch``: the most bytes
-    that a rank reads ahead.
+    ``validation``: the share of rows that is held out: auto is a twentieth, at most 1000 rows; 0 is none. Or separate
+    validation sets, each with the settings that differ from the training rows': ``data.validation.NAME.KEY=VALUE``.
+    ``shuffle``: visit the rows in a new order in each epoch. ``last_batch``: what to do with an incomplete batch at the
+    end of an epoch: continue fills it with rows of the next epoch, keep uses a smaller batch, drop skips its rows,
+    repeat fills it with the first rows of the same epoch. ``workers``: processes of each rank that prefetch rows; 0
+    reads in the rank itself; auto is 0 if reading a row takes less than 50 µs, otherwise the rank's share of the cores,
+    at most 4. ``prefetch``: the maximum bytes that a rank prefetches.
     """
+
+    reading: ClassVar[frozenset[str]] = frozenset({"workers", "prefetch"})
 
     validation: Any = AUTO
     shuffle: bool = True
@@ -85,12 +89,12 @@ class IndexedDataConfig(DataConfig):
         raise NotImplementedError(f"{type(self).__name__} has no table")
 
     def for_evaluation(self, table: Any) -> Table:
-        """Return ``table`` as held-out rows are read: without random augmentation."""
+        """Return ``table`` for evaluation, without random augmentation."""
         found: Table = table
         return found
 
     def tables(self, model: ModelConfig, *, quiet: bool = True) -> tuple[Table, dict[str, Table]]:
-        """Return the training rows, and the held-out rows of each set."""
+        """Return the training rows, and the held-out rows by name of the set."""
         whole = self.table(model, quiet=quiet)
         if not len(whole):
             raise DataError(f"{self.label}: it has no rows")
@@ -113,7 +117,7 @@ class IndexedDataConfig(DataConfig):
         return self.indexed(model, seed, quiet=quiet)
 
     def indexed(self, model: ModelConfig, seed: int, *, quiet: bool = True) -> IndexedSource:
-        """Return the source over :meth:`tables`."""
+        """Return a source of the rows of :meth:`tables`."""
         training, held_out = self.tables(model, quiet=quiet)
         order = RowOrder(len(training), seed, shuffle=self.shuffle, last=self.last_batch)
         limit = parse_bytes(self.prefetch, "data.prefetch")
@@ -127,7 +131,7 @@ class IndexedDataConfig(DataConfig):
             )
 
     def _held_out(self, rows: int) -> int:
-        """Return how many of ``rows`` rows are held out."""
+        """Return the number of rows to hold out of ``rows``."""
         if self.validation == AUTO:
             return min(max(1, round(rows * _AUTO_SHARE)), _AUTO_ROWS) if rows > 1 else 0
         return min(rows - 1, round(rows * float(self.validation)))
@@ -162,14 +166,14 @@ class IndexedDataConfig(DataConfig):
 
 
 class HeldOutRows:
-    """One set of held-out rows, in their own order."""
+    """One set of held-out rows, never shuffled."""
 
     def __init__(self, loader: Loader, rows: int) -> None:
         self._loader, self._order = loader, RowOrder(rows, 0, shuffle=False, last="keep")
         self.validation_rows = rows
 
     def validation(self, index: int, rows: int) -> Rows:
-        """Return held-out rows [index · rows, (index + 1) · rows), as many of them as there are."""
+        """Return held-out rows [index · rows, (index + 1) · rows). The last batch may be smaller."""
         first = min(index * rows, self.validation_rows)
         if first == self.validation_rows:
             raise IndexError(f"there are {self.validation_rows} held-out rows")
@@ -183,24 +187,25 @@ class HeldOutRows:
 
 
 class HeldOutSets:
-    """The held-out rows of a source: ``validation_sets`` by name, of which the first is the source's own."""
+    """The held-out rows of a source. ``validation_sets``: name → set; the first one is the main set."""
 
     validation_sets: Mapping[str, HeldOutRows]
 
     @property
     def validation_rows(self) -> int:
-        """The number of held-out rows of the first set."""
+        """The number of held-out rows of the main set."""
         return sum(each.validation_rows for each in list(self.validation_sets.values())[:1])
 
     def validation(self, index: int, rows: int) -> Rows:
-        """Return batch ``index`` of the first set of held-out rows."""
+        """Return batch ``index`` of the main set."""
         for held_out in self.validation_sets.values():
             return held_out.validation(index, rows)
         raise IndexError("no rows are held out")
 
 
 class IndexedSource(HeldOutSets):
-    """Training rows in the order of ``order``, and sets of held-out rows, exactly resumable."""
+    """Training rows in the order of ``order``, and sets of held-out rows. A resumed source yields exactly the rows that
+    follow."""
 
     def __init__(
         self,
@@ -232,7 +237,7 @@ class IndexedSource(HeldOutSets):
         workers: Workers | None = None,
         limit: int = 2**28,
     ) -> dict[str, HeldOutRows]:
-        """Return the held-out rows of ``tables``."""
+        """Return the held-out rows of ``tables``, by name of the set."""
         return {
             name: HeldOutRows(Loader(name, table, seed, workers, limit), len(table))
             for name, table in tables.items()
@@ -242,13 +247,13 @@ class IndexedSource(HeldOutSets):
         return len(self.table)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the table of training rows knows besides its rows, such as ``unigram_entropy``."""
+        """Return an attribute of the table of training rows, such as ``unigram_entropy``."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.table, name)
 
     def start(self) -> None:
-        """Start the workers: early, because each is a copy of this process."""
+        """Start the workers. Call it early, because each worker is a copy of this process."""
         if count := self._count_workers(self.table):
             tables = {"": self.table, **self._held_out_tables}
             self._workers = Workers(tables, count)
@@ -270,7 +275,7 @@ class IndexedSource(HeldOutSets):
             yield taken
 
     def sample(self, rows: int) -> Rows:
-        """Return ``rows`` training rows without taking them, for measuring and planning."""
+        """Return ``rows`` training rows without advancing, for measuring and planning."""
         taken, _ = self._order.take(Place(), rows)
         return Loader("", self.table, self._seed, None, self._limit).batch(taken, lambda: iter(()))
 
@@ -279,15 +284,15 @@ class IndexedSource(HeldOutSets):
         return self._order.steps(epochs, rows)
 
     def go_to(self, step: int, rows: int) -> None:
-        """Continue as after ``step`` batches of ``rows`` rows."""
+        """Move to the position after ``step`` batches of ``rows`` rows."""
         self._place = self._order.place(step, rows)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each part of reading, in all processes of this rank."""
+        """Return the seconds spent in each part of reading, summed over all processes of this rank."""
         return dict(self._training.seconds)
 
     def why_slow(self) -> str:
-        """Return which part of reading takes how much, and what would make it faster."""
+        """Return a message that says how long each part of reading takes, and how to make it faster."""
         seconds = self._training.seconds
         whole = sum(seconds.values()) or 1.0
         slowest = sorted(seconds.items(), key=lambda each: -each[1])
@@ -303,7 +308,7 @@ class IndexedSource(HeldOutSets):
         return f"{parts or 'nothing was read yet'}; {help_}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place of the next batch, the seed of the order, and the fingerprint of the rows."""
+        """Return the position of the next batch, the seed of the order, and the fingerprint of the rows."""
         return {
             "epoch": self._place.epoch,
             "taken": self._place.taken,
@@ -312,9 +317,11 @@ class IndexedSource(HeldOutSets):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``, in the order of its seed, even if this run has another seed.
+        """Continue from ``state``. The order uses the seed in ``state``, even if this run has another seed.
 
-        Raises :class:`CheckpointError` for other rows, among which the place means others."""
+        Raises :class:`CheckpointError` if the rows differ from the saved run's, because the position would then select
+        other rows.
+        """
         if state.get("fingerprint") != self.fingerprint:
             raise CheckpointError(
                 f"the checkpoint was trained on rows {printable(str(state.get('fingerprint')))}, but data.* now gives "

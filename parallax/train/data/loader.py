@@ -1,8 +1,8 @@
-"""Reading ahead: the rows of coming steps, read by workers while this one trains.
+"""Prefetch the rows of the next steps in workers while the current step trains.
 
-The executor asks a batch for the rows of its micro-batches, and asks each batch of a plan for the same ones. So the
-requests of one step predict those of the next, without knowledge of stages or replicas: a rank of the first stage
-reads inputs, one of the last targets, and each only its own rows.
+The executor requests the rows of each micro-batch, and a plan requests the same spans of every batch. So the requests
+of one step predict those of the next step. No knowledge of stages or replicas is needed: a rank of the first stage
+requests inputs, a rank of the last stage requests targets, and each rank only its own rows.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ Span = tuple[int, int]
 
 
 class Loader:
-    """Batches of one table, read on request, and read ahead if there are ``workers``.
+    """Reads batches of one table on request, and prefetches them if there are ``workers``.
 
-    Rows that were read ahead take at most ``limit`` bytes, or those of one request. ``seconds`` are those of each part
-    of reading, in whichever process."""
+    Prefetched rows use at most ``limit`` bytes, or the bytes of one request if that is more. ``seconds``: part of
+    reading → seconds, summed over all processes.
+    """
 
     def __init__(
         self, name: str, table: Table, seed: int, workers: Workers | None, limit: int
@@ -51,7 +52,7 @@ class Loader:
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def batch(self, taken: Taken, coming: Callable[[], Iterator[Taken]]) -> LoadedRows:
-        """Return the rows ``taken`` as a batch. ``coming()`` yields the batches after it."""
+        """Return the rows ``taken`` as a batch. ``coming()`` yields the row numbers of the batches that follow."""
         self._read.clear()
         follows = len(self._batches) > 1 and _same(self._batches[1], taken)
         changed = self._learn()
@@ -69,7 +70,7 @@ class Loader:
         return LoadedRows(self, taken)
 
     def get(self, batch: LoadedRows, taken: Taken, span: Span, part: str) -> Any:
-        """Return one ``part`` of the rows ``span`` of ``batch``."""
+        """Return ``part`` of the rows ``span`` of ``batch``: inputs or targets."""
         if batch.loader_turn != self.turn:  # an earlier batch: nothing of it was kept
             return self._read_now(taken, span, frozenset({part}))[part]
         self._calls[span, part] += 1
@@ -83,7 +84,7 @@ class Loader:
         return value
 
     def _learn(self) -> bool:
-        """Take the requests of the last batch as the pattern of the next; return whether it changed."""
+        """Use the requests of the last batch as the prediction for the next; return whether the prediction changed."""
         self.turn += 1
         if not self._calls:
             return False
@@ -98,7 +99,7 @@ class Loader:
         return changed
 
     def _take(self, taken: Taken, span: Span, part: str) -> Values:
-        """Return the rows that were read ahead, or read them now."""
+        """Return the prefetched rows, or read them now."""
         for place, (turn, known, number) in enumerate(self._ahead):
             if (turn, known) == (0, span) and part in self._parts[span]:
                 del self._ahead[place]
@@ -128,7 +129,7 @@ class Loader:
         return values
 
     def _submit(self) -> None:
-        """RowRequest the rows that come next, as far as the limit allows."""
+        """Request the rows that come next, up to the limit."""
         if self._workers is None or not self._pattern:
             return
         most = max(1, min(_MOST_REQUESTS, self._limit // max(1, self._request_bytes)))
@@ -161,14 +162,19 @@ class Loader:
 
 
 class LoadedRows:
-    """The rows of one batch of a :class:`Loader`. ``row_numbers`` is a digest of which rows these are."""
+    """The rows of one batch, read on access."""
 
     def __init__(self, loader: Loader, taken: Taken) -> None:
         self._loader, self._taken = loader, taken
-        self.loader_turn, self.row_numbers = loader.turn, taken.digest()
+        self.loader_turn = loader.turn
 
     def __len__(self) -> int:
         return len(self._taken)
+
+    @property
+    def row_numbers(self) -> int:
+        """A digest of which rows these are."""
+        return self._taken.digest()
 
     def inputs(self, start: int, stop: int) -> Any:
         return self._get(start, stop, INPUTS)

@@ -1,9 +1,9 @@
-"""The order of rows: which rows a step reads, as a function of the seed, the epoch and the place in the epoch alone.
+"""The order of rows: a function of the seed, the epoch and the position in the epoch returns the rows of a step.
 
-A shuffled epoch visits row ``permutation(place)``, for a pseudorandom permutation that is computed, not stored: a
-Feistel network over the bits of a number is a permutation for any round function, and a number beyond the last row is
-sent through again until it is a row ("cycle walking": Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
-So 10⁹ rows need no memory, and any rank finds the rows of any step.
+A shuffled epoch reads row ``permutation(position)``. The pseudorandom permutation is computed, not stored: a Feistel
+network over the bits of a number is a permutation for any round function. If its result is not a row number, the
+network is applied again until it is ("cycle walking": Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+So 10⁹ rows need no memory, and any rank can compute the rows of any step.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ Seeds = NDArray[np.uint64]
 
 LAST = ("continue", "keep", "drop", "repeat")
 _ROUNDS = 6
+_BLOCK = 1024  # places whose rows are computed together
 _FACTORS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 _SHIFTS = np.uint64(32), np.uint64(29)
 
 
 def mixed(*parts: Any) -> Seeds:
-    """Return hashes of integers and of arrays of integers, elementwise: any change of a part changes about half of the
-    64 bits (the finalizer of SplitMix64, Steele et al. 2014, for each part)."""
+    """Return a hash of ``parts``, which are integers or arrays of integers, elementwise. A change of any part changes
+    about half of the 64 bits (the finalizer of SplitMix64, Steele et al. 2014, for each part)."""
     found = np.zeros(1, dtype=np.uint64)
     for part in parts:
         found = found ^ np.atleast_1d(np.asarray(part)).astype(np.uint64)
@@ -40,7 +41,7 @@ def mixed(*parts: Any) -> Seeds:
 
 
 class Permutation:
-    """A pseudorandom permutation of the numbers 0 to ``size`` - 1 that ``key`` determines."""
+    """A pseudorandom permutation of the numbers 0 to ``size`` - 1. ``key`` selects the permutation."""
 
     def __init__(self, size: int, *key: int) -> None:
         bits = max(2, (size - 1).bit_length())
@@ -49,7 +50,7 @@ class Permutation:
         self._keys = [mixed(*key, turn)[0] for turn in range(_ROUNDS)]
 
     def __call__(self, numbers: Numbers) -> Numbers:
-        """Return the images of ``numbers``."""
+        """Return the permuted ``numbers``."""
         found = self._network(numbers)
         while (outside := found >= self._size).any():
             found[outside] = self._network(found[outside])
@@ -72,9 +73,16 @@ def _permutation(size: int, seed: int, epoch: int) -> Permutation:
     return Permutation(size, seed, epoch)
 
 
+@functools.lru_cache(maxsize=64)
+def _block(size: int, seed: int, epoch: int, block: int) -> Numbers:
+    """Return the rows of a block of places: many at once cost little more than one."""
+    places = np.arange(block * _BLOCK, min(size, (block + 1) * _BLOCK), dtype=np.int64)
+    return _permutation(size, seed, epoch)(places)
+
+
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The rows of a batch: the number of each row and the epoch in which it is read."""
+    """The rows of a batch: the number of each row, and the epoch in which it is read."""
 
     epochs: Numbers
     rows: Numbers
@@ -86,28 +94,29 @@ class Taken:
         return Taken(self.epochs[part], self.rows[part])
 
     def seeds(self, seed: int) -> Seeds:
-        """Return the seed of each row's random numbers: a hash of ``seed``, its epoch and its number."""
+        """Return a seed for the random numbers of each row: a hash of ``seed``, the row's epoch and its number."""
         return mixed(seed, self.epochs, self.rows)
 
     def digest(self) -> int:
-        """Return a number that depends on each row and its place."""
+        """Return a hash of the rows and their order."""
         return int(mixed(self.epochs, self.rows, np.arange(len(self))).sum(dtype=np.uint64))
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place in the sequence of rows: ``taken`` rows of ``epoch`` have been read."""
+    """A position in the sequence of rows: ``taken`` rows of ``epoch`` have been read."""
 
     epoch: int = 0
     taken: int = 0
 
 
 class RowOrder:
-    """The order of ``size`` rows: shuffled anew in each epoch, or as they are.
+    """The order of ``size`` rows: shuffled in each epoch, or by number.
 
-    ``last``, for an epoch that does not end with a full batch: ``continue`` completes the batch with rows of the next
-    epoch, ``keep`` makes a smaller batch, ``drop`` leaves the rest out of this epoch, ``repeat`` completes the batch
-    with the first rows of the same epoch again."""
+    ``last``: what to do with an incomplete batch at the end of an epoch. ``continue`` fills it with rows of the next
+    epoch, ``keep`` returns a smaller batch, ``drop`` skips its rows, ``repeat`` fills it with the first rows of the
+    same epoch.
+    """
 
     def __init__(self, size: int, seed: int, *, shuffle: bool = True, last: str = LAST[0]) -> None:
         check_positive("rows", size)
@@ -115,7 +124,7 @@ class RowOrder:
         self._size, self._seed, self._shuffle, self._last = size, seed, shuffle, last
 
     def take(self, place: Place, rows: int) -> tuple[Taken, Place]:
-        """Return the batch of ``rows`` rows that follows ``place``, and the place after it."""
+        """Return the batch of ``rows`` rows that starts at ``place``, and the position after it."""
         check_positive("rows", rows)
         epoch, start = place.epoch, place.taken
         left = self._size - start
@@ -141,7 +150,7 @@ class RowOrder:
         return f"{'shuffled' if self._shuffle else 'in order'}, {self._last}"
 
     def seeded(self, seed: int) -> RowOrder:
-        """Return the order of the same rows with another seed."""
+        """Return an order of the same rows with another seed."""
         return RowOrder(self._size, seed, shuffle=self._shuffle, last=self._last)
 
     def steps(self, epochs: int, rows: int) -> int:
@@ -151,7 +160,7 @@ class RowOrder:
         return epochs * self._batches(rows)
 
     def place(self, steps: int, rows: int) -> Place:
-        """Return the place after ``steps`` batches of ``rows`` rows."""
+        """Return the position after ``steps`` batches of ``rows`` rows."""
         if self._last == "continue":
             return Place(*divmod(steps * rows, self._size))
         epoch, batches = divmod(steps, self._batches(rows))
@@ -166,7 +175,9 @@ class RowOrder:
         if not self._shuffle:
             return places
         found = np.empty_like(places)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            found[chosen] = _permutation(self._size, self._seed, int(epoch))(places[chosen])
+        blocks = places // _BLOCK
+        for epoch, block in sorted(set(zip(epochs.tolist(), blocks.tolist()))):
+            chosen = (epochs == epoch) & (blocks == block)
+            rows = _block(self._size, self._seed, epoch, block)
+            found[chosen] = rows[places[chosen] - block * _BLOCK]
         return found

@@ -1,9 +1,8 @@
 """Rows of Parquet files and of Arrow files (IPC, Feather).
 
-A row is found by its file, the row group or record batch in it, and its place there. Opening reads the files' metadata
-alone. A row group can only be decoded whole, so decoded columns of groups are kept, the most recently used ones, and
-shuffled reading is quick only while all of them fit. Arrays that an Arrow file holds uncompressed are mapped and take
-no memory.
+A row's address is a file, a row group (Parquet) or record batch (Arrow), and an index in this group. Opening reads only
+the files' metadata. A row group can only be decoded as a whole, so decoded columns are kept in an LRU cache. Shuffled
+reading is fast only if all groups fit in the cache. Uncompressed arrays of Arrow files are mapped and use no memory.
 """
 
 from __future__ import annotations
@@ -42,12 +41,11 @@ _ACCEPTED = "accepted are numbers, and lists of numbers of equal length"
 class ParquetDataConfig(IndexedDataConfig):
     """Columns of Parquet and Arrow files: numbers, and lists of numbers of equal length.
 
-    ``path``: a file, a folder, whose .parquet, .pq, .arrow, .feather and .ipc files are read in the order of their
-    names, or a pattern such as ``rows/train-*.parquet``. ``inputs``, ``targets``: the columns that are the model's
-    inputs and the loss's targets: one name, or a list of names, which the model takes as arguments of these names; auto
-    takes as targets the first of labels, label, targets, target and y, and as inputs all others. ``stack``: make the
-    input columns one float32 tensor (rows, columns). ``cache``: the most bytes of decoded row groups that each process
-    keeps.
+    ``path``: a file; a folder, whose .parquet, .pq, .arrow, .feather and .ipc files are read in the order of their
+    names; or a pattern such as ``rows/train-*.parquet``. ``inputs``, ``targets``: the columns for the model and for the
+    loss. A list of names is passed to the model as keyword arguments; auto uses the first of labels, label, targets,
+    target and y as targets and all other columns as inputs. ``stack``: combine the input columns into one float32
+    tensor of shape (rows, columns). ``cache``: the maximum bytes of decoded row groups in each process.
     """
 
     name: str = "parquet"
@@ -80,7 +78,7 @@ class ParquetDataConfig(IndexedDataConfig):
 
 
 class ParquetTable:
-    """Rows of columns in files of the same columns."""
+    """Rows of several files with equal columns."""
 
     whole = False
 
@@ -120,7 +118,7 @@ class ParquetTable:
         return int(self._ends[-1])
 
     def read(self, rows: Numbers, seeds: Seeds, parts: frozenset[str]) -> Values:  # noqa: ARG002
-        """Return the rows in the type of the columns; the engine converts float64 and the integers of targets."""
+        """Return the rows with the dtype of the columns. The engine converts float64 values and integer targets."""
         groups = np.searchsorted(self._ends, rows, side="right")
         places = rows - self._starts[groups]
         wanted = [(int(group), groups == group) for group in np.unique(groups)]
@@ -140,7 +138,7 @@ class ParquetTable:
         return found
 
     def _values(self, group: int, name: str) -> Array:
-        """Return the values of one column in one group."""
+        """Return the values of one column in one row group."""
         if (known := self._cache.get((group, name))) is not None:
             return known
         index, number = self._groups[group]
@@ -173,13 +171,12 @@ class ParquetTable:
         return values
 
     def _first_of(self, file: int) -> int:
-        """Return the first group of ``file``."""
+        """Return the index of the first row group of ``file``."""
         return next(number for number, (index, _) in enumerate(self._groups) if index == file)
 
     def _check_metadata(self, names: tuple[str, ...]) -> int:
-        """Read the columns of groups that, by the files' metadata, have nulls or lists of other lengths, so that
-        their rows are refused before training. Return the bytes of all decoded columns, as far as the metadata give
-        them."""
+        """Validate the columns before training, and return the bytes of all decoded columns as far as the metadata give
+        them. Only row groups with nulls or with lists of unequal length, according to the metadata, are read."""
         lengths: dict[str, float] = {}
         size = 0.0
         for group, (index, number) in enumerate(self._groups):
@@ -195,7 +192,7 @@ class ParquetTable:
 
 
 def _shared(values: Array) -> Array:
-    """Return a copy in anonymous shared memory, which does not count against the rank's budget."""
+    """Return a copy in anonymous shared memory, which does not count against the rank's memory budget."""
     copied = np.frombuffer(mmap.mmap(-1, max(1, values.nbytes)), values.dtype, values.size)
     copied = copied.reshape(values.shape)
     copied[...] = values
@@ -212,7 +209,7 @@ def _advice(label: str, size: int, limit: int) -> str:
 
 
 class _Cache:
-    """The most recently used arrays: those of ``limit`` bytes together, and at least one."""
+    """An LRU cache of arrays: at most ``limit`` bytes, but at least one array."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._bytes = limit, 0
@@ -236,25 +233,25 @@ class _Cache:
 
 
 class _File(Protocol):
-    """A file of a table. ``rows``: those of each group."""
+    """A file of a table. ``rows``: the number of rows of each row group."""
 
     where: str
     schema: Any
     rows: list[int]
 
     def column(self, group: int, name: str) -> Any:
-        """Return the values of a column in a group, as an Arrow array."""
+        """Return the values of a column in a row group as an Arrow array."""
 
     def values_per_row(self, group: int, name: str) -> float:
-        """Return the values per row of a column in a group by the metadata; NaN if some are null, 0 if it is not
-        known."""
+        """Return the number of values per row of a column in a row group, from the metadata. NaN if some values are
+        null, 0 if the metadata do not give it."""
 
     def maps(self, values: Array) -> bool:
         """Return whether ``values`` are in the mapped file."""
 
 
 class _Files:
-    """Files that are open in this process: a forked worker opens its own."""
+    """Open files of this process. A forked worker opens its own."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._paths, self._process = paths, os.getpid()
@@ -304,8 +301,9 @@ class _ParquetFile:
 class _ArrowFile:
     """An Arrow file in the file format or, as Hugging Face writes it, the stream format.
 
-    Batches of an uncompressed file are mapped whole. In a compressed one each column has a reader of its own, so that
-    no other column is decompressed."""
+    An uncompressed file is mapped. A compressed file has one reader for each column, so that only requested columns are
+    decompressed.
+    """
 
     def __init__(self, path: Path, where: str) -> None:
         arrow = _pyarrow()
@@ -361,12 +359,14 @@ def _buffers(batch: Any) -> Iterator[Any]:
 
 
 def _open(path: Path) -> _File:
-    """Return the file, opened. Raises :class:`DataError` for a file that is neither Parquet nor Arrow."""
+    """Open a file. Raises :class:`DataError` for a file that is neither Parquet nor Arrow."""
     where = printable(str(path))
     try:
         with path.open("rb") as file:
             magic = file.read(4)
         found: _File = (_ParquetFile if magic == b"PAR1" else _ArrowFile)(path, where)
+    except PermissionError as error:
+        raise DataError(f"{where}: it cannot be read; make it readable") from error
     except _arrow_errors() as error:
         raise DataError(
             f"{where}: it is no Parquet or Arrow file ({_reason(error)}); remove it, or copy it again"
@@ -403,7 +403,8 @@ def _paths(text: str) -> Iterator[Path]:
 
 
 def _digest(path: Path, digest: int) -> int:
-    """Return ``digest`` continued by the size of a file, its end, which has its metadata, and bytes in its middle."""
+    """Update ``digest`` with the size of a file, its end (which has the metadata), and bytes from its middle; return
+    it."""
     size = path.stat().st_size
     with path.open("rb") as file:
         for start, count in ((max(0, size - _END_BYTES), _END_BYTES), (size // 2, _MIDDLE_BYTES)):
@@ -416,7 +417,7 @@ def _digest(path: Path, digest: int) -> int:
 
 
 class _RowError(Exception):
-    """A row whose values make no array. ``row``: its number in the group."""
+    """A row whose values do not form an array. ``row``: its index in the row group."""
 
     def __init__(self, row: int, text: str) -> None:
         super().__init__(text)
@@ -424,8 +425,8 @@ class _RowError(Exception):
 
 
 def _kind(file: _File, name: str) -> str:
-    """Return the type of a column as text. Raises :class:`DataError` for a column that is missing or does not make
-    an array."""
+    """Return the type of a column as text. Raises :class:`DataError` for a column that is missing or cannot be an
+    array."""
     if name not in file.schema.names:
         raise DataError(
             f"{file.where}: it has no column {printable(name)}; its columns are "
@@ -442,7 +443,7 @@ def _kind(file: _File, name: str) -> str:
 
 
 def _leaf(kind: Any) -> tuple[Any, int]:
-    """Return the type of the values in lists of type ``kind``, and the depth of these."""
+    """Return the type of the innermost values of nested lists, and the depth of the lists."""
     types, kind, depth = _pyarrow().types, _plain(kind), 0
     while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         kind, depth = _plain(kind.value_type), depth + 1
@@ -450,12 +451,12 @@ def _leaf(kind: Any) -> tuple[Any, int]:
 
 
 def _plain(kind: Any) -> Any:
-    """Return the type in which values of an extension type, such as tensors of a fixed shape, are stored."""
+    """Return the storage type of an extension type, such as tensors of a fixed shape; other types unchanged."""
     return getattr(kind, "storage_type", kind)
 
 
 def _width(kind: Any) -> int:
-    """Return the bits of a value of type ``kind``; a large number for lists and text."""
+    """Return the bits per value of type ``kind``; a large number for lists and text."""
     try:
         return int(kind.bit_width)
     except ValueError:
@@ -463,8 +464,7 @@ def _width(kind: Any) -> int:
 
 
 def _decoded(found: Any) -> Array:
-    """Return a column as an array (rows, …). Raises :class:`_RowError` for a null, and for a list of another
-    length."""
+    """Return a column as an array (rows, …). Raises :class:`_RowError` for a null or lists of other lengths."""
     arrow = _pyarrow()
     values = found.combine_chunks() if isinstance(found, arrow.ChunkedArray) else found
     shape = [len(values)]
@@ -491,7 +491,7 @@ def _decoded(found: Any) -> Array:
 
 
 def _numbers(values: Any) -> Array:
-    """Return the memory of an Arrow array of numbers as an array. Arrow's own conversion imports pandas."""
+    """Return the memory of a numeric Arrow array as a numpy array. Arrow's own conversion would import pandas."""
     kind, first, count = values.type, values.offset, len(values)
     data = values.buffers()[1] or b""
     if _pyarrow().types.is_boolean(kind):

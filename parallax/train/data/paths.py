@@ -1,4 +1,4 @@
-"""Paths that data names: only files below the data's own folder are opened."""
+"""Check the paths that settings and data files name: only files inside of the data's own folder may be opened."""
 
 from __future__ import annotations
 
@@ -10,27 +10,31 @@ from parallax.errors import DataError, printable
 
 
 def data_path(key: str, text: str) -> Path:
-    """Return the file or folder that the setting ``key`` names. Raises :class:`DataError` if there is none or if it
-    cannot be read."""
+    """Return the file or folder ``text``, the value of the setting ``key``. Raises :class:`DataError` if it does not
+    exist or cannot be read."""
     if not text:
-        raise DataError(f"{key}=: it is empty; name a file or a folder")
+        raise DataError(f"{key}=: it is empty; type {key}=FOLDER or {key}=FILE")
     path = Path(text).expanduser().absolute()
     try:
-        path.stat()
+        mode = path.stat().st_mode
     except OSError as error:
         raise DataError(
             f"{key}={printable(text)}: {error.strerror}; name a file or folder that exists"
         ) from error
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise DataError(f"{key}={printable(text)}: it is neither a regular file nor a folder")
     if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
         raise DataError(f"{key}={printable(text)}: it cannot be read; make it readable")
     return path
 
 
 def inside(root: Path, name: str, where: str) -> Path:
-    """Return the regular file ``name`` below the folder ``root``. ``where`` says which file and line name it.
+    """Return the path of the regular file ``name`` in the folder ``root``. ``where``: the file and line that name it,
+    for error messages.
 
-    Raises :class:`DataError` for an absolute path, for one that leaves the folder, also by a symbolic link, and for
-    what is not a regular file."""
+    Raises :class:`DataError` for an absolute path, a path outside of the folder (also through a symbolic link), and
+    anything but a regular file.
+    """
     path = root / name
     try:
         real = path.resolve(strict=True)

@@ -1,4 +1,4 @@
-"""The progress of reading data once, before training."""
+"""A progress bar for reading data before training."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SHOWN_AFTER_SECONDS = 1.0
 def progress(
     title: str, total: int | None, *, quiet: bool, in_bytes: bool = False
 ) -> Iterator[Callable[[int], None]]:
-    """Yield a function that advances a progress bar, which appears after a second. ``total``: None if unknown;
-    ``in_bytes``: it counts bytes."""
+    """Yield a function that advances a progress bar. The bar appears after a second. ``total``: None if unknown.
+    ``in_bytes``: the unit is bytes."""
     columns = [*Progress.get_default_columns(), *([DownloadColumn()] if in_bytes else [])]
     bar = Progress(*columns, console=Console(stderr=True), disable=quiet)
     task, begun = bar.add_task(title, total=total), time.monotonic()

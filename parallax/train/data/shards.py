@@ -1,4 +1,4 @@
-"""Rows of tar files as WebDataset writes them: the members of a sample follow each other and share a name."""
+"""Rows of tar files in WebDataset's format: members of a sample are adjacent and share a name."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _READ_AT_ONCE = 64  # members whose headers are checked
 
 @dataclass(frozen=True, kw_only=True)
 class ShardsDataConfig(ImageDataConfig):
-    """Samples in tar files, as WebDataset writes them.
+    """Samples in tar files of WebDataset's format.
 
     ``path``: a folder of tar files, a glob, a name with a range (``'data.path="train-{000..099}.tar"'``), or a URL that
-    fsspec reads. Members that follow each other with the same name up to the first dot are a sample; the rest of the
-    name is the field. ``inputs``: the fields of the inputs, of which a sample has one: images, ``npy`` or ``json:KEY``.
-    ``targets``: the field of the targets: ``cls`` (a whole number as text), ``json:KEY`` or ``npy``.
+    fsspec reads. Adjacent members with the same name up to the first dot form a sample; the rest of the name is the
+    field. ``inputs``: alternative fields of the inputs, of which each sample has one: image suffixes, ``npy`` or
+    ``json:KEY``. ``targets``: the field of the targets: ``cls`` (an integer as text), ``json:KEY`` or ``npy``.
     """
 
     name: str = "shards"
@@ -58,7 +58,7 @@ class ShardsDataConfig(ImageDataConfig):
         return f"data.path={printable(self.path)}"
 
     def choice(self, part: str) -> Choice:
-        """Return the fields of the ``inputs`` or ``targets``."""
+        """Return the fields that the setting ``part`` (inputs or targets) lists."""
         given = getattr(self, part)
         return Choice.of(f"data.{part}", given.split(",") if isinstance(given, str) else given)
 
@@ -91,8 +91,8 @@ class ShardsDataConfig(ImageDataConfig):
         return ShardTable(store, found, fields, members.fingerprint(rows))
 
     def _complete(self, members: Members, chosen: dict[str, Numbers]) -> Numbers:
-        """Return the samples that have all fields. Raises :class:`DataError` for one that has not, unless broken rows
-        are skipped."""
+        """Return the samples that have all fields. An incomplete sample is skipped with ``broken=skip``, and otherwise
+        raises :class:`DataError`."""
         missing = {part: np.flatnonzero(each < 0) for part, each in chosen.items()}
         for part, samples in missing.items():
             if len(samples) and self.broken != SKIP:
@@ -109,7 +109,7 @@ class ShardsDataConfig(ImageDataConfig):
 
 
 def index_archives(archives: Archives, label: str, *, quiet: bool) -> Index:
-    """Return the place of each member of ``archives``."""
+    """Return an index with the archive, offset and size of each member of ``archives``."""
     found = _Samples()
     with progress("indexing shards", sum(archives.sizes), quiet=quiet) as advance:
         for number, size in enumerate(archives.sizes):
@@ -125,7 +125,7 @@ def index_archives(archives: Archives, label: str, *, quiet: bool) -> Index:
 
 
 class _Samples:
-    """Collects members into samples."""
+    """Collects the members of archives into samples."""
 
     def __init__(self) -> None:
         self.starts, self._names = array("q"), NameList()
@@ -170,7 +170,7 @@ class _Samples:
 
 
 def _members(file: IO[bytes], size: int, where: str) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular members of a tar file of ``size`` bytes. Raises :class:`DataError` for a damaged one."""
+    """Yield the regular members of a tar file of ``size`` bytes. Raises :class:`DataError` for a damaged file."""
     check_head(file.read(8), where)
     file.seek(0)
     offset = 0
@@ -207,7 +207,7 @@ def _members(file: IO[bytes], size: int, where: str) -> Iterator[tarfile.TarInfo
 
 
 class Members:
-    """The members of an index."""
+    """The members of the archives in an index."""
 
     def __init__(self, archives: Archives, index: Index) -> None:
         self._archives, self._index = archives, index
@@ -219,7 +219,7 @@ class Members:
         ]
 
     def chosen(self, names: Sequence[str]) -> Numbers:
-        """Return the member of each sample that is the first of the fields ``names``; -1 where there is none."""
+        """Return for each sample the member that has the first available field of ``names``; -1 if it has none."""
         starts = self._index.arrays["starts"]
         found = np.full(len(starts), -1)
         for name in reversed(names):
@@ -233,7 +233,7 @@ class Members:
         return list(self._archives.read(archives, offsets, sizes))
 
     def files(self, items: Numbers) -> Iterator[IO[bytes]]:
-        """Yield ``items`` as files."""
+        """Yield an open file for each of ``items``."""
         for first in range(0, len(items), _READ_AT_ONCE):
             for data in self.read(items[first : first + _READ_AT_ONCE]):
                 yield io.BytesIO(data)
@@ -245,12 +245,12 @@ class Members:
         return f"{self._archives.where(archive)}: {printable(name)} at offset {offset}"
 
     def where_sample(self, sample: int) -> str:
-        """Return the name of a sample, for errors."""
+        """Return the name of a sample, for error messages."""
         archive = int(self._index.arrays["archives"][self._index.arrays["starts"][sample]])
         return f"{self._archives.where(archive)}: the sample {printable(self._name(sample))}"
 
     def fingerprint(self, rows: Numbers) -> str:
-        """Return a digest of the names and sizes of all members, and of ``rows``."""
+        """Return a digest of the names and sizes of all members, and of the selected ``rows``."""
         names = ("names", "names_ends", "starts", "fields", "sizes")
         arrays = {key: self._index.arrays[key] for key in names} | {"rows": rows}
         return f"{Index(arrays, self._index.notes).digest()[:16]}/{len(rows)}"
@@ -260,7 +260,7 @@ class Members:
 
 
 class ShardTable:
-    """Samples: ``items`` are the members of the inputs and targets of each row."""
+    """Rows of samples. ``items``: the members that hold the inputs and the targets of each row."""
 
     whole = False
 
@@ -289,7 +289,7 @@ class ShardTable:
         )
 
     def plain(self) -> ShardTable:
-        """Return the table for evaluation."""
+        """Return the table for evaluation, without random augmentation."""
         found = copy.copy(self)
         found._fields = {part: each.plain() for part, each in self._fields.items()}
         return found

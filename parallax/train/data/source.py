@@ -1,4 +1,4 @@
-"""The interfaces of data sources to the training loop, and of the ``data=`` options to a run."""
+"""The interface of data sources to the training loop, and the interface of the ``data=`` options to a run."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Source(Protocol):
     """The data source of a training loop."""
 
     def batch(self, rows: int) -> Rows:
-        """Return the next global batch. A source without more rows raises StopIteration; the run then ends with a
-        checkpoint."""
+        """Return the next global batch. A source without further rows raises StopIteration; the run then saves a
+        checkpoint and ends."""
 
     def validation(self, index: int, rows: int) -> Rows:
         """Return held-out batch ``index``: rows [index · rows, (index + 1) · rows), equal on each call. The last batch
-        may have fewer rows. After it, return no rows or raise StopIteration or IndexError. A source whose held-out rows
-        repeat gives their number in ``validation_rows``. A source with several sets of held-out rows has a mapping
-        ``validation_sets`` from the name of each to an object with both."""
+        may be smaller. After the last batch, return no rows or raise StopIteration or IndexError. A source whose
+        held-out rows repeat has an attribute ``validation_rows``, their number. A source with several held-out sets has
+        a mapping ``validation_sets``: name → an object with this method and ``validation_rows``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next batch as numbers, text, tensors and arrays in lists and dictionaries, at most
-        64 MiB as text. Called for each checkpoint."""
+        """Return the position of the next batch for a checkpoint: nested lists and dictionaries of numbers, text,
+        tensors and arrays, at most 64 MiB as text."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the position ``state``."""
@@ -43,21 +43,30 @@ class Source(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Registered):
-    """Settings of a data source, from which it is opened: the base class of the dataclasses of ``data=``.
+    """The base class of the options of ``data=``: settings that open a data source.
 
-    Each dataclass is in its own module of :mod:`parallax.train.data` and overrides the methods that differ."""
+    Each option is a dataclass in its own module of :mod:`parallax.train.data`, and overrides methods of this class.
+    """
 
     package: ClassVar[str] = "parallax.train.data"
+    reading: ClassVar[frozenset[str]] = frozenset()
+    """The settings that say how rows are read, and never which. A resumed run may change them."""
 
     @property
     def label(self) -> str:
-        """The name of the rows in errors."""
+        """The name of the data in error messages."""
         return f"data={self.name}"
 
     @property
     def identifies_rows(self) -> bool:
-        """Whether a source's ``fingerprint`` identifies its rows, so that a run may resume with the same rows at
-        another location."""
+        """Whether the source has a ``fingerprint`` of its rows, so that a run may resume with the same rows at another
+        path."""
+        return False
+
+    @property
+    def pads_rows(self) -> bool:
+        """Whether rows are token ids with padding after their end, of which models other than those of transformers
+        get no mask."""
         return False
 
     @abc.abstractmethod
@@ -65,11 +74,11 @@ class DataConfig(Registered):
         """Return the source of rows for ``model``. ``quiet`` hides progress."""
 
     def shapes(self, model: ModelConfig) -> Shapes | None:  # noqa: ARG002
-        """Return rows for ``model`` without values; None if their shapes are unknown before rows are read."""
+        """Return the shapes and dtypes of rows for ``model``; None if they are unknown before rows are read."""
         return None
 
     def tokens_per_row(self, model: ModelConfig) -> int:  # noqa: ARG002
-        """Return the tokens in a row, to report tokens per second; 1 if rows are not tokens."""
+        """Return the tokens in a row, for reports of tokens per second; 1 if rows are not tokens."""
         return 1
 
     def check_size(self, source: Source, model: ModelConfig, rows: int) -> None:
@@ -78,8 +87,8 @@ class DataConfig(Registered):
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global generators of Python, numpy and torch's CPU equally on all ranks; a user's source may draw from
-    them."""
+    """Seed the global generators of Python, numpy and torch's CPU equally on all ranks, because a user's source may
+    draw from them."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
     torch.default_generator.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Encoded items, such as files or members of archives: read where they are, or held in memory."""
+"""Encoded items, such as files or members of archives: read from storage on each access, or held in memory."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ _ITEMS_AT_ONCE = 64
 
 
 class EncodedStore(Protocol):
-    """Encoded items by number. ``sizes``: the bytes of each."""
+    """Encoded items by number. ``sizes``: the bytes of each item."""
 
     sizes: NDArray[np.int64]
 
     def read(self, items: Numbers) -> list[Encoded]:
-        """Return the bytes of ``items``. Raises :class:`DataError` for an item that cannot be read. Called in forked
-        workers too."""
+        """Return the bytes of ``items``. Raises :class:`DataError` for an item that cannot be read. Forked workers call
+        it too."""
 
     def where(self, item: int) -> str:
-        """Return the place of an item, for errors."""
+        """Return the name of an item, for error messages."""
 
 
 class InMemory:
-    """The ``items`` of ``store``, read once. Workers that are forked later share the memory.
+    """Copies of the ``items`` of ``store`` in memory. Workers that are forked later share this memory.
 
-    Raises :class:`DataError` if they do not fit in the host's free memory, of which each rank on the host holds them.
+    Each rank of a host holds its own copy. Raises :class:`DataError` if all copies together exceed the host's free
+    memory.
     """
 
     def __init__(

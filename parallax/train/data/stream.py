@@ -1,9 +1,10 @@
-"""Rows of an iterable dataset, which are found again by the dataset's state, or by reading from the start of the epoch.
+"""Rows of an iterable dataset. A resumed run restores the position with the dataset's state, or by reading from the
+start of the epoch.
 
-A saved state of an iterable dataset may not be all that decides its next rows: Hugging Face's leaves out the rows of a
-shuffle buffer. So a checkpoint holds the state before the last batch, and a digest of that batch. A resumed run reads
-the batch again. If it is another one, or the dataset has no state, the epoch is read from its start instead, which is
-exact for any dataset that repeats itself.
+The saved state of an iterable dataset may be incomplete: Hugging Face's state lacks the rows of a shuffle buffer. So a
+checkpoint holds the state before the last batch, and a digest of that batch. A resumed run reads the batch again. If
+its digest differs, or the dataset has no state, the run reads the epoch from its start instead. This is exact for any
+dataset that yields the same rows in each pass.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _END = object()
 
 
 class StreamRows:
-    """Examples in memory, collated for each part of the batch that is read."""
+    """Examples in memory. Only the requested parts of a batch are collated."""
 
     def __init__(
         self, examples: list[Any], collate: Callable[[list[Any]], Values], first: int
@@ -64,8 +65,8 @@ class StreamRows:
 
 
 class StreamSource(HeldOutSets):
-    """The rows of ``dataset`` in its own order, from its beginning again when it ends. Each rank iterates over all
-    rows, and collates only its own."""
+    """The rows of ``dataset`` in its own order; it starts again when it ends. Each rank iterates over all rows, and
+    collates only its own."""
 
     def __init__(
         self,
@@ -95,14 +96,14 @@ class StreamSource(HeldOutSets):
         return self._last
 
     def sample(self, rows: int) -> Rows:
-        """Return the first ``rows`` rows without taking them."""
+        """Return the first ``rows`` rows without advancing."""
         assert self._last is None, "rows have been taken"
         found = StreamRows(self._read(rows), self._collate, 0)
         self._go_to({"epoch": 0, "taken": 0, "dataset": self._start})
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place before the last batch, and that batch's number of rows and digest."""
+        """Return the position before the last batch, and the number of rows and the digest of that batch."""
         rows = 0 if self._last is None else len(self._last)
         return {**self._before, "rows": rows, "digest": self._digest(self._last)}
 
@@ -166,7 +167,8 @@ class StreamSource(HeldOutSets):
 
     @contextlib.contextmanager
     def _own_generators(self) -> Iterator[None]:
-        """Let the dataset draw from generators that continue from batch to batch, and the model from its own."""
+        """A context in which the dataset draws from its own random generators, which keep their state from batch to
+        batch. The model's generators stay unchanged."""
         with own_generators():
             if self._generators is None:
                 self._seed()

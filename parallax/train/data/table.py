@@ -1,8 +1,8 @@
-"""Tables: rows by number, which is all that a kind of data has to offer.
+"""Tables: random access to rows by number. A kind of data implements only this.
 
-A table reads any of its rows in any order. The order of the rows, epochs, workers, resuming and the held-out rows are
-:mod:`parallax.train.data.indexed`'s. Random numbers of a row, such as those of an augmentation, come from the seed
-that is given with it, so a row is the same on whichever rank or worker reads it.
+A table reads any of its rows in any order. :mod:`parallax.train.data.indexed` adds the order of rows, epochs, workers,
+resuming and held-out rows. Random numbers of a row, such as for augmentation, come from a seed that the caller passes
+with the row number. So a row is equal on all ranks and workers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ Values = dict[str, Any]
 class Table(Protocol):
     """Rows by number.
 
-    ``fingerprint`` identifies the rows: tables of the same rows have the same one, wherever their files are.
-    ``whole``: whether reading the inputs of a row reads its targets as well, so that both are kept for one reading."""
+    ``fingerprint`` identifies the rows: it depends on their values, not on the location of the files. ``whole``:
+    whether reading the inputs of a row also reads its targets, so that one read serves both.
+    """
 
     fingerprint: str
     whole: bool
@@ -42,12 +43,12 @@ class Table(Protocol):
         """Return the number of rows."""
 
     def read(self, rows: Numbers, seeds: Seeds, parts: frozenset[str]) -> Values:
-        """Return the ``parts`` ("inputs", "targets") of ``rows``, at least; random numbers of row i come from
-        ``seeds[i]``. Called in forked workers too."""
+        """Return at least the ``parts`` ("inputs", "targets") of ``rows``. Random numbers of row i come from
+        ``seeds[i]``. Forked workers call it too."""
 
 
 class Chosen:
-    """The rows ``first`` to ``first`` + ``count`` of ``table`` in the order of ``order``."""
+    """The rows ``first`` to ``first`` + ``count`` - 1 of ``table``, in the order that ``order`` gives."""
 
     def __init__(self, table: Table, order: Any, first: int, count: int) -> None:
         self._table, self._order, self._first, self._count = table, order, first, count
@@ -68,8 +69,8 @@ class Chosen:
 
 @contextlib.contextmanager
 def own_generators() -> Iterator[None]:
-    """Restore the global generators of Python, numpy and torch's CPU afterwards: reading rows must not change what the
-    model draws. Nothing is restored in a worker, where nothing else draws."""
+    """A context that restores the global generators of Python, numpy and torch's CPU at its end, so that reading rows
+    does not change the model's random numbers. In a worker, which runs no model, it restores nothing."""
     if _Process.reads_only:
         yield
         return
@@ -88,14 +89,14 @@ def own_generators() -> Iterator[None]:
 
 
 class _Process:
-    """What this process is, and the generator that numpy's global functions draw from while rows are read."""
+    """Whether this process only reads rows, and numpy's global generator while rows are read."""
 
     reads_only = False
     generator = np.random.MT19937(0)
 
 
 def read_only_process() -> None:
-    """Mark this process as one that reads rows and does nothing else."""
+    """Mark this process as a worker, which only reads rows."""
     _Process.reads_only = True
 
 
@@ -129,7 +130,7 @@ _SECONDS: defaultdict[str, float] = defaultdict(float)
 
 @contextlib.contextmanager
 def timed(part: str) -> Iterator[None]:
-    """Add the seconds within to those of ``part`` of reading: read, decode, transform, tokenize or collate."""
+    """A context that adds its duration to the seconds of ``part``: read, decode, transform, tokenize or collate."""
     begun = time.perf_counter()
     try:
         yield
@@ -138,7 +139,7 @@ def timed(part: str) -> Iterator[None]:
 
 
 def taken_seconds() -> dict[str, float]:
-    """Return the seconds of each part in this process since the last call."""
+    """Return the seconds of each part of reading in this process since the last call."""
     found = dict(_SECONDS)
     _SECONDS.clear()
     return found

@@ -1,4 +1,4 @@
-"""Rows of text, collected once into a file that each rank maps."""
+"""Rows of text. The text is collected once into a file that all ranks map."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ NOT_TEXT_OF_STDLIB = frozenset(
 class TextDataConfig(IndexedDataConfig):
     """Bytes or tokens of text files.
 
-    ``path``: a folder or a file; auto is the source code of Python's standard library. ``pattern``: for names of files
-    below a folder, such as ``*.txt``. ``max_bytes``: the most text that is read. ``tokenizer``: a ``tokenizer.json``,
-    or a folder that ``save_pretrained`` of transformers wrote; empty for bytes. ``documents``: packed makes rows of one
-    stream of all files, with the tokenizer's end-of-text token after each file; single makes rows of one file each, and
-    lines rows of one line each, with padding after their end.
+    ``path``: a folder or a file; auto is the source code of Python's standard library. ``pattern``: which file names of
+    a folder to read, such as ``*.txt``. ``max_bytes``: the maximum bytes of text to read. ``tokenizer``: a
+    ``tokenizer.json``, or a folder written by ``save_pretrained`` of transformers; empty for bytes. ``documents``:
+    packed joins all files to one stream, with the tokenizer's end-of-text token after each file, and divides it into
+    rows; single starts a new row for each file, and lines for each line, with padding at the end.
 
-    Of a share for ``validation`` the last bytes or tokens of a stream are held out; auto is a twentieth, at most 128
-    Ki. Of files and lines, rows anywhere are held out.
+    A ``validation`` share holds out the end of a packed stream; auto is a twentieth, at most 128 Ki bytes or tokens.
+    With single and lines, random rows are held out.
     """
 
     name: str = "text"
@@ -89,8 +89,13 @@ class TextDataConfig(IndexedDataConfig):
                 f"data.documents={self.documents}: it needs a tokenizer (data.tokenizer=FOLDER); bytes are packed"
             )
 
+    @property
+    def pads_rows(self) -> bool:
+        return self.documents != "packed"
+
     def tables(self, model: ModelConfig, *, quiet: bool = True) -> tuple[Table, dict[str, Table]]:
-        """Return rows of ``model.sequence`` bytes or tokens. ``quiet`` hides the progress bars."""
+        """Return the training and held-out rows of ``model.sequence`` bytes or tokens. ``quiet`` hides the progress
+        bars."""
         if isinstance(self.validation, Mapping) or self.documents != "packed":
             return super().tables(model, quiet=quiet)
         training, held_out = split_text(self, model, quiet=quiet)
@@ -108,7 +113,7 @@ class TextDataConfig(IndexedDataConfig):
         )
 
     def stream(self, model: ModelConfig, *, quiet: bool = True) -> tuple[Ids, str, int]:
-        """Return all bytes or tokens one after another, their digest, and the number of values that one can have."""
+        """Return the stream of all bytes or tokens, its digest, and the size of the vocabulary."""
         if self.tokenizer:
             found = open_tokens(self, model, quiet=quiet)
             return found.tokens, found.digest, found.notes["vocabulary"]
@@ -136,8 +141,8 @@ class TextDataConfig(IndexedDataConfig):
 def split_text(
     config: TextDataConfig, model: ModelConfig, *, quiet: bool = True
 ) -> tuple[TokenTable, TokenTable]:
-    """Return the windows of ``model.sequence`` + 1 bytes or tokens to train on, and those of the last ones, which are
-    held out."""
+    """Return the training rows and the held-out rows of a packed stream, each a window of ``model.sequence`` + 1 bytes
+    or tokens. The end of the stream is held out."""
     sequence, unit = model.sequence, "tokens" if config.tokenizer else "bytes"
     check_positive("sequence", sequence)
     stream, digest, vocabulary = config.stream(model, quiet=quiet)
@@ -171,7 +176,7 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A file of the corpus, with the properties that validate the cache."""
+    """A file of the corpus, with the properties that tell whether a cached corpus is still valid."""
 
     path: Path
     size: int
@@ -179,11 +184,11 @@ class TextFile:
 
 
 def open_corpus(config: TextDataConfig, *, quiet: bool = True) -> Corpus:
-    """Return the corpus of ``config``, mapped from its cache file. The text is collected first if no cache file matches
-    the present files.
+    """Return the corpus of ``config``, mapped from its cache file. Without a valid cache file, the text is collected
+    first.
 
     The cache file is the digest (64 hex digits) followed by the text. Ranks that collect at the same time write equal
-    bytes to different temporary files, of which the last one renamed remains.
+    bytes to separate temporary files, and rename them to the same name.
     """
     files, size, known = _chosen(config)
     path = (
@@ -204,8 +209,8 @@ def open_corpus(config: TextDataConfig, *, quiet: bool = True) -> Corpus:
 
 
 def open_tokens(config: TextDataConfig, model: ModelConfig, *, quiet: bool = True) -> TokenFile:
-    """Return the tokens of the files of ``config``, mapped from their cache file. The text is tokenized first if no
-    cache file matches the present files and the tokenizer. Raises :class:`ConfigError` if ``model`` lacks tokens."""
+    """Return the tokens of the files of ``config``, mapped from their cache file. Without a valid cache file, the text
+    is tokenized first. Raises :class:`ConfigError` if the vocabulary of ``model`` is too small."""
     files, size, known = _chosen(config)
     lines, named = config.documents == "lines", f"data.tokenizer={printable(config.tokenizer)}"
 
@@ -224,7 +229,7 @@ def open_tokens(config: TextDataConfig, model: ModelConfig, *, quiet: bool = Tru
 
 
 def _parts(files: list[TextFile], size: int) -> Iterator[tuple[Path, int, bool]]:
-    """Yield each file, the bytes of it that belong to the first ``size``, and whether these are all."""
+    """Yield (file, bytes to read, whether this is the whole file) for the first ``size`` bytes of all files."""
     for file in files:
         taken = min(file.size, size)
         size -= taken
@@ -232,7 +237,7 @@ def _parts(files: list[TextFile], size: int) -> Iterator[tuple[Path, int, bool]]
 
 
 def _chosen(config: TextDataConfig) -> tuple[list[TextFile], int, list[Any]]:
-    """Return the files, the bytes that are read of them, and the properties that validate the cache."""
+    """Return the files, the bytes to read from all of them, and the properties that identify a valid cache file."""
     limit = parse_bytes(config.max_bytes, "data.max_bytes")
     files = list(find_text(config, limit))
     size = min(limit, sum(file.size for file in files))
@@ -252,7 +257,7 @@ def _chosen(config: TextDataConfig) -> tuple[list[TextFile], int, list[Any]]:
 
 
 def find_text(config: TextDataConfig, limit: int) -> Iterator[TextFile]:
-    """Yield the text files in ``path``, in the same order on every machine, until they hold ``limit`` bytes."""
+    """Yield the text files in ``path``, in the same order on every machine, until they have ``limit`` bytes in all."""
     auto = config.path == "auto"
     root = Path(sysconfig.get_paths()["stdlib"] if auto else config.path).expanduser().absolute()
     if not root.exists():
@@ -278,7 +283,7 @@ def find_text(config: TextDataConfig, limit: int) -> Iterator[TextFile]:
 
 
 def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
-    """Yield files in sorted order. A folder that cannot be listed raises, because its rows would otherwise be missing
+    """Yield files in sorted order. Raises for a folder that cannot be listed, because its rows would be missing
     silently."""
 
     def stop(error: OSError) -> None:
@@ -295,7 +300,7 @@ def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
 
 
 def _text_file(path: Path) -> TextFile | None:
-    """Return the file; None if it is not regular, is empty, or holds no text."""
+    """Return the file; None if it is not regular, is empty, or contains no text."""
     if not path.is_file():
         return None
     try:

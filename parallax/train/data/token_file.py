@@ -1,6 +1,6 @@
-"""Token ids in a file that one process writes and all map, and rows of them.
+"""A file of token ids, which one process writes and all processes map, and the rows in it.
 
-A token that is no target of the loss, such as one of a question in a chat, has ``NO_TARGET`` added to its id.
+The ids of tokens that are not targets of the loss, such as a question in a chat, are stored with ``NO_TARGET`` added.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _COUNTED_ROWS = 256
 
 
 def check_vocabulary(model: ModelConfig, needed: int, label: str) -> None:
-    """Raise :class:`ConfigError` unless ``model`` knows ``needed`` tokens. ``label``: the data that need them."""
+    """Raise :class:`ConfigError` if the vocabulary of ``model`` has fewer than ``needed`` tokens. ``label``: the data's
+    name."""
     if not model.vocabulary:
         raise ConfigError(
             f"model={model.name}: this model takes no text, and {label} has nothing else; use data=dataset "
@@ -47,9 +48,14 @@ def check_vocabulary(model: ModelConfig, needed: int, label: str) -> None:
         )
     if model.vocabulary < needed:
         raise ConfigError(
-            f"model.vocabulary={model.vocabulary}: {label} has {needed:,} tokens; set the model's vocabulary to "
+            f"{vocabulary_key(model)}={model.vocabulary}: {label} has {needed:,} tokens; set the model's vocabulary to "
             f"{needed} or more"
         )
+
+
+def vocabulary_key(model: ModelConfig) -> str:
+    """Return the setting of the number of tokens that ``model`` knows."""
+    return "model.kwargs.vocabulary" if model.name == "custom" else "model.vocabulary"
 
 
 # ------------------------------------------------------------------------------------------ the file
@@ -57,8 +63,8 @@ def check_vocabulary(model: ModelConfig, needed: int, label: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TokenFile:
-    """Documents of tokens. ``ends``: the index after the last token of each; ``firsts``: the index in the document of
-    the first token that is a target; ``digest``: of all of these; ``notes``: numbers about the tokenizer."""
+    """Documents of tokens. ``ends``: the index after the last token of each document. ``firsts``: the index, in its
+    document, of the first target. ``digest``: of the content. ``notes``: numbers about the tokenizer."""
 
     tokens: Ids
     ends: Numbers
@@ -68,7 +74,7 @@ class TokenFile:
 
 
 class TokenWriter:
-    """Appends documents to a token file, after :meth:`begin`."""
+    """Appends documents to a token file. Call :meth:`begin` first."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._dtype = file, np.dtype(np.uint32)
@@ -77,23 +83,23 @@ class TokenWriter:
         file.write(b" " * _HEADER_BYTES)
 
     def begin(self, dtype: Any, **notes: int) -> None:
-        """Set the type of the tokens, and numbers to keep with them."""
+        """Set the dtype of the tokens, and numbers to store with them."""
         self._dtype, self._notes = np.dtype(dtype), notes
 
     def add(self, tokens: Any) -> None:
-        """Append tokens to the present document."""
+        """Append tokens to the current document."""
         data = np.asarray(tokens, dtype=self._dtype).tobytes()
         self._digest.update(data)
         self._file.write(data)
         self.count += len(data) // self._dtype.itemsize
 
     def end_document(self, first: int = 1) -> None:
-        """Begin the next document. ``first``: the index of the first target in this one."""
+        """End the current document. ``first``: the index of its first target."""
         self._ends.append(self.count)
         self._firsts.append(first)
 
     def close(self) -> None:
-        """Write the table of documents and the header."""
+        """Write the index of documents and the header."""
         self._file.write(b"\0" * (-self._file.tell() % _ALIGNMENT))
         for numbers in (self._ends, self._firsts):
             self._digest.update(numbers.tobytes())
@@ -110,9 +116,10 @@ class TokenWriter:
 
 
 def open_token_file(kind: str, known: Any, write: Callable[[TokenWriter], None]) -> TokenFile:
-    """Return the token file in the cache that belongs to ``known``, JSON data; ``write`` makes it if there is none.
+    """Return the cached token file whose key is the JSON data ``known``. If there is none, ``write`` creates it.
 
-    One process of a host writes, and the others wait for it. The file appears when it is complete."""
+    One process of a host writes, and the others wait. The file gets its name only when it is complete.
+    """
     key = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
     path = cache_directory() / f"{kind}-{key}.tokens"
     try:
@@ -138,7 +145,7 @@ def open_token_file(kind: str, known: Any, write: Callable[[TokenWriter], None])
 
 
 def _mapped(path: Path) -> TokenFile | None:
-    """Return the content of a complete token file; None for any other."""
+    """Return the content of a complete token file; None for any other file."""
     try:
         with path.open("rb") as file:
             header = json.loads(file.read(_HEADER_BYTES))
@@ -156,7 +163,7 @@ def _mapped(path: Path) -> TokenFile | None:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Wait until no other process of this host makes ``path``."""
+    """A context in which no other process of this host writes ``path``."""
     lock = path.with_name(f".{path.name}.lock")
     handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -172,17 +179,18 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 class RowsOfTokens(Protocol):
-    """Rows of equal length by number."""
+    """Rows of equal length, by number."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
 
     def gather(self, rows: Numbers) -> NDArray[np.int64]:
-        """Return the ids of ``rows``, as the file has them, and ``PADDING`` beyond the end of a document."""
+        """Return the stored ids of ``rows``, and ``PADDING`` after the end of a document."""
 
 
 class PackedRows:
-    """Row i has the tokens from i · ``length`` on; last tokens that do not fill a row are left out."""
+    """Rows that divide one stream: row i has the tokens from i · ``length`` on. An incomplete row at the end is
+    dropped."""
 
     def __init__(self, tokens: Ids, length: int) -> None:
         rows = len(tokens) // length
@@ -199,7 +207,8 @@ class PackedRows:
 
 
 class DocumentRows:
-    """Rows of at most ``length`` tokens, each of one document: row i has the tokens ``starts[i]`` to ``stops[i]``."""
+    """Rows that each have tokens of one document, at most ``length``: row i has the tokens ``starts[i]`` to
+    ``stops[i]``."""
 
     def __init__(self, tokens: Ids, starts: Numbers, stops: Numbers, length: int) -> None:
         self._tokens, self._starts, self._stops = tokens, starts, stops
@@ -219,8 +228,8 @@ class DocumentRows:
 
 
 def continued(tokens: Ids, ends: Numbers, length: int) -> DocumentRows:
-    """Return rows of one document each. A document longer than a row continues in the next rows; a rest of a single
-    token, which has no target, is left out."""
+    """Return rows that each have tokens of one document. A long document continues in the next rows. A last single
+    token is dropped, because it has no target."""
     begins = np.concatenate([np.zeros(1, dtype=np.int64), ends[:-1]])
     counts = np.maximum((ends - begins + length - 2) // length, 0)
     documents = np.repeat(np.arange(len(ends)), counts)
@@ -230,10 +239,11 @@ def continued(tokens: Ids, ends: Numbers, length: int) -> DocumentRows:
 
 
 class TokenTable:
-    """Rows of tokens: int64 inputs of shape (rows, sequence), and as targets the token after each; -100 where it is no
-    target. With ``labelled``, inputs are a mapping as models of transformers take it, and targets are its labels.
+    """Rows of tokens: int64 inputs of shape (rows, sequence), and targets, which are the next tokens, or -100 where the
+    loss has no target. With ``labelled``, the inputs are a mapping with labels, as models of transformers expect.
 
-    ``padding``: the id beyond the end of a document. ``vocabulary``: more than any id."""
+    ``padding``: the id after the end of a document. ``vocabulary``: the size of the vocabulary.
+    """
 
     whole = False
 
@@ -267,8 +277,8 @@ class TokenTable:
 
     @cached_property
     def frequencies(self) -> NDArray[np.float64]:
-        """The share of each token among those that are targets in some row. Of more than 64Mi tokens, rows at equal
-        distances are counted."""
+        """The frequency of each token among the targets of all rows. With more than 64Mi tokens, only evenly spaced
+        rows are counted."""
         counts = np.zeros(self._vocabulary, dtype=np.int64)
         length = self._rows.gather(np.zeros(1, dtype=np.int64)).size
         numbers = np.arange(0, len(self), -(-len(self) * length // _COUNTED_TOKENS))
@@ -290,7 +300,7 @@ def entropy(shares: NDArray[np.float64]) -> float:
 
 
 def outside(found: NDArray[np.int64], vocabulary: int) -> tuple[int, int] | None:
-    """Return the place of an id outside of the vocabulary; None if there is none."""
+    """Return the position of an id that exceeds the vocabulary; None if there is none."""
     wrong = ((found < 0) & (found != PADDING)) | (found >= vocabulary)
     if not wrong.any():
         return None

@@ -1,12 +1,12 @@
-"""Tokenizers from local files, and files of text as their tokens.
+"""Tokenizers from local files, and tokenized text files.
 
-A ``tokenizer.json`` is read by the library tokenizers, any other folder by transformers; neither downloads anything or
-runs code of the folder. Only the end-of-text token is added to a text, after each document.
+The library tokenizers reads a ``tokenizer.json``, and transformers reads any other folder. Neither downloads anything
+or runs code from the folder. The only special token added is the end-of-text token after each document.
 
-A file longer than ``PIECE_BYTES`` is tokenized in pieces, which end where a tokenizer separates tokens anyway: after
-the end of a line, before a character that is no space, where the lines before and after have the same tokens with and
-without each other. A piece is tokenized together with the line before it, whose tokens are then left out, because some
-tokenizers mark the beginning of a text. So the tokens are those of the whole file.
+A file longer than ``PIECE_BYTES`` is tokenized in pieces, and the result equals the tokens of the whole file. A piece
+ends at a line end before a character that is not a space, and only if the lines on both sides have the same tokens
+together as separately. A piece is tokenized together with the line before it, whose tokens are then removed, because
+some tokenizers mark the beginning of a text.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ Encode = Callable[[list[str]], list[list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class TextTokenizer:
-    """``encode``: return the ids of each text. ``vocabulary``: more than any id. ``end``: the end-of-text token, if
-    there is one. ``digest``: of the files and the library."""
+    """A tokenizer. ``encode`` returns the ids of each text. ``vocabulary``: the number of ids. ``end``: the end-of-text
+    token, or None. ``digest``: of the tokenizer's files and the library's version."""
 
     encode: Encode
     vocabulary: int
@@ -62,7 +62,7 @@ class TextTokenizer:
 
 
 def open_tokenizer(text: str) -> TextTokenizer:
-    """Return the tokenizer of ``data.tokenizer``."""
+    """Return the tokenizer that the setting ``data.tokenizer`` names."""
     path = data_path("data.tokenizer", text)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
@@ -95,7 +95,7 @@ def read_backend(file: Path) -> Any:
 
 
 def plain(backend: Any) -> Any:
-    """Return a tokenizer of the library tokenizers without truncation, padding, and added special tokens."""
+    """Return a tokenizer of the library tokenizers without truncation, padding and additional special tokens."""
     backend.no_truncation()
     backend.no_padding()
     backend.post_processor = None
@@ -103,7 +103,7 @@ def plain(backend: Any) -> Any:
 
 
 def encoder(backend: Any) -> Encode:
-    """Return the function that encodes with a tokenizer of the library tokenizers."""
+    """Return the encoding function of a tokenizer of the library tokenizers."""
 
     def encode(texts: list[str]) -> list[list[int]]:
         found = backend.encode_batch_fast(texts, add_special_tokens=False)
@@ -113,7 +113,7 @@ def encoder(backend: Any) -> Encode:
 
 
 def load_pretrained(path: Path) -> Any:
-    """Return the tokenizer of a folder that ``save_pretrained`` of transformers wrote."""
+    """Return the tokenizer in a folder written by ``save_pretrained`` of transformers."""
     try:
         import transformers
     except ImportError as error:
@@ -137,7 +137,7 @@ def needs_library(name: str, extra: str = "hf") -> ConfigError:
 
 
 def digest_of_tokenizer(path: Path) -> str:
-    """Return a digest of the files of a tokenizer and of the version of the library."""
+    """Return a digest of the tokenizer's files and the library's version."""
     if path.is_file():
         files = [path]
     elif (path / "tokenizer.json").is_file():
@@ -157,7 +157,7 @@ def digest_of_tokenizer(path: Path) -> str:
 
 
 def version_of(library: str) -> str:
-    """Return the version of a library; empty if it is not installed."""
+    """Return the version of a library; "" if it is not installed."""
     try:
         return version(library)
     except PackageNotFoundError:
@@ -181,7 +181,7 @@ def _of_folder(path: Path) -> TextTokenizer:
 
 
 def _end_of(settings: Path, text: str) -> str | None:
-    """Return the text of the end-of-text token in ``tokenizer_config.json``."""
+    """Return the end-of-text token in ``tokenizer_config.json`` as text."""
     try:
         found = read_json(settings, DOCUMENT_BYTES).get("eos_token")
     except (OSError, ValueError, AttributeError) as error:
@@ -200,8 +200,8 @@ def _line(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """Text of a document. ``before``: the lines before it; ``skipped``: the number of their tokens; ``ends``: whether
-    the document ends with it."""
+    """A piece of a document. ``before``: the preceding lines, as context. ``skipped``: the number of their tokens, to
+    remove. ``ends``: whether this is the document's last piece."""
 
     text: str
     before: str = ""
@@ -217,8 +217,8 @@ def write_tokens(
     *,
     lines: bool = False,
 ) -> None:
-    """Write the tokens of ``files`` (each with the bytes to read, and whether these are all) as one document each; with
-    ``lines``, each line that is not empty is one."""
+    """Write each file as one document of tokens; with ``lines``, each non-empty line. ``files``: (path, bytes to read,
+    whether this is the whole file)."""
     reader = _Reader(tokenizer, advance, lines=lines)
     with parallel_encoding(tokenizer.encode) as encode:
         for pieces in _batches(reader.pieces(files)):
@@ -250,7 +250,8 @@ class _Reader:
             yield from self._of_lines(path, texts) if self._lines else self._of_file(path, texts)
 
     def _texts(self, path: Path, size: int, *, whole: bool) -> Iterator[str]:
-        """Yield the text of a file. An incomplete character at the end is left out, unless the file ends so."""
+        """Yield the text of a file in blocks. If only a part of the file is read, an incomplete last character is
+        dropped."""
         decoder, left = codecs.getincrementaldecoder("utf-8")("replace"), size
         with path.open("rb") as file:
             while left:
@@ -290,7 +291,7 @@ class _Reader:
         yield TextPiece(rest, before, skipped)
 
     def _boundary(self, text: str) -> int:
-        """Return where ``text`` can be divided; 0 if nowhere."""
+        """Return a position where ``text`` can be divided without changing its tokens; 0 if there is none."""
         place = len(text)
         for _ in range(_TRIES):
             place = text.rfind("\n", 0, place - 1) + 1
@@ -318,12 +319,12 @@ def _without_return(line: str) -> str:
 
 
 def _last_lines(text: str) -> str:
-    """Return the last lines of ``text``, of ``_CONTEXT`` characters or more."""
+    """Return the last lines of ``text``: as few as have ``_CONTEXT`` characters."""
     return text[text.rfind("\n", 0, max(0, len(text) - _CONTEXT)) + 1 :]
 
 
 def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
-    """Yield pieces together that all cores can encode at once."""
+    """Yield lists of pieces, each large enough to keep all cores busy."""
     found, size, most = list[TextPiece](), 0, 4 * PIECE_BYTES * _cores()
     for piece in pieces:
         found.append(piece)
@@ -338,8 +339,8 @@ def _batches(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
 def parallel_encoding(
     encode: Callable[[list[str]], list[Encoded]],
 ) -> Iterator[Callable[[list[str]], list[Encoded]]]:
-    """Yield ``encode`` on all cores of the process. The threads end with the block: those of the library itself would
-    not, and it warns of them in each process that is forked later."""
+    """Yield a parallel version of ``encode`` that uses all cores of the process. Its threads end with the context. The
+    library's own threads would not, and it would warn about them in each process that is forked later."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -362,7 +363,7 @@ def parallel_encoding(
 
 
 def _shares(texts: list[str]) -> Iterator[list[str]]:
-    """Yield texts together that take about as long as a piece."""
+    """Yield lists of texts, each with about as many characters as a piece."""
     found, size = list[str](), 0
     for text in texts:
         found.append(text)

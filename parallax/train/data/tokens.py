@@ -1,4 +1,4 @@
-"""Rows of token files that other programs wrote: nanoGPT, llm.c, numpy and Megatron."""
+"""Rows of token files written by other programs: nanoGPT, llm.c, numpy and Megatron."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from parallax.train.data.token_file import (
     continued,
     entropy,
     outside,
+    vocabulary_key,
 )
 
 DTYPES = (AUTO, "uint16", "uint32")
@@ -50,14 +51,14 @@ _EXACT_ROWS = 2**31  # products of numbers of rows below fit into int64
 
 @dataclass(frozen=True, kw_only=True)
 class TokensDataConfig(IndexedDataConfig):
-    """Tokens in files that another program wrote: ``.bin`` files of numbers, as of nanoGPT and llm.c, ``.npy`` files of
-    numpy, and ``.bin`` with ``.idx`` of Megatron.
+    """Token files of other programs: ``.bin`` of nanoGPT and llm.c, ``.npy`` of numpy, and ``.bin`` with ``.idx`` of
+    Megatron.
 
-    ``path``: a file, or a folder of which all token files are read. ``dtype``: the numbers in a ``.bin`` file without a
-    header: uint16 or uint32; auto is uint16. ``documents``: packed makes rows of each file's stream of tokens; single
-    makes rows of one document each, with padding after its end, and needs files of Megatron. ``mixture``: sources and
-    their weights, as ``data.mixture={web: 0.7, code: 0.3}``: each a file or folder, below ``path`` if that is set; rows
-    are drawn in these shares.
+    ``path``: a file, or a folder with token files. ``dtype``: the type of the numbers in a ``.bin`` file without a
+    header: uint16 or uint32; auto is uint16. ``documents``: packed divides each file's stream of tokens into rows;
+    single starts a new row for each document, with padding at the end, and needs Megatron's files. ``mixture``: several
+    sources and their shares of the rows, such as ``data.mixture={web: 0.7, code: 0.3}``. Each name is a file or folder,
+    relative to ``path`` if that is set.
     """
 
     name: str = "tokens"
@@ -77,8 +78,12 @@ class TokensDataConfig(IndexedDataConfig):
                     f"data.mixture.{printable(str(name))}={printable(str(weight))}: accepted are numbers above 0"
                 )
 
+    @property
+    def pads_rows(self) -> bool:
+        return self.documents != "packed"
+
     def tables(self, model: ModelConfig, *, quiet: bool = True) -> tuple[Table, dict[str, Table]]:
-        """Return the training rows, and the held-out rows: of a mixture, a set for each source."""
+        """Return the training rows and the held-out rows by set. A mixture has a held-out set for each source."""
         if not self.mixture or isinstance(self.validation, Mapping):
             return super().tables(model, quiet=quiet)
         parts, sets = list[Table](), dict[str, Table]()
@@ -89,7 +94,7 @@ class TokensDataConfig(IndexedDataConfig):
         return self._mixed(parts), sets
 
     def table(self, model: ModelConfig, *, quiet: bool = True) -> Table:
-        """Return all rows. Raises :class:`DataError` for a file that is not as its header says."""
+        """Return all rows. Raises :class:`DataError` for a file that contradicts its header."""
         if self.mixture:
             sources = self._sources().values()
             return self._mixed([each.table(model, quiet=quiet) for each in sources])
@@ -118,6 +123,8 @@ class TokensDataConfig(IndexedDataConfig):
     def _sources(self) -> dict[str, TokensDataConfig]:
         """Return the settings of each source of the mixture."""
         root = Path(self.path) if self.path else Path()
+        for name in self.mixture:
+            data_path(f"data.mixture.{printable(str(name))}: data.path", str(root / str(name)))
         return {
             str(name): replace(self, path=str(root / str(name)), mixture={})
             for name in self.mixture
@@ -128,7 +135,7 @@ class TokensDataConfig(IndexedDataConfig):
         return MixedTable(parts, weights, shuffle=self.shuffle)
 
     def _files(self, path: Path) -> Iterator[TokensOnDisk]:
-        """Yield the token files at or below ``path`` in sorted order."""
+        """Yield the token files of ``path``, a file or a folder, in sorted order."""
         if not path.is_dir():
             found = [path.with_suffix(".bin") if path.suffix == ".idx" else path]
         else:
@@ -154,7 +161,7 @@ class TokensDataConfig(IndexedDataConfig):
 
 
 class JoinedRows:
-    """The rows of each file, one file after another, with ids that ``model`` knows."""
+    """The rows of several files, one file after another. ``model`` limits the ids to its vocabulary."""
 
     def __init__(
         self,
@@ -163,14 +170,14 @@ class JoinedRows:
         model: ModelConfig,
     ) -> None:
         self._parts, self._files, self._length = parts, files, model.sequence + 1
-        self._vocabulary = model.vocabulary
+        self._vocabulary, self._key = model.vocabulary, vocabulary_key(model)
         self._ends = np.cumsum([len(each) for each in parts])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def gather(self, rows: Numbers) -> NDArray[np.int64]:
-        """Return the ids of ``rows``. Raises :class:`DataError` for an id outside of the model's vocabulary."""
+        """Return the ids of ``rows``. Raises :class:`DataError` for an id that exceeds the model's vocabulary."""
         found = np.empty((len(rows), self._length), dtype=np.int64)
         owners = np.searchsorted(self._ends, rows, side="right")
         for owner in np.unique(owners):
@@ -180,7 +187,7 @@ class JoinedRows:
             if (place := outside(ids, self._vocabulary)) is not None:
                 index = part.first_token(int(own[place[0]])) + place[1]
                 raise DataError(
-                    f"{_named(self._files[owner].path)}: token {index:,} is {ids[place]}, and model.vocabulary="
+                    f"{_named(self._files[owner].path)}: token {index:,} is {ids[place]}, and {self._key}="
                     f"{self._vocabulary}; set the model's vocabulary to that of the tokenizer, or data.dtype to that "
                     "of the file"
                 )
@@ -188,11 +195,12 @@ class JoinedRows:
 
 
 class MixedTable:
-    """Rows of ``parts`` in the shares of ``weights``.
+    """A mixture of the rows of ``parts``, with the shares ``weights``.
 
-    The epoch is the shortest in which each row of each part comes at least once: the part with the most rows for its
-    weight comes once, and each of the others again from its beginning, in a new order. Parts take turns evenly: after
-    any number of rows, each has had its share of them to within one row for each part."""
+    An epoch is the shortest one that has each row of each part at least once: the part with the most rows per weight is
+    read once, and the others start again in a new order. Parts are interleaved evenly: after any number of rows, the
+    number of rows of each part differs from its share by at most the number of parts.
+    """
 
     whole = False
 
@@ -229,10 +237,11 @@ class MixedTable:
         return entropy(sum(each.frequencies * share for each, share in zip(self._parts, shares)))
 
     def _drawn(self, rows: Numbers) -> Iterator[tuple[int, Numbers, Numbers]]:
-        """Yield each part that has some of ``rows``, where these are in ``rows``, and their numbers in the part.
+        """Yield (part, positions in ``rows``, row numbers in the part) for each part that has some of ``rows``.
 
-        Of ``left`` rows the first part has ``count``: row r is its k-th if round(r · count / left) steps from k to
-        k + 1 after r. The other rows, numbered anew, are divided among the other parts in the same way."""
+        If the first part has ``count`` of ``left`` rows, row r is its k-th row if round(r · count / left) increases
+        from k to k + 1 after r. The remaining rows are renumbered and divided among the other parts in the same way.
+        """
         places, left = np.arange(len(rows)), self._rows
         numbers = rows.astype(np.int64 if self._rows < _EXACT_ROWS else object)
         for part, count in enumerate(self.counts):
@@ -258,14 +267,15 @@ class MixedTable:
 
 @dataclass(frozen=True, slots=True)
 class TokensOnDisk:
-    """A mapped file of tokens. ``ends``: the index after the last token of each document, where the file says so."""
+    """A mapped file of tokens. ``ends``: the index after the last token of each document; None if the file has no
+    documents."""
 
     path: Path
     tokens: Ids
     ends: Numbers | None = None
 
     def digest(self) -> str:
-        """Return a digest of the number of tokens, their type, the documents, and blocks at equal distances."""
+        """Return a digest of the number of tokens, their dtype, the documents, and evenly spaced blocks of tokens."""
         found = hashlib.sha256(f"{len(self.tokens)} {self.tokens.dtype}".encode())
         step = max(1, len(self.tokens) // _SAMPLED_BLOCKS)
         for start in (*range(0, len(self.tokens), step), max(0, len(self.tokens) - _BLOCK)):
@@ -276,7 +286,7 @@ class TokensOnDisk:
 
 
 def open_tokens_on_disk(path: Path, dtype: str) -> TokensOnDisk:
-    """Return a mapped token file. ``dtype``: of a ``.bin`` file without ``.idx``."""
+    """Return a mapped token file. ``dtype``: the type of the numbers of a ``.bin`` file without ``.idx``."""
     index = path.with_suffix(".idx")
     try:
         if path.suffix == ".npy":
@@ -320,7 +330,7 @@ def _of_llm_c(path: Path, count: int, dtype: Any) -> Ids:
 
 def _of_numpy(path: Path) -> Ids:
     try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
+        found = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, EOFError) as error:
         raise DataError(
             f"{_named(path)}: it is no array of numbers ({printable(str(error)):.200}); write it with numpy.save"
@@ -334,9 +344,9 @@ def _of_numpy(path: Path) -> Ids:
 
 
 def _of_megatron(path: Path, index: Path) -> TokensOnDisk:
-    """Return the tokens of Megatron's indexed dataset: the ``.idx`` file has a header (magic, version, type, numbers of
-    sequences and of document bounds), the length of each sequence (int32), its first byte in the ``.bin`` file
-    (int64), and the bounds of documents as numbers of sequences (int64)."""
+    """Return the tokens of Megatron's indexed dataset. The ``.idx`` file has a header (magic, version, dtype, number of
+    sequences, number of document bounds), the length of each sequence (int32), its byte offset in the ``.bin`` file
+    (int64), and the document bounds as indices of sequences (int64)."""
     with index.open("rb") as file:
         head = file.read(_HEADER.size)
         size = os.fstat(file.fileno()).st_size
@@ -375,7 +385,7 @@ def _of_megatron(path: Path, index: Path) -> TokensOnDisk:
 def _check_index(
     index: Path, tokens: int, lengths: Numbers, starts: Numbers, ends: Numbers, size: int
 ) -> None:
-    """Raise :class:`DataError` unless the sequences follow one another within ``tokens`` tokens of ``size`` bytes."""
+    """Raise :class:`DataError` unless the sequences are contiguous within ``tokens`` tokens of ``size`` bytes each."""
     wrong = (lengths < 0) | (starts != ends[:-1] * size) | (ends[1:] > tokens)
     if wrong.any():
         at = int(np.argmax(wrong))
