@@ -195,8 +195,8 @@ class Cluster:
         return replace(self, nodes=tuple(nodes))
 
     def slowed(self, factors: Mapping[int, float]) -> Cluster:
-        """Return the cluster in which the device of each rank in ``factors`` takes that many times as long for the same
-        work."""
+        """Return the cluster with slower devices: the device of each rank in ``factors`` takes that factor longer for
+        equal work."""
         return self.with_devices(
             replace(device, speed=device.speed / factors.get(rank, 1.0))
             for rank, device in enumerate(self.devices)

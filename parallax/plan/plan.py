@@ -179,8 +179,8 @@ class Coordinate(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """The micro-batches that a block computes before another block of its rank does, and whether the block is visited
-    again later, so that offloaded gradients are read back to add to them."""
+    """How often a block of a stage is visited: the number of consecutive micro-batches that it computes before another
+    block runs, and whether it is visited again later, so that offloaded gradients are read back to add to them."""
 
     micro_batches: int = 1
     again: bool = True
@@ -190,16 +190,17 @@ EACH_MICRO_BATCH = Visits()
 
 
 def visits_of(schedule: Schedule, micro_batches: int, *, alone: bool) -> Visits:
-    """Return the visits of a block; ``alone``: it is a stage of its own. A stage of several blocks visits each of them
-    for every micro-batch."""
+    """Return the visits of a block. ``alone``: the block is the only one of its stage. A stage of several blocks visits
+    each block once per micro-batch."""
     run = schedule.run_length(micro_batches) if alone else 1
     return Visits(run, run < micro_batches)
 
 
 def boundaries_held(schedule: Schedule, pipeline_ranks: int, micro_batches: int) -> int:
-    """Return the most tensors between two stages that a rank holds at one time under a schedule whose stages compute
-    groups of micro-batches: those of a group, which wait for the next stage, and three under way; with several
-    pipeline ranks as many again, sent and not yet received. 0 for other schedules: there every edge has its own."""
+    """Return the largest number of tensors between two stages that a rank holds at one time, under a schedule whose
+    stages compute groups of micro-batches. It holds the tensors of a group, which wait for the next stage, and three in
+    transit; with several pipeline ranks twice that number. 0 for other schedules, in which every edge has its own
+    tensors."""
     if schedule.grouping is None:
         return 0
     held = schedule.run_length(micro_batches) + 3

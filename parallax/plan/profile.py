@@ -24,9 +24,9 @@ from parallax.errors import PlanError, printable
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """A cost of ``fixed + per_row · rows``, but at least ``floor``, in the unit of its owner. ``points`` is empty, or
-    holds at least three pairs (rows, value) with increasing rows; up to the last one the cost is interpolated between
-    them instead."""
+    """A cost of ``fixed + per_row · rows``, but at least ``floor``, in its owner's unit. If ``points`` (three or more
+    pairs of rows and value, in increasing order of rows) is not empty, the cost is interpolated between them up to the
+    last one."""
 
     fixed: float = 0.0
     per_row: float = 0.0
@@ -89,23 +89,30 @@ NOISY = 1.5  # times as long as on an idle machine: above it measured seconds ar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
-    """The costs of one block on one device.
+    """The costs of one block on one device. Bytes and seconds that depend on the rows are :class:`Affine`.
 
-    ``frozen_bytes`` the part of ``parameter_bytes`` that is not trained: it has no gradient, no optimizer state and no
-    full-precision copy ``largest_bytes`` of the largest trained parameter; 0 if not measured: then it may be all
-    trained bytes ``weight_seconds`` the part of ``backward_seconds`` that computes gradients of parameters (W);
-    zero-bubble schedules run it apart from the input-gradient pass (B), which takes ``split_seconds`` more
-    ``skipped_seconds`` the part of a forward that recomputation omits: it ends when the last tensor that the backward
-    needs is computed ``offload_seconds`` the slowdown of forward and backward together where saved activations are
-    offloaded, without waiting for them ``moved`` bytes of saved activations that can be offloaded (per micro-batch in
-    flight) ``stays`` bytes saved for backward that are never offloaded: small tensors, casts of parameters ``by_loss``
-    bytes that the loss saves after the last block: resident under every directive ``input`` bytes of the block's input
-    tensors; ``output`` of its output tensors ``forward_work`` and ``backward_work``: bytes allocated only while the
-    block runs, beyond its input, output, saved activations and (backward) parameter gradients ``gathered_bytes`` of the
-    last block, where one loss of all rows is computed: bytes of its outputs for the whole batch; ``gathered_work`` the
-    further bytes of that loss, ``gathered_seconds`` its time ``deferred`` bytes held from the input-gradient to the
-    weight-gradient pass, in place of the saved activations; ``split_work`` the ``backward_work`` of the larger of the
-    two passes
+    ``frozen_bytes``      the part of ``parameter_bytes`` that is not trained: no gradient, no optimizer state and
+                          no full-precision copy
+    ``largest_bytes``     of the largest trained parameter; 0 if not measured: then it may be all trained bytes
+    ``flops_per_row``     operations of matrix products of a forward and a backward without recomputation; 0 if unknown
+    ``weight_seconds``    the part of ``backward_seconds`` that computes gradients of parameters (W); zero-bubble
+                          schedules run it separately from the input-gradient pass (B)
+    ``split_seconds``     the additional seconds of such a split backward
+    ``skipped_seconds``   the part of a forward that recomputation omits: it ends when the last tensor that the
+                          backward needs is computed
+    ``offload_seconds``   the slowdown of forward and backward together if activations are offloaded, without waits
+    ``moved``             bytes of saved activations that can be offloaded, per micro-batch in flight
+    ``stays``             bytes saved for backward that are never offloaded: small tensors, casts of parameters
+    ``by_loss``           bytes that the loss saves after the last block; they are resident under every directive
+    ``input``             bytes of the block's input tensors
+    ``output``            bytes of its output tensors
+    ``forward_work``      bytes allocated only while the forward runs, beyond input, output and saved activations
+    ``backward_work``     the same for the backward, without the gradients of parameters
+    ``gathered_bytes``    of the last block, for a loss over the whole batch: bytes of its outputs for the whole batch
+    ``gathered_work``     additional bytes of that loss
+    ``gathered_seconds``  seconds of that loss
+    ``deferred``          bytes held from the input-gradient to the weight-gradient pass, in place of saved activations
+    ``split_work``        the ``backward_work`` of the larger of the two passes
     """
 
     name: str
@@ -114,6 +121,7 @@ class BlockCost:
     frozen_bytes: int = 0
     largest_bytes: int = 0
     buffer_bytes: int = 0
+    flops_per_row: float = 0.0
     forward_seconds: Affine
     backward_seconds: Affine
     weight_seconds: Affine = NOTHING
@@ -154,6 +162,22 @@ class BlockCost:
 _NUMBERS = tuple(field.name for field in fields(BlockCost) if field.name != "name")
 
 
+@dataclass(frozen=True, slots=True)
+class Utilization:
+    """Model FLOP utilization (Chowdhery et al. 2022, appendix B): the operations of matrix products that the model
+    needs for a row, forward and backward without recomputation, per second, as a share of the devices' peak."""
+
+    flops_per_row: float = 0.0
+    peak_flops: float = 0.0
+    peak_source: str = ""
+
+    def share(self, rows_per_second: float, ranks: int) -> float | None:
+        """Return the utilization of ``ranks`` devices; None if operations or peak are unknown."""
+        if not self.flops_per_row or not self.peak_flops:
+            return None
+        return self.flops_per_row * rows_per_second / (ranks * self.peak_flops)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
     """The blocks of a model in order, the parameters they share, and the device and precision of the costs.
@@ -162,10 +186,12 @@ class ModelProfile:
     parameters that are not trained. An entry with one block is of parameters that stay on the device as shared ones
     do. ``optimizer_bytes`` is the optimizer state for each byte of trained parameters (AdamW in fp32: 2.0),
     ``master_bytes`` the full-precision copies (0.0 if the parameters themselves are in full precision),
-    ``optimizer_seconds`` the time of an update for each byte. ``gathered_rows``: the rows over which one loss is
+    ``optimizer_seconds`` the time of an update for each byte;
+    ``divides``: the optimizer may step parts of a parameter. ``gathered_rows``: the rows over which one loss is
     computed in a step; 0: the loss is part of the last block. Computing takes ``freeing_slowdown`` times as long if the
-    allocator returns freed memory to the system at once. ``source``: measured, or derived from shapes.
-    ``disturbance``: the measured time relative to an idle machine.
+    allocator returns freed memory to the system at once. ``peak_flops``: the most operations of matrix products per
+    second of one device in this precision, 0 if unknown, and ``peak_source``, where the figure is from. ``source``:
+    measured, or derived from shapes. ``disturbance``: the measured time relative to an idle machine.
     """
 
     model: str
@@ -177,10 +203,13 @@ class ModelProfile:
     frozen_ties: tuple[tuple[int, tuple[int, ...]], ...] = ()
     optimizer_bytes: float = 2.0
     optimizer_seconds: float = 0.0
+    divides: bool = True
     gradient_bytes: float = 1.0
     master_bytes: float = 0.0
     gathered_rows: int = 0
     freeing_slowdown: float = 1.0
+    peak_flops: float = 0.0
+    peak_source: str = ""
     source: str = "measured"
     disturbance: float = 1.0
 
@@ -208,6 +237,7 @@ class ModelProfile:
             "gradient_bytes",
             "master_bytes",
             "freeing_slowdown",
+            "peak_flops",
         )
         for name in (*ratios, "gathered_rows", "disturbance"):
             if not 0 <= getattr(self, name) < float("inf"):
@@ -245,8 +275,14 @@ class ModelProfile:
         return self.disturbance >= NOISY
 
     @property
+    def utilization(self) -> Utilization:
+        """Return the operations of a row in all blocks, and the peak to compare them with."""
+        flops = sum(block.flops_per_row for block in self.blocks)
+        return Utilization(flops, self.peak_flops, self.peak_source)
+
+    @property
     def shared(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Return all parameters that cannot be offloaded, trained or not, in the form of :attr:`ties`."""
+        """Return all parameters that cannot be offloaded, trained and frozen, in the form of :attr:`ties`."""
         return (*self.ties, *self.frozen_ties)
 
     def unique_parameter_bytes(self, blocks: Sequence[int]) -> int:

@@ -28,19 +28,19 @@ class Bandwidths(Protocol):
 
     @property
     def disk_write(self) -> float:
-        """To a file, through the page cache."""
+        """Bytes per second of writes to a file, through the page cache."""
 
     @property
     def disk_read(self) -> float:
-        """From a file, through the page cache."""
+        """Bytes per second of reads from a file, through the page cache."""
 
     @property
     def host_write(self) -> float:
-        """From a device to pinned memory of its host."""
+        """Bytes per second of copies from a device to pinned memory of its host."""
 
     @property
     def host_read(self) -> float:
-        """From pinned memory of its host to a device."""
+        """Bytes per second of copies from pinned memory of the host to its device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -236,6 +236,8 @@ def price(work: ModelWork, kind: DeviceKind, efficiency: Efficiency | None = Non
         master_bytes=work.master_bytes,
         optimizer_seconds=_update_traffic(work) / (kind.bytes_per_second * reached.update),
         gathered_rows=work.gathered_rows,
+        peak_flops=peak,
+        peak_source=f"the data sheet of {kind.name} in {work.dtype}",
         source="analytic",
     )
 
@@ -260,8 +262,8 @@ class _Rate:
         )
 
     def _busy(self, work: Work, part: str) -> float:
-        """Return the seconds for which one work occupies the device with computing or moving bytes; ``part`` is fixed
-        or per_row."""
+        """Return the seconds that ``work`` occupies the device, computing or moving bytes. ``part``: fixed or
+        per_row."""
         flops, attention, operands, moved = (
             getattr(figure, part)
             for figure in (work.flops, work.attention_flops, work.operands, work.bytes)
@@ -278,6 +280,7 @@ def _cost(block: BlockWork, rate: _Rate) -> BlockCost:
         frozen_bytes=block.frozen_bytes,
         largest_bytes=block.largest_bytes,
         buffer_bytes=block.buffer_bytes,
+        flops_per_row=_needed_flops(block),
         forward_seconds=rate.seconds(block.forward),
         backward_seconds=rate.seconds(block.input_gradient, block.weight_gradient),
         weight_seconds=rate.seconds(block.weight_gradient),
@@ -295,9 +298,18 @@ def _cost(block: BlockWork, rate: _Rate) -> BlockCost:
     )
 
 
+def _needed_flops(block: BlockWork) -> float:
+    """Return the operations of a row that the model needs: a backward of attention needs twice those of the forward,
+    and kernels that compute scores again do more."""
+    forward, inner = block.forward, block.input_gradient
+    again = max(0.0, inner.attention_flops.per_row - 2 * forward.attention_flops.per_row)
+    weights = block.weight_gradient.flops.per_row
+    return forward.flops.per_row + inner.flops.per_row - again + weights
+
+
 def _update_traffic(work: ModelWork) -> float:
-    """Return the bytes that an optimizer moves for one byte of parameters: it reads and writes its states and the
-    copies it steps, reads the gradients and writes the parameters, which it also reads if there are no copies."""
+    """Return the bytes that an optimizer moves per byte of parameters. It reads and writes its states and master
+    copies, reads the gradients, and writes the parameters. Without master copies it also reads the parameters."""
     parameters = 1.0 if work.master_bytes > 0 else 2.0
     return 2 * (work.optimizer_bytes + work.master_bytes) + work.gradient_bytes + parameters
 

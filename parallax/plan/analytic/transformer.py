@@ -124,11 +124,11 @@ class TransformerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Op:
-    """One operation on one row. FLOPs, bytes of traffic and kernels are those of forward, input gradient and weight
-    gradient; ``attends``: the FLOPs are attention's; ``operands`` are the input and output activations of a matrix
-    product. ``weights`` are the parameters of matrix products, ``others`` the rest. ``saved`` bytes can be
-    offloaded, ``stays`` are small and resident; ``scratch`` is allocated only while it runs, without gradients of
-    saved tensors; ``deferred`` bytes are needed for the gradient of its weights."""
+    """One operation on one row. FLOPs, bytes of traffic and kernels have three entries each: forward, input gradient
+    and weight gradient. ``attends``: whether the FLOPs are attention's. ``operands``: the input and output activations
+    of a matrix product. ``weights`` are the parameters of matrix products, ``others`` the rest. ``saved`` bytes can be
+    offloaded, ``stays`` are small and resident; ``scratch`` is allocated only while it runs, without gradients of saved
+    tensors; ``deferred`` bytes are needed for the gradient of its weights."""
 
     flops: tuple[float, float, float] = (0.0, 0.0, 0.0)
     attends: bool = False

@@ -1,4 +1,4 @@
-"""The seconds of an all-reduce, and of a broadcast from every rank, from the links between their ranks.
+"""The seconds of an all-reduce, and of a broadcast from every rank, computed from the links between the ranks.
 
 Inside a node, and between single ranks of several nodes, an all-reduce is a ring: 2·(n − 1) messages of 1/n of the
 bytes, one after the other (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
@@ -18,7 +18,7 @@ from parallax.plan.cluster import Cluster, Link
 
 
 def all_reduce_seconds(count: float, ranks: Sequence[int], cluster: Cluster) -> float:
-    """Return the seconds in which ``ranks`` sum ``count`` bytes each over otherwise idle links."""
+    """Return the seconds of an all-reduce of ``count`` bytes over ``ranks``, if their links are otherwise idle."""
     return sum(all_reduce_parts(count, ranks, cluster))
 
 

@@ -1,4 +1,4 @@
-"""Device bytes of the process groups of a rank that sends from device to device."""
+"""Device bytes of the process groups of a rank with direct device-to-device transfers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def connection_bytes(
     beside: Beside | None = None,
 ) -> int:
     """Return the device bytes of a rank's connections to other stages. ``parts``: blocks of its stages, each (first,
-    last + 1). There are two connections for every rank of the stages ``beside`` each part (by default as many as
-    ``replicas``), a process group for each parameter tied with another stage, and one for the replicas that gather
-    outputs for a loss over all rows."""
+    last + 1). A rank has two connections to every rank of the stages before and after each part, a process group for
+    each parameter tied with another stage, and one to gather outputs for a loss over the whole batch. ``beside``: the
+    replicas of the stages before and after; by default ``replicas`` each."""
     if not (device.collective_bytes or device.edge_bytes):
         return 0
     blocks, count = {block for part in parts for block in range(*part)}, len(profile.blocks)

@@ -1,10 +1,11 @@
 """Estimate the memory that training a model needs, independent of any machine.
 
-On one device the result is a sum of terms (:meth:`parallax.plan.cost.stage.StageLoad.memory`), once with every
-activation kept and once with every one recomputed. For a pipeline of n stages it is the need of the fullest stage under
-the partition that minimizes it: under 1F1B stage s holds up to n − s micro-batches, so early stages get fewer blocks (a
-loss of all rows at once needs GPipe, under which each holds all). The minimum is found by bisection: a limit can be
-kept if stages that hold as many blocks as fit, from the first stage on, hold all blocks.
+On one device the result is a sum of terms (:meth:`parallax.plan.cost.stage.StageLoad.memory`), once with all
+activations kept and once with all recomputed. For a pipeline of n stages it is the memory of the fullest stage, for the
+partition that minimizes this memory. Under 1F1B, stage s holds up to n − s micro-batches, so early stages get fewer
+blocks. (A loss over the whole batch needs GPipe, under which each stage holds all micro-batches.) The minimum is found
+by bisection: a limit is feasible if all blocks are assigned when each stage, from the first on, takes as many blocks as
+fit.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ class StageNeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Device bytes by term on one device, ``keep`` and ``recompute``, and the bytes of pipelines under ``schedule``, by
-    the terms of :meth:`parallax.plan.cost.stage.StageLoad.memory` without the ``uncounted`` ones."""
+    """Device bytes by the terms of :meth:`parallax.plan.cost.stage.StageLoad.memory`, without the ``uncounted`` terms.
+    ``keep`` and ``recompute``: on one device, with all activations kept and with all recomputed. The other fields
+    describe pipelines under ``schedule``."""
 
     model: str
     precision: str
@@ -146,7 +148,7 @@ def _unique_parameters(profile: ModelProfile) -> int:
 
 
 def _schedule(profile: ModelProfile) -> Schedule:
-    """Return the schedule with the fewest micro-batches in flight; a loss of all rows needs all of them."""
+    """Return the schedule with the fewest micro-batches in flight; GPipe for a loss over the whole batch."""
     return GPIPE if profile.gathered_rows else ONE_FORWARD_ONE_BACKWARD
 
 
@@ -212,7 +214,8 @@ class _ChainPartitioner:
     def partition(
         self, limit: float, in_flight_by_stage: Sequence[int]
     ) -> list[tuple[int, int]] | None:
-        """Return first and last + 1 of each stage's blocks, or None. Every stage gets at least one block."""
+        """Return the blocks (first, last + 1) of each stage; None if there is no such partition. Every stage gets at
+        least one block."""
         bounds, start, blocks = [], 0, len(self._static)
         for stage, in_flight in enumerate(in_flight_by_stage):
             most = blocks - (len(in_flight_by_stage) - stage - 1)

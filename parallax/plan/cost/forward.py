@@ -147,7 +147,7 @@ def _passing(
 
 def _most_waiting(plan: Plan, edge: Edge) -> int:
     """Return the largest number of messages on ``edge`` that wait for their receiver. On a local edge they wait until
-    the receiving stage runs; on others the sender may be as many messages ahead as its channel allows."""
+    the receiving stage runs. On other edges the channel limits how many messages the sender may be ahead."""
     if not plan.is_local(edge):
         return max(plan.messages_ahead(edge.sender), _STAGED)
     now = most = 0

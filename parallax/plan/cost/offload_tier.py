@@ -1,8 +1,8 @@
 """The bytes of each stage of a plan in the offload tier, except activations.
 
 The offloaded optimizer states of a stage are a share of its own parameters' states, with one exception: if one stage
-steps a tied parameter in the tier, all its stages do, because kernels of a device may round otherwise. So these bytes
-depend on all stages.
+steps a tied parameter in the offload tier, all stages that hold it do, because device kernels may round differently. So
+these bytes depend on all stages.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _state_bytes(
 
 
 def _streamed_bytes(profile: ModelProfile, sizes: Sizes, share: float) -> int:
-    """Return the bytes of a ``share`` of the parameters, rounded up to whole blocks, with gradients and masters of the
-    trained ones. The new data of one block is written before its old data is freed."""
+    """Return the offload bytes of a ``share`` of the parameters, rounded up to whole blocks, with gradients and masters
+    of the trained ones. One block counts twice, because its new data are written before its old data are freed."""
     if not share:
         return 0
     block = sizes.offloadable_block
@@ -66,8 +66,8 @@ def _streamed_bytes(profile: ModelProfile, sizes: Sizes, share: float) -> int:
 
 
 def _forced(profile: ModelProfile, stages: Sequence[StagePlan], pipeline_ranks: int) -> list[int]:
-    """Return, for each stage, the bytes of tied parameters that it steps in the tier because another pipeline rank
-    does."""
+    """Return, for each stage, the bytes of the tied parameters that it steps in the offload tier only because another
+    pipeline rank does."""
     forced = [0] * len(stages)
     for size, users in profile.ties:
         having = [

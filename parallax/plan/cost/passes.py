@@ -1,8 +1,8 @@
-"""The cost of one pass of a micro-batch through a stage: seconds, run by run, and bytes.
+"""The cost of one pass of a micro-batch through a stage: bytes, and the seconds of each run of blocks.
 
 A pass is a forward, a backward, or the weight-gradient pass (W) of a split backward. Only blocks that keep their
-activations run W later: recomputed or prefetched activations are not held until then, so their blocks run both passes
-at once. Gradients of offloaded parameters are fetched and written by the pass that computes them.
+activations run W later. Recomputed and prefetched activations are not held until then, so their blocks run B and W
+together. Gradients of offloaded parameters are fetched and written by the pass that computes them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from parallax.plan.schedule import Kind
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Consecutive blocks that compute without interruption. ``moved`` bytes of block ``block`` are offloaded after the
-    run, or prefetched before it."""
+    """Consecutive blocks that compute without interruption. ``moved``: bytes of block ``block`` that are offloaded
+    after them, or prefetched before them."""
 
     seconds: float
     block: int = -1
@@ -104,7 +104,7 @@ class Passes:
 
     @cached_property
     def forward(self) -> tuple[Pass, ...]:
-        """Return a forward as consecutive runs of blocks; each but the last ends with a block that offloads."""
+        """Return a forward as runs of consecutive blocks. Each run but the last ends with a block that is offloaded."""
         runs, seconds = [], 0.0
         for index, block in enumerate(self.load.blocks):
             seconds += block.forward_seconds
@@ -115,7 +115,7 @@ class Passes:
 
     @cached_property
     def backward(self) -> tuple[Pass, ...]:
-        """Return a backward as consecutive runs of blocks; a block that offloaded is a run of its own."""
+        """Return a backward as runs of consecutive blocks. An offloaded block is a run of its own."""
         runs, seconds = [], 0.0
         for index, block in reversed(list(enumerate(self.load.blocks))):
             if block.moved_bytes > 0:
@@ -147,7 +147,8 @@ class Passes:
         return Rise(most, now)
 
     def _change(self, kind: Kind, index: int, block: BlockLoad) -> tuple[int, int]:
-        """Return the bytes by which a block's pass changes the kept activations, and the loss's part of these bytes."""
+        """Return the bytes by which a block's pass changes the kept activations, and the part of them that the loss
+        saved."""
         if kind is Kind.FORWARD:
             return block.kept_bytes, block.loss_bytes
         if kind is Kind.BACKWARD_WEIGHT:

@@ -1,8 +1,8 @@
 """The peak device bytes of a rank in one step, by term.
 
-Saved and freed bytes follow from the order of the rank's list alone, independent of the seconds, so one pass over the
-list computes the peak, without a clock. Swapped activations may fill their limit whenever copies are a little slower
-than predicted: the proof counts the whole limit, not the bytes of one timeline.
+Saved and freed bytes depend only on the order of the rank's actions, not on their times, so one pass over the list
+computes the peak. Swapped activations may fill the swap limit whenever copies are slower than predicted, so the peak
+includes the whole limit.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def peak_memory(
 ) -> dict[str, int]:
     """Return the device bytes by term at the peak: the moment in a rank's list at which their sum is largest.
 
-    ``passes(action)`` is the cost of a micro-batch; ``stages`` are the rank's stages at their largest micro-batch with
-    their swap limits.
+    ``passes(action)`` returns the costs of the action's stage. ``stages``: (load, swap limit) of each stage of the
+    rank, for its largest micro-batch.
     """
     kept = loss = 0
     most = Bytes()

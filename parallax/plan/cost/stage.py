@@ -18,7 +18,7 @@ Bytes are whole: the value of a line through two measurements is rounded up. Dev
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from parallax.plan.cluster import Device
@@ -49,7 +49,7 @@ class BlockLoad:
 
     @property
     def held_bytes(self) -> int:
-        """Return the most bytes that a micro-batch in flight holds."""
+        """Return the largest number of bytes that one in-flight micro-batch holds."""
         return max(self.kept_bytes, self.deferred_bytes)
 
 
@@ -63,7 +63,8 @@ class StageLoad:
     """One stage on one rank: seconds and bytes that do not depend on the schedule. ``parameter_bytes``, and
     ``trained_bytes``, which have gradients, include offloaded ones. ``passed_bytes`` are the part of ``boundary_bytes``
     of which a rank holds only those of its largest stage. ``gathered_bytes`` are sent among the replicas
-    of the last stage before the loss of all rows, which takes ``gathered_seconds`` once in a step."""
+    of the last stage before the loss of all rows, which takes ``gathered_seconds`` once in a step. Until each block has
+    run for the first time, and for all micro-batches of that visit, forwards take ``first_seconds``."""
 
     parameter_bytes: int
     trained_bytes: int
@@ -80,6 +81,7 @@ class StageLoad:
     blocks: tuple[BlockLoad, ...]
     gathered_bytes: int = 0
     gathered_seconds: float = 0.0
+    first_seconds: float = 0.0
 
     @property
     def host_state_bytes(self) -> int:
@@ -88,7 +90,14 @@ class StageLoad:
 
     @property
     def update_seconds(self) -> float:
-        return self.states.update_seconds
+        """Return the seconds by which the optimizer's step prolongs a training step, with the wait of the next forward
+        for states that pass the link to the tier."""
+        return self.states.update_seconds + self.waiting_seconds([self])
+
+    @staticmethod
+    def waiting_seconds(loads: Iterable[StageLoad]) -> float:
+        """Return the seconds for which the first forwards of one rank's stages wait for states that pass the link."""
+        return max(0.0, sum(load.states.ahead_seconds - load.first_seconds for load in loads))
 
     @property
     def static_bytes(self) -> int:
@@ -155,8 +164,8 @@ class StageLoad:
 
 
 def rank_memory(stages: Sequence[tuple[StageLoad, int, int]]) -> dict[str, int]:
-    """Return the device bytes of a rank by term, given each of its stages with its micro-batches in flight and its swap
-    limit. The bytes of the process count once, and the stages share one window of offloaded parameters and states."""
+    """Return the device bytes of a rank by term. ``stages``: (load, micro-batches in flight, swap limit) of each stage.
+    Bytes of the process count once, and the stages share one window of offloaded parameters and states."""
     terms: dict[str, int] = {}
     for load, in_flight, limit in stages:
         for term, size in load.memory(in_flight, limit).items():
@@ -274,6 +283,9 @@ def load_stage(
         ),
         gathered_bytes=costs[-1].gathered_bytes,
         gathered_seconds=costs[-1].gathered_seconds / device.speed,
+        first_seconds=visits.micro_batches
+        * sum(cost.forward_seconds.at(rows) for cost in costs)
+        / device.speed,
     )
 
 
@@ -306,6 +318,5 @@ def load_planned(
 
 
 def gap_bytes(device: Device, tensor_bytes: float) -> int:
-    """Return the bytes that the allocator holds but does not use, if tensors of ``tensor_bytes`` are passed from block
-    to block."""
+    """Return the bytes that the allocator reserves but does not use, if blocks pass on tensors of ``tensor_bytes``."""
     return math.ceil(device.gap_tensors * tensor_bytes)

@@ -13,8 +13,8 @@ from parallax.plan.profile import ModelProfile
 
 
 class OffloadFractions(NamedTuple):
-    """The offloaded shares of the optimizer's states, and of parameters with their gradients. ``sharded``: each replica
-    holds and steps its shard of the states on the device, and sends the new parameters to the others."""
+    """The shares of the optimizer's states, and of parameters with their gradients, that are offloaded. ``sharded``:
+    each replica holds and steps its shard of the states on the device, and sends the new parameters to the others."""
 
     optimizer: float = 0.0
     parameters: float = 0.0
@@ -41,7 +41,8 @@ class StateLoad:
     ``most_summing_bytes``; ``communicator_bytes`` are bytes of the process groups that sum them: offloaded gradients
     have their own group. For each micro-batch ``read_bytes`` are fetched and ``written_bytes`` written, which takes
     ``streaming_seconds`` of the link to the tier; the backward waits ``adding_seconds`` for stored gradients, to which
-    it adds new ones."""
+    it adds new ones. After the last micro-batch, the optimizer steps in ``update_seconds``. If the tier cannot step
+    states in place, they pass the link for ``ahead_seconds`` while the next forward runs."""
 
     parameter_bytes: int
     gradient_bytes: int
@@ -58,6 +59,7 @@ class StateLoad:
     streaming_seconds: float
     adding_seconds: float
     update_seconds: float
+    ahead_seconds: float
 
     @property
     def device_bytes(self) -> int:
@@ -72,9 +74,9 @@ class StateLoad:
 
 
 class Sizes(NamedTuple):
-    """Bytes of a stage: all parameters, the largest block's parameters, the largest trained parameter, all trained
-    parameters; then of the offloadable parameters all, the trained ones, and the largest block's. A parameter that
-    several blocks use stays on the device."""
+    """Bytes of a stage's parameters. First of all parameters: total, largest block, largest trained parameter, trained
+    total. Then of the offloadable ones: total, trained total, largest block. A parameter that several blocks use cannot
+    be offloaded."""
 
     parameters: int
     block: int
@@ -86,7 +88,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, profile: ModelProfile, start: int, stop: int) -> Sizes:
-        """Return the sizes of blocks ``start`` to ``stop``, excluding ``stop``."""
+        """Return the sizes of the blocks ``start`` to ``stop`` - 1."""
         costs, blocks = profile.blocks[start:stop], range(start, stop)
         parameters = profile.unique_parameter_bytes(blocks)
         trained = profile.unique_trained_bytes(blocks)
@@ -108,7 +110,7 @@ class Sizes(NamedTuple):
         return math.floor(self.offloadable * share)
 
     def most_trained(self, part: int) -> int:
-        """Return the largest number of trained bytes in any ``part`` bytes of the offloadable parameters."""
+        """Return an upper bound on the trained bytes if ``part`` bytes of the offloadable parameters are chosen."""
         return min(part, self.offloadable_trained)
 
     def least_trained(self, part: int) -> int:
@@ -143,14 +145,13 @@ def load_states(
     per_byte = profile.optimizer_bytes + profile.master_bytes
     states = math.ceil(sizes.trained * per_byte)
     lower = math.floor(states * offload.optimizer)
-    upper = shard_bytes(
-        states - lower, sizes.parameter * per_byte, replicas if offload.sharded else 1
-    )
+    sharing = replicas if offload.sharded else 1
+    upper = shard_bytes(states - lower, sizes.parameter * per_byte, sharing)
     optimizer = math.ceil(upper * _share(profile.optimizer_bytes, profile.master_bytes))
     streamed, gone, surely_gone = _streaming(profile, sizes, offload)
     visiting, window = _visiting(profile, sizes, streamed, gone, visits)
     steps = device.swaps_to.steps
-    fetched = (not steps) * math.ceil(3 * STATE_BUCKET_BYTES * per_byte)
+    fetched = 0 if steps else math.ceil(3 * _state_bucket_bytes(profile, sizes) * per_byte)
     rounding = _rounding_bytes(profile, sizes, states - lower if lower else 0, streamed, gone)
     stepped = offload.optimizer * sizes.trained
     # Offloaded parameters are copied both ways in any case.
@@ -179,18 +180,42 @@ def load_states(
         streaming_seconds=streaming / visits.micro_batches,
         adding_seconds=adding / visits.micro_batches,
         update_seconds=_update_seconds(profile, device, here, stepped, moving),
+        ahead_seconds=_ahead_seconds(profile, device, stepped, stepped - moving),
     )
+
+
+def _state_bucket_bytes(profile: ModelProfile, sizes: Sizes) -> int:
+    """Return the most bytes of parameters whose states are fetched together."""
+    return max(STATE_BUCKET_BYTES, 0 if profile.divides else sizes.parameter)
 
 
 def _update_seconds(
     profile: ModelProfile, device: Device, here: float, offloaded: float, moving: float
 ) -> float:
     """Return the seconds of an optimizer step over ``here`` bytes of parameters on the device and ``offloaded`` bytes
-    in the tier, of which ``moving`` are copied to the tier and back. The host's seconds per byte are derived from its
-    memory bandwidth; they are assumed to be no less than the seconds measured on the device."""
+    in the tier, of which ``moving`` are copied to a tier that steps them and back. The host's seconds per byte are
+    derived from its memory bandwidth; they are assumed to be no less than the seconds measured on the device. They all
+    count, although the host steps while the next forward runs: its cores may have other work."""
     byte = profile.optimizer_seconds / device.speed
     seconds = here * byte + offloaded * max(byte, device.host_update_seconds)
-    return seconds + device.write.seconds(moving) + device.read.seconds(moving)
+    if device.swaps_to.steps:
+        seconds += device.write.seconds(moving) + device.read.seconds(moving)
+    return seconds
+
+
+def _ahead_seconds(
+    profile: ModelProfile, device: Device, offloaded: float, streamed: float
+) -> float:
+    """Return the seconds of the transfers that a step over ``offloaded`` bytes of parameters needs, ``streamed`` bytes
+    of which are offloaded themselves. Where states cannot be stepped in place in the tier, they are read and written,
+    and so are gradients and weights of offloaded parameters: gradients are only read, weights with full-precision
+    masters only written."""
+    if device.swaps_to.steps:
+        return 0.0
+    states = offloaded * (profile.optimizer_bytes + profile.master_bytes)
+    weights = 0.0 if profile.master_bytes else streamed
+    read = states + weights + streamed * profile.gradient_bytes
+    return device.read.seconds(read) + device.write.seconds(states + streamed)
 
 
 def _adding_seconds(profile: ModelProfile, device: Device, gone: int) -> float:
@@ -273,9 +298,9 @@ def shard_bytes(states: int, largest: float, replicas: int) -> int:
 
 
 def _step_share(profile: ModelProfile, share: float) -> float:
-    """Return a step's time if only a fraction ``share`` of the parameters is stepped, as a fraction of the full step.
-    Gradients are cleared, measured and clipped in any case, which takes as long as moving four times their bytes. A
-    step reads weight, gradient and states, and writes all but the gradient."""
+    """Return the duration of an optimizer step of a fraction ``share`` of the parameters, relative to a full step.
+    Clearing, measuring and clipping all gradients takes as long as moving four times their bytes. A step reads weight,
+    gradient and states, and writes weight and states."""
     stepping = 3 + 2 * profile.optimizer_bytes
     return (4 + stepping * share) / (4 + stepping)
 

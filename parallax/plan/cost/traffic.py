@@ -17,23 +17,24 @@ Floats = NDArray[np.float64]
 
 
 def buffer_bytes(largest: Any, moved: Any) -> Any:
-    """Return the smallest swap limit with which reads overlap with compute, in bytes: two blocks, the current and the
-    next one, or all ``moved`` bytes. With less, a backward waits for the read of each offloaded block."""
+    """Return the smallest swap limit, in bytes, with which reads overlap with compute: two blocks (the current and the
+    next one), or all ``moved`` bytes if these are fewer. With a smaller limit, a backward waits for the read of each
+    offloaded block."""
     return np.minimum(2 * largest, moved)
 
 
 def leaving_bytes(moved: Any, in_flight: int, limit: Any) -> Any:
-    """Return how many of the ``moved`` bytes that a micro-batch offloads are actually written. If a backward follows
-    its own forward, unfinished writes are cancelled, so only the excess over the swap ``limit`` is written. With other
-    micro-batches in between all of it is written, unless all micro-batches fit."""
+    """Return how many of a micro-batch's offloaded ``moved`` bytes are actually written. A backward that follows its
+    own forward cancels unfinished writes, so only the excess over the swap ``limit`` is written. If other micro-batches
+    run in between, all bytes are written unless all micro-batches fit."""
     if in_flight == 1:
         return np.maximum(0.0, moved - limit)
     return np.where(limit >= in_flight * moved, 0.0, moved)
 
 
 def tier_places(moved: float) -> int:
-    """Return the tier bytes to reserve for ``moved`` bytes of activations. They are more, because sizes are rounded up
-    and rows of uneven micro-batches differ by one."""
+    """Return the tier bytes to reserve for ``moved`` bytes of activations. The result is larger, because sizes are
+    rounded up and uneven micro-batches differ by one row."""
     return math.ceil(moved * TIER_SLACK) + TIER_FLOOR
 
 

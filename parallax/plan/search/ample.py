@@ -1,9 +1,9 @@
-"""Choose swap limits that let the allocator keep freed memory.
+"""Choose swap limits and recomputed blocks that let the allocator keep freed memory.
 
-The search gives offloaded activations all of the remaining budget. On a CPU the peak is then so near the budget that
-all freed memory must be returned to the system at once, which slows computing down. With a smaller limit more
-activations are read back before they are used, and the allocator may keep its memory. The simulator decides which of
-the two is faster.
+The search gives activations all of the remaining budget. On a CPU the peak is then so near the budget that all freed
+memory must be returned to the system at once, which slows computing down. With a smaller swap limit more activations
+are read back before they are used, or with more recomputed blocks fewer are kept, and the allocator may keep its
+memory. The simulator decides which is faster.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import replace
 from parallax.errors import BudgetExceeded, InfeasiblePlan
 from parallax.plan.cluster import Cluster
 from parallax.plan.cost.peak import bytes_above_budget
-from parallax.plan.plan import Pipeline, StagePlan
+from parallax.plan.cost.stage import load_block
+from parallax.plan.plan import Directive, Pipeline, StagePlan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.simulation.predict import Forecast, predict
 
@@ -24,20 +25,23 @@ from parallax.plan.simulation.predict import Forecast, predict
 def with_ample_memory(
     profile: ModelProfile, cluster: Cluster, pipeline: Pipeline, forecast: Forecast
 ) -> tuple[Pipeline, Forecast]:
-    """Return ``pipeline``, whose forecast is ``forecast``, with smaller swap limits on each pipeline rank on which this
-    does not lengthen the step. The limits keep a fifth of the budget free, or at least the bytes that the allocator
-    keeps."""
+    """Return ``pipeline``, whose forecast is ``forecast``, with smaller swap limits, or with more recomputed blocks if
+    it recomputes some and offloads none, on each pipeline rank on which this does not lengthen the step. Limits keep a
+    fifth of the budget free, or at least the bytes that the allocator keeps; blocks keep these bytes free."""
     for pipeline_rank in range(pipeline.pipeline_ranks):
-        ranks, mine = pipeline.ranks(pipeline_rank), set(pipeline.stages_of(pipeline_rank))
-        limit = sum(_limit(pipeline.stages[stage]) for stage in mine)
-        if not limit or not any(forecast.ranks[rank].returns_freed for rank in ranks):
+        ranks = pipeline.ranks(pipeline_rank)
+        if not any(forecast.ranks[rank].returns_freed for rank in ranks):
             continue
         device = min((cluster.devices[rank] for rank in ranks), key=lambda d: d.memory_bytes)
         above = bytes_above_budget(forecast.stages[pipeline_rank].memory, device)
-        for spare in (device.memory_bytes // 5, 0):
-            less = (above + spare) / (1 + device.gap_share + device.kept_share) / limit
+        offloads = any(pipeline.stages[s].offloads for s in pipeline.stages_of(pipeline_rank))
+        for spare in (device.memory_bytes // 5, 0) if offloads else (0,):
+            less = (above + spare) / (1 + device.gap_share + device.kept_share)
+            stages = _with_less(profile, pipeline, pipeline_rank, less)
+            if stages == pipeline.stages:
+                break
             with contextlib.suppress(InfeasiblePlan, BudgetExceeded):
-                changed = replace(pipeline, stages=_with_less(pipeline.stages, mine, less))
+                changed = replace(pipeline, stages=stages)
                 found = predict(profile, cluster, changed)
                 kept = not any(found.ranks[rank].returns_freed for rank in ranks)
                 if kept and found.step_seconds <= forecast.step_seconds:
@@ -47,15 +51,59 @@ def with_ample_memory(
 
 
 def _limit(stage: StagePlan) -> int:
-    """Return the largest number of bytes of offloaded activations that the stage holds on the device."""
+    """Return the bytes of offloaded activations that a stage may hold on the device."""
     return stage.swap_limit_bytes if stage.offloads else 0
 
 
-def _with_less(stages: Sequence[StagePlan], mine: set[int], share: float) -> tuple[StagePlan, ...]:
-    """Return ``stages``, with the swap limits of offloading stages in ``mine`` reduced by the fraction ``share``."""
-    return tuple(
-        replace(each, swap_limit_bytes=max(0, math.floor(_limit(each) * (1 - share)) - 1))
-        if stage in mine and each.offloads
-        else each
-        for stage, each in enumerate(stages)
-    )
+def _with_less(
+    profile: ModelProfile, pipeline: Pipeline, pipeline_rank: int, less: float
+) -> tuple[StagePlan, ...]:
+    """Return the stages of ``pipeline`` with ``less`` bytes of activations on ``pipeline_rank``, or with as few as
+    possible."""
+    mine, stages = pipeline.stages_of(pipeline_rank), pipeline.stages
+    limit = sum(_limit(stages[stage]) for stage in mine)
+    if limit:
+        share = 1 - less / limit
+        changed = {
+            stage: replace(
+                stages[stage],
+                swap_limit_bytes=max(0, math.floor(_limit(stages[stage]) * share) - 1),
+            )
+            for stage in mine
+            if stages[stage].offloads
+        }
+    elif any(Directive.RECOMPUTE in stages[stage].directives for stage in mine):
+        changed = _recomputing(profile, pipeline, mine, less)
+    else:
+        changed = {}
+    return tuple(changed.get(index, stage) for index, stage in enumerate(stages))
+
+
+def _recomputing(
+    profile: ModelProfile, pipeline: Pipeline, mine: Sequence[int], less: float
+) -> dict[int, StagePlan]:
+    """Return the stages of ``mine`` that have to recompute more blocks so that ``less`` bytes of activations are kept.
+    The first blocks, which would keep theirs for the longest time, are recomputed first."""
+    changed = dict[int, StagePlan]()
+    count = pipeline.micro_batches(pipeline.global_batch)
+    for index in mine:
+        stage = pipeline.stages[index]
+        in_flight = pipeline.schedule.in_flight(
+            len(pipeline.stages), index, count, pipeline.interleave
+        )
+        directives = list(stage.directives)
+        for place, directive in enumerate(directives):
+            if less <= 0 or directive is not Directive.KEEP:
+                continue
+            cost, rows = (
+                profile.blocks[stage.start + place],
+                -(-pipeline.microbatch // stage.replicas),
+            )
+            kept, again = (
+                load_block(cost, each, rows).kept_bytes
+                for each in (Directive.KEEP, Directive.RECOMPUTE)
+            )
+            directives[place] = Directive.RECOMPUTE
+            less -= in_flight * max(0, kept - again)
+        changed[index] = replace(stage, directives=tuple(directives))
+    return changed

@@ -24,8 +24,8 @@ def even_boundaries(sums: Sequence[float], stages: int) -> list[int]:
 
 
 def furthest(works: Callable[[int], bool], low: int, high: int, guess: int) -> int:
-    """Return the smallest start in ``low`` to ``high`` for which ``works`` is true, searched around ``guess``; ``high``
-    if there is none."""
+    """Return the smallest number from ``low`` to ``high`` for which ``works`` returns True; ``high`` if there is none.
+    The search starts at ``guess``."""
     start = min(max(guess, low), high)
     step = 1
     if works(start):
@@ -67,9 +67,9 @@ def block_kinds(profile: ModelProfile) -> tuple[tuple[int, ...], list[BlockCost]
 
 @dataclass(frozen=True)
 class BlockChain:
-    """The data of a chain that depends on neither rows nor devices: the number of each block's kind and the cost of
-    each number, as in :func:`block_kinds`, bytes of parameters, of parameters that no other block uses, and of the
-    largest parameter, and prefix sums of parameters, trained parameters and buffers."""
+    """The data of a chain that depend neither on rows nor on devices. Each block has a kind, and each kind a cost
+    (:func:`block_kinds`). Also bytes of parameters, of parameters that no other block uses and of the largest
+    parameter, and prefix sums of parameters, trained parameters and buffers."""
 
     kinds: NDArray[np.int32]
     costs: Sequence[BlockCost]

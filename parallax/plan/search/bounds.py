@@ -48,10 +48,10 @@ from parallax.plan.search.request import ROUNDING, Request, Shape
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """All blocks for the rows of the fullest rank: the largest fraction of forward in any block, the seconds of all
-    blocks, the seconds of their weight-gradient passes, and the least seconds of 0, 1, … blocks. ``common`` is the
-    kind of block with the most seconds in total, which occurs ``count`` times; one such block needs ``again``
-    seconds to recompute and ``copying`` seconds to offload and prefetch."""
+    """All blocks for the rows of the fullest rank: the largest share of the forward in any block, the seconds of all
+    blocks, the seconds of their weight-gradient passes, and the sum of the cheapest 0, 1, … blocks. ``common`` is the
+    kind of block with the most seconds in total, which occurs ``count`` times; one such block needs ``again`` seconds
+    to recompute and ``copying`` seconds to offload and prefetch."""
 
     forward_share: float
     seconds: float
@@ -69,10 +69,10 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Terms:
-    """Terms of a shape, in seconds: all pipeline ranks for one micro-batch (``total``), the least of the ``slowest``,
-    the latency of one micro-batch through all of them (``path``), the ``update`` of the mean share, the
-    weight-gradient passes that can be deferred (``deferred``) and the most that they save of the ramp (``saved``),
-    and the least ``ramp`` of equally slow pipeline ranks."""
+    """Bounds of a shape, in seconds. ``total``: of all pipeline ranks for one micro-batch. ``slowest``: a lower bound
+    on the slowest pipeline rank. ``path``: the latency of one micro-batch through all pipeline ranks. ``update``: of
+    the mean share of the parameters. ``deferred``: weight-gradient passes that can be deferred; ``saved``: the part of
+    the ramp that they save at most. ``ramp``: the smallest ramp of equally slow pipeline ranks."""
 
     total: float
     slowest: float
@@ -100,9 +100,9 @@ class StepBound:
         self._update = lru_cache(maxsize=None)(self._find_update)
 
     def seconds(self, shape: Shape, least_cost: float = 0.0, least_weighted: float = 0.0) -> float:
-        """Return a lower bound of every even pipeline of ``shape``. ``least_cost`` is the known least of the slowest
-        pipeline rank: seconds per micro-batch with its part of the seconds after the last one; ``least_weighted`` is
-        the same for the rank that is slowest by :meth:`weights`."""
+        """Return a lower bound on the step of every even pipeline of ``shape``. ``least_cost``: the known lower bound
+        on the slowest pipeline rank's seconds per micro-batch, with its part of the seconds after the last one.
+        ``least_weighted``: the same bound, weighted by :meth:`weights`."""
         terms, micro_batches, fullness = (
             self._terms(shape),
             self.request.count(shape),

@@ -43,7 +43,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A pipeline, the seconds of its step by the longest path, and the lower bound of its forecast."""
+    """A pipeline, the seconds of its step by the longest path, and a lower bound on its forecast."""
 
     seconds: float
     least: float
@@ -183,8 +183,8 @@ class _Evaluator:
 
 
 class _Found:
-    """The results for one shape: pipelines (only pipelines that the longest path does not rule out are predicted), the
-    number of partitions tried (``compared``), and the least cost of the slowest pipeline rank, unweighted and weighted.
+    """The results for one shape. Only pipelines that the longest path does not rule out are predicted. ``compared``:
+    the number of partitions tried. Also lower bounds on the cost of the slowest pipeline rank, unweighted and weighted.
     """
 
     def __init__(self, request: Request, forecasts: Forecasts) -> None:

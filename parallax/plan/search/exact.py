@@ -164,7 +164,8 @@ class ExactSearch:
         seconds: float,
         replicas: int,
     ) -> Score:
-        """Return the best possible score of a pipeline with a stage of ``seconds`` before the stages of ``after``."""
+        """Return the best possible score of a pipeline in which a stage of ``seconds`` precedes the stages of
+        ``after``."""
         slowest, work = max(seconds, after.slowest), seconds * replicas + after.work
         return self.request.bound(
             shape, stage, *place, slowest, seconds + after.total, after.tail, work

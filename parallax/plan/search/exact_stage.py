@@ -87,8 +87,8 @@ class StageSetting:
 @dataclass(frozen=True, slots=True)
 class StageChoice:
     """A stage that fits its device. ``seconds``: per micro-batch, stalls included. ``tail_seconds``: after the last
-    micro-batch, without the reduction. ``moved_bytes``: offloaded per micro-batch; of equally fast choices, the search
-    uses the one that offloads least."""
+    micro-batch, without the reduction. ``moved_bytes``: bytes offloaded per micro-batch; the search prefers the
+    smallest among equally fast choices."""
 
     plan: StagePlan
     seconds: float
@@ -311,8 +311,8 @@ class ExactStageFitter:
         offload: OffloadFractions,
         limit: Floats | None = None,
     ) -> Floats:
-        """Return the bytes on the device: the same sum as :meth:`StageLoad.peak_bytes`, with the smallest swap limit if
-        none is given."""
+        """Return the device bytes of a choice: the same sum as :meth:`StageLoad.peak_bytes`. Without a swap limit, the
+        smallest one is used."""
         static, boundary, _, _ = self._base(start, stop, where, offload)
         columns = front.columns
         limit = columns[:, _LARGEST] if limit is None else limit

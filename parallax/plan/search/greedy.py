@@ -41,7 +41,7 @@ MOVES = 12  # most devices moved between pipeline ranks of a candidate
 
 @dataclass(frozen=True, slots=True)
 class _PipelineRankPlace:
-    """One pipeline rank: its parts (the blocks of each of its stages) and the fitted result."""
+    """One pipeline rank: the blocks of each of its stages, and the greedy result for them."""
 
     parts: tuple[Part, ...]
     fitted: GreedyStage
@@ -55,8 +55,8 @@ class StageOptions(NamedTuple):
 
 
 class _Filled(NamedTuple):
-    """Pipeline ranks filled within a ceiling. Empty if that failed; then every ceiling below ``next_ceiling`` fails
-    too."""
+    """The result of filling the pipeline ranks under a ceiling. It is empty if the ceiling is too low; then every
+    ceiling below ``next_ceiling`` is too low as well."""
 
     places: list[_PipelineRankPlace]
     next_ceiling: float = math.inf
@@ -64,9 +64,9 @@ class _Filled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """The greedy result for one shape; ``candidate`` is None if a stage does not fit after rounding. The slowest
-    pipeline rank cannot cost less than ``least_cost`` seconds per micro-batch times its weight if the blocks are
-    alike."""
+    """The greedy result for one shape. ``candidate`` is None if a stage does not fit when its bytes are rounded up. If
+    all blocks are equal, the slowest pipeline rank costs at least ``least_cost``, in seconds per micro-batch times its
+    weight."""
 
     candidate: Candidate | None
     least_cost: float
@@ -140,9 +140,9 @@ class GreedySearch:
         return None
 
     def leanest(self, shapes: Sequence[Shape]) -> list[Shape]:
-        """Return the shapes that can need the least memory, leanest first: with fewer rows per micro-batch no more rows
-        are in flight, and under 1F1B no more micro-batches than under any other schedule. (With one loss over all
-        rows, all are in flight, and under 1F1B that means one micro-batch.)"""
+        """Return the shapes that can need the least memory, smallest first. Fewer rows per micro-batch never increase
+        the rows in flight, and no schedule has fewer micro-batches in flight than 1F1B. (With one loss over all rows,
+        all are in flight, and under 1F1B that means one micro-batch.)"""
         smallest: dict[tuple[Schedule, int, int], Shape] = {}
         fewest = GPIPE if self.request.gather_loss else PLAIN
         for shape in [shape for shape in shapes if shape.schedule is fewest] or shapes:
@@ -207,7 +207,7 @@ class GreedySearch:
         return True
 
     def has_replicas(self, shape: Shape) -> bool:
-        """Return whether there are replica counts for a pipeline of this shape that are worth trying."""
+        """Return whether a pipeline of this shape has replica counts worth trying."""
         return bool(self._even(shape))
 
     def _even(self, shape: Shape) -> tuple[int, ...]:
@@ -464,8 +464,8 @@ class GreedySearch:
 def _within(
     choices: Sequence[StageChoice], parts: Sequence[Part], device: Device
 ) -> list[StageChoice]:
-    """Return the stages of one pipeline rank with swap limits that fit its device together; empty if none do. What is
-    left beside the smallest limits is divided in proportion to them."""
+    """Return the stages of one pipeline rank with swap limits that fit its device together; empty if there are none.
+    Each stage gets its smallest limit, and the remaining bytes are divided in proportion to these limits."""
     loads, flights = [choice.load for choice in choices], [in_flight for _, _, in_flight in parts]
     least = [load.smallest_swap_limit for load in loads]
     needed = sum(rank_memory(list(zip(loads, flights, least))).values())

@@ -77,19 +77,20 @@ class GreedyStage:
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """The costs of one pipeline rank by the number of recomputed and of offloaded blocks, with ``in_flight``
-    micro-batches in flight; ``compute`` seconds are those without either. Entry n of ``recompute_freed`` and
-    ``recompute_seconds``: the first n blocks of ``order`` are recomputed. Entry n of all other arrays: the last n
-    blocks of ``order`` are offloaded (``offloaded`` is 0, 1, …). ``moved``: bytes offloaded per micro-batch, ``gone``:
-    by all in flight, ``largest``: by one block, ``places``: bytes in the tier. ``base``: bytes of activations that stay
-    on the device; ``plain``, ``both``: workspace without and with recomputation. ``buffers``: swap limits, and the
-    seconds that a backward waits under them. With memory for two blocks, reads overlap with compute; with memory for
-    one they do not."""
+    """The costs of one pipeline rank by the number of recomputed and of offloaded blocks, with ``in_flight`` micro-
+    batches in flight; ``compute`` seconds are those without either, ``first`` those of the forwards until each block
+    has been visited once. Entry n of ``recompute_freed`` and ``recompute_seconds``: the first n blocks of ``order`` are
+    recomputed. Entry n of all other arrays: the last n blocks of ``order`` are offloaded (``offloaded`` is 0, 1, …).
+    ``moved``: bytes offloaded per micro-batch, ``gone``: by all in flight, ``largest``: by one block, ``places``: bytes
+    in the tier. ``base``: bytes of activations that stay on the device; ``plain``, ``both``: workspace without and with
+    recomputation. ``buffers``: swap limits, and the seconds that a backward waits under them. With memory for two
+    blocks, reads overlap with compute; with memory for one they do not."""
 
     in_flight: int
     order: NDArray[np.int64]
     offloaded: NDArray[np.int64]
     compute: float
+    first: float
     recompute_freed: Floats
     recompute_seconds: Floats
     offload_seconds: Floats
@@ -139,6 +140,7 @@ class _Columns:
             return load.forward_seconds + load.backward_seconds
 
         self.seconds = column(Directive.KEEP, both)
+        self.forward = column(Directive.KEEP, lambda load: load.forward_seconds)
         self.least_sums = [0.0, *(np.cumsum(self.seconds) * ROUNDING).tolist()]
         self.again = column(Directive.RECOMPUTE, lambda load: load.recompute_seconds)
         self.slower = column(Directive.OFFLOAD, both) - self.seconds
@@ -220,6 +222,7 @@ class GreedyStages:
         last micro-batch included; of equal ones the first, which offloads least."""
         sums, best, rest = self._sums(parts), None, self._rest(parts)
         for offload, states, after in self._states(parts):
+            after += max(0.0, states.ahead_seconds - sums.first)
             tail = after / self._kind.micro_batches + states.adding_seconds
             if best is not None and max(sums.compute, states.streaming_seconds) + tail >= best.cost:
                 continue
@@ -289,7 +292,7 @@ class GreedyStages:
         return offload, states, states.update_seconds + sent
 
     def _rest(self, parts: tuple[Part, ...]) -> int:
-        """Return the bytes that do not depend on directives, except those of states."""
+        """Return the bytes that do not depend on directives, without states."""
         gaps = gap_bytes(
             self._device,
             max(float(self._columns.inputs[start:stop].max()) for start, stop, _ in parts),
@@ -361,6 +364,7 @@ class GreedyStages:
             order=order,
             offloaded=offloaded,
             compute=float(self._columns.seconds[blocks].sum()),
+            first=self._kind.visits.micro_batches * float(self._columns.forward[blocks].sum()),
             recompute_freed=_prefixes(freed[order]),
             recompute_seconds=_prefixes(again[order]),
             offload_seconds=_prefixes(self._columns.slower[blocks][order][::-1]),

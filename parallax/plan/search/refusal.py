@@ -25,8 +25,8 @@ Fits = Callable[[Request], bool]
 
 
 def refusal(request: Request, refused: Sequence[str], fits: Fits) -> InfeasiblePlan:
-    """Return the error for ``request``, whose candidates were ``refused`` for these reasons; ``fits`` plans a changed
-    request."""
+    """Return the error for ``request``. ``refused``: the reasons why its candidates do not fit. ``fits`` plans a
+    changed request."""
     config, devices, blocks = request.config, len(request.devices), len(request.profile.blocks)
     if not request.pipeline_rank_counts():
         return InfeasiblePlan(

@@ -93,7 +93,7 @@ class Request:
     """A request to the search, for one order of the devices.
 
     ``gather_loss`` restricts the search to schedules under which one loss can be computed over all rows. ``idle``
-    allows replicas without rows, for ranks that have started and that no plan has rows for.
+    allows replicas without rows, for ranks that have already started although no plan has rows for them.
     """
 
     def __init__(
@@ -205,7 +205,8 @@ class Request:
         )
 
     def visits(self, shape: Shape) -> Visits:
-        """Return the visits of the blocks of a shape; with a stage of several blocks, all count as visited often."""
+        """Return the visits of the blocks of a shape. In a stage of several blocks, all blocks count as visited for
+        every micro-batch."""
         alone = shape.pipeline_ranks * shape.interleave == len(self.profile.blocks)
         return visits_of(shape.schedule, self.count(shape), alone=alone)
 
@@ -350,8 +351,8 @@ class Request:
         tail: float,
         work: float,
     ) -> Score:
-        """Return the score if ``pipeline_ranks`` more pipeline ranks split blocks 0 to ``stop`` ideally over the first
-        ``left`` devices."""
+        """Return the score if ``pipeline_ranks`` further pipeline ranks divided the blocks 0 to ``stop`` ideally over
+        the first ``left`` devices."""
         if pipeline_ranks:
             rest, power = self.seconds(shape.microbatch, 0, stop), self._powers[left]
             slowest = max(slowest, rest / power)

@@ -188,8 +188,8 @@ def find_candidates(
     *,
     progress: Progress = lambda text: None,
 ) -> SearchResult:
-    """Return the pipelines that may be the best over all orders of the devices. For small requests, the ``most`` best
-    by the formula are also found exactly."""
+    """Return the pipelines that may be the best, over all orders of the devices. For small requests they include the
+    ``most`` best by the formula, which are found exactly."""
     timed: list[Timed] = []
     best: list[Candidate] = []
     compared, exact, bound = 0, True, math.inf
@@ -255,8 +255,8 @@ def _predict(
 def _with_inputs_ahead(
     profile: ModelProfile, cluster: Cluster, pipeline: Pipeline
 ) -> tuple[Pipeline, Forecast]:
-    """Return ``pipeline`` with a forecast that has all its spans; the search discards spans. On accelerators, the
-    inputs of a second micro-batch are copied to the device ahead if they fit."""
+    """Return ``pipeline`` with a forecast that includes all spans, which the search discards. On accelerators, the
+    pipeline also copies the inputs of the next micro-batch ahead, if their memory fits."""
     ahead = replace(pipeline.stages[0], inputs_ahead=True)
     accelerated = all(device.kind not in CPUS for device in cluster.devices)
     if accelerated and pipeline.micro_batches(pipeline.global_batch) > 1:
@@ -267,8 +267,8 @@ def _with_inputs_ahead(
 
 
 def _fits(request: Request) -> bool:
-    """Return whether a plan for this request exists, predicted in full. The shapes that need the least memory are tried
-    first, since they show it soonest."""
+    """Return whether a plan for this request exists, predicted in full. Shapes that need the least memory are tried
+    first, because they are the most likely to fit."""
     forecasts = Forecasts(request)
     for ordered in request.orders():
         quick = GreedySearch(ordered)

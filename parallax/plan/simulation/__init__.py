@@ -1,1 +1,1 @@
-"""The simulation of action lists: timeline and peaks, and the correction of profiles by a run."""
+"""Simulate action lists (timeline and peaks), and correct profiles with the measurements of a run."""

@@ -4,8 +4,8 @@ The planner's spans and the executor's have one format, so the error of a stage'
 seconds in its spans. Each block's forward and backward are scaled by the ratio of the stage that held it; the
 distribution of the error within a stage stays unknown, and the stage as a whole is exact. A ratio of spans compares two
 machines under the same contention: ranks that share cores slow each other down in both. But new seconds change the
-overlap of the ranks; given the cluster, the corrected profile predicts the same plan again and is corrected by the
-remaining error, repeatedly.
+overlap of the ranks. Given the cluster, the corrected profile therefore predicts the same plan again and is corrected
+by the remaining error; this repeats.
 
 A ratio needs measured time. Seconds that are a negligible part of a step, and actions so short that most of their time
 is dispatch, give no ratio; the error of the whole step covers them.
@@ -49,7 +49,7 @@ def calibrate(
     ``predicted``: the spans that ``profile`` predicts.
 
     ``predicted`` and ``measured`` hold every rank's spans of one or more steps under ``plan``. Without ``cluster`` the
-    ratios are applied once. Raises :class:`PlanError` if the spans, the plan and the profile do not belong together.
+    ratios are applied once. Raises :class:`PlanError` if the spans or the profile belong to another plan.
     """
     before, after = list(predicted), list(measured)
     _check(profile, plan, before, after)
@@ -168,13 +168,13 @@ def times(profile: ModelProfile, ratio: float) -> ModelProfile:
 
 
 def scaled(line: Affine, ratio: float) -> Affine:
-    """Return the cost times ``ratio``."""
+    """Return ``line`` with all costs multiplied by ``ratio``."""
     return line.scaled(ratio)
 
 
 def _busy(spans: Sequence[Span], plan: Plan) -> Busy:
-    """Return (stage, kind) → seconds per step that its ranks computed, without waits for swapping; the median over the
-    steps.
+    """Return (stage, kind of action) → compute seconds per step of the stage's ranks, without waits for swapping; the
+    median over the steps.
 
     The last of several backwards of a replicated stage is excluded: in a run it also waits for the gradients of the
     replicas.
@@ -236,8 +236,8 @@ def _busy_by_rank(spans: Sequence[Span]) -> dict[int, float]:
 
 
 def _update(spans: Iterable[Span]) -> Busy:
-    """Return the seconds of an update: the median over steps of the shortest one. The last rank to reach an update does
-    not wait for others in it."""
+    """Return the seconds of an update: the shortest one of a step, because the last rank to reach an update does not
+    wait for others in it; the median over the steps."""
     steps: defaultdict[int, list[float]] = defaultdict(list)
     for span in spans:
         if span.kind == "update":

@@ -3,11 +3,11 @@
 A resource of capacity c runs c pieces of work at full speed; n > c of them run at speed c/n each. Time jumps from one
 end of work to the next. Coroutines yield the :class:`Signal` that they wait for.
 
-All work of a resource advances at one speed, so a resource needs one clock only, which runs at that speed: a piece of
-work ends when the clock shows its value at the beginning plus the work's seconds, however often the speed changed
-(virtual time; Zhang 1990, "Virtual Clock"; Demers et al. 1989, "Analysis and Simulation of a Fair Queueing Algorithm").
-Each resource keeps its ends in a heap, and the simulator a heap of the resources' next ends, so that an event costs the
-logarithm of the number of pieces under way.
+All work of a resource advances at one speed. So a resource needs only one clock, which runs at that speed: a piece of
+work ends when the clock has advanced by the work's seconds, however often the speed changed (virtual time; Zhang 1990,
+"Virtual Clock"; Demers et al. 1989, "Analysis and Simulation of a Fair Queueing Algorithm"). Each resource keeps its
+ends in a heap, and the simulator a heap of the resources' next ends, so that an event costs the logarithm of the number
+of pieces under way.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Transfer(Signal):
 
 @dataclass(eq=False, slots=True)
 class Resource:
-    """A capacity that work shares. If measured, ``speeds[k − 1]`` is the speed of each of k users.
+    """A capacity that concurrent work shares. ``speeds[k − 1]``, if measured, is the speed of each of k users.
 
     ``clock`` is the value of its clock at second ``read_at``; since then the clock runs at ``speed``. ``announced``
-    counts the scheduled ends, the last one for speed ``told``; earlier ones are void.
+    counts the scheduled ends. Only the last one is valid; it assumes the speed ``told``.
     """
 
     capacity: float
@@ -66,8 +66,8 @@ class Resource:
     ends: list[tuple[float, int, Transfer]] = field(default_factory=list)
 
     def advance(self, now: float, change: int) -> None:
-        """Advance the clock to ``now``, then change the number of users by ``change``; beyond the measured numbers
-        users share the last sum of speeds."""
+        """Advance the clock to ``now``, then change the number of users by ``change``. With more users than were
+        measured, the total speed stays that of the largest measured number."""
         self.clock += (now - self.read_at) * self.speed
         self.read_at = now
         self.users += change
@@ -143,7 +143,8 @@ class Simulator:
             signal.then()
 
     def run(self) -> float:
-        """Run to the end and return its second. Raises :class:`DeadlockError` when all remaining coroutines wait."""
+        """Run until all coroutines have ended; return the time of the end in seconds. Raises :class:`DeadlockError`
+        when all remaining coroutines wait."""
         while True:
             while self._ready:
                 self._advance(self._ready.popleft())
@@ -177,7 +178,7 @@ class Simulator:
             heappush(self._next, (at, next(self._number), resource.announced, resource))
 
     def _jump(self) -> bool:
-        """Advance to the next end of work, and complete all work that ends then, in the order of its start."""
+        """Advance to the next end of work, and complete all work that ends at this time, in the order of its start."""
         ended: list[tuple[int, Transfer]] = []
         limit = float("inf")
         upcoming = self._next

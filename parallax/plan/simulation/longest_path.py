@@ -81,10 +81,10 @@ class _Waves:
     """The actions of all pipeline ranks in waves; ``starts[w]`` is the index of the first action of wave w.
 
     ``pipeline_rank``  of each action
-    ``cell``      kind · stages + stage of each action: the index of its seconds in a table
-    ``awaited``   the action that it needs besides the preceding one; one past the last action if it needs none
-    ``links``     the sending and the receiving stages
-    ``sent``      by link, 1 if messages pass along it, and 0 if both ends are on one pipeline rank
+    ``cell``           kind · stages + stage of each action: the index of its seconds in a table
+    ``awaited``        the other action that each action waits for; one past the last action if there is none
+    ``links``          the sending and the receiving stages
+    ``sent``           by link, 1 if messages pass along it, and 0 if both ends are on one pipeline rank
     """
 
     pipeline_ranks: int
@@ -104,11 +104,11 @@ def time_schedule(
     *,
     interleave: int = 1,
 ) -> Timeline:
-    """Return the timeline of ``micro_batches`` through stages of ``times``, which send along ``edges``, with
-    ``interleave`` stages on each pipeline rank.
+    """Return the timeline of a step of ``micro_batches`` under ``schedule``. ``times``: of each stage; ``edges``:
+    between stages; ``interleave``: stages on each pipeline rank.
 
-    Exact for these seconds. Raises :class:`PlanError` if the stages do not divide, and :class:`DeadlockError` if the
-    schedule's lists wait for each other.
+    The result is exact for these seconds. Raises :class:`PlanError` if the number of stages is not a multiple of
+    ``interleave``, and :class:`DeadlockError` if the schedule's lists wait for each other.
     """
     stages = len(times)
     if not stages or interleave < 1 or stages % interleave:
@@ -127,8 +127,8 @@ def time_orders(
     edges: Sequence[Edge],
     micro_batches: int,
 ) -> Timeline:
-    """Return the timeline, as :func:`time_schedule` does, for ``orders`` that belong to no schedule: one per pipeline
-    rank, all of equal length."""
+    """Return the timeline for ``orders``, one list of actions per pipeline rank, all of equal length. Otherwise as
+    :func:`time_schedule`."""
     links = [(edge.sender, edge.receiver) for edge in edges]
     sent = [True] * len(links)
     return _time(_waves(orders, len(times), links, sent, len(orders), micro_batches), times)
@@ -147,8 +147,8 @@ def _time(waves: _Waves, times: Sequence[StageTimes]) -> Timeline:
 def _tables(
     times: Sequence[StageTimes], waves: _Waves, *, split: bool
 ) -> tuple[Seconds, Seconds, Seconds]:
-    """Return three tables by kind and stage, in seconds: compute; compute and the messages that block the rank; latency
-    of the message that the action waits for."""
+    """Return three tables of seconds by kind and stage: compute; compute plus the messages that block the rank; and the
+    latency of the message that the action waits for."""
     forward, backward, weight, send, blocking = np.array(
         [(t.forward, t.backward, t.weight, t.send, t.blocking) for t in times], dtype=np.float64
     ).T
@@ -246,13 +246,12 @@ def _waves(
 def _listed(
     orders: Iterable[Order], stages: int, links: NDArray[np.int64], micro_batches: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-    """Return three arrays over all actions, by pipeline rank and in order: the cell of each action, its id, and the id
-    of the action on another stage that it depends on. The cell is kind · stages + stage; an id is cell · micro-batches
-    + micro-batch.
+    """Return three arrays over all actions, pipeline rank by pipeline rank: the cell of each action, its id, and the id
+    of the action that it depends on. The cell is kind · stages + stage. The id is cell · micro-batches + micro-batch.
 
-    A forward depends on the forward of the sending stage. A backward depends on the backward of the stage that its
-    stage sends to or, on the last stage, on its own forward. A weight-gradient pass depends on its backward. An id in
-    an extra cell means no dependency.
+    A forward depends on the forward of the stage before it. A backward depends on the backward of the stage after it
+    or, on the last stage, on its own forward. A weight-gradient pass depends on its backward. An id in a cell beyond
+    all kinds and stages means no dependency.
     """
     nothing = len(COMPUTE) * stages
     forward, backward, weight = (

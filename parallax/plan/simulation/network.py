@@ -17,12 +17,12 @@ from parallax.plan.simulation.fluid import Resource, Routine, Signal, Simulator,
 
 
 def at_once() -> Routine:
-    """A routine that ends at once: a barrier opens without further work."""
+    """Return at once: the default for barriers that start no further work."""
     yield from ()
 
 
 class Core:
-    """The compute of one rank: its node's cores, slower while its links carry bytes."""
+    """The compute of one rank: a share of its node's cores. It is slower while the rank's links transfer bytes."""
 
     def __init__(self, simulator: Simulator, cores: Resource, loss: float) -> None:
         self._simulator, self._cores, self._loss = simulator, cores, loss
@@ -30,7 +30,8 @@ class Core:
         self._working = Transfer(done=True)
 
     def compute(self, seconds: float) -> Signal:
-        """Start to compute for ``seconds``; return a signal of the end. A rank computes one piece of work at a time."""
+        """Start to compute for ``seconds``; return a signal that it has ended. A rank computes one piece of work at a
+        time."""
         self._working = self._simulator.work(seconds, self._cores, self._factor)
         return self._working
 
@@ -62,7 +63,7 @@ class _Message:
         self._left = 0
 
     def send(self, seconds: float, ways: Sequence[Resource]) -> None:
-        """Occupy all resources ``ways`` for ``seconds``, longer if they are shared, then wait for the latency."""
+        """Occupy all resources ``ways`` for ``seconds`` (longer if they are shared), then wait for the latency."""
         if seconds <= 0:
             self._travel()
             return
@@ -126,7 +127,7 @@ class Network:
         yield from self._together(ranks, *all_reduce_parts(count, ranks, self._cluster))
 
     def broadcast(self, ranks: Sequence[int], count: float) -> Routine:
-        """Send each rank's share of ``count`` bytes to the others."""
+        """Send each rank's shard of ``count`` bytes to the others."""
         link = link_among(ranks, self._cluster)
         seconds = broadcast_seconds(count, len(ranks), link)
         inside = len({self._cluster.node_of[rank] for rank in ranks}) < 2
@@ -145,8 +146,8 @@ class Network:
         )
 
     def meet(self, gate: str, size: int, then: Callable[[], Routine] = at_once) -> Signal:
-        """Arrive at barrier ``gate`` of ``size`` arrivals; return a signal of its opening. The last arrival starts
-        ``then``, and the barrier opens when that ends."""
+        """Arrive at the barrier ``gate``, which expects ``size`` arrivals; return a signal that it has opened. The last
+        arrival starts ``then``, and the barrier opens when ``then`` ends."""
         arrived, opened = self._gates.get(gate, (0, Signal()))
         self._gates[gate] = (arrived + 1, opened)
         if arrived + 1 == size:
@@ -158,7 +159,7 @@ class Network:
         self.simulator.set(opened)
 
     def _occupy(self, ranks: Sequence[int], ways: Sequence[Resource], seconds: float) -> Routine:
-        """Occupy all resources ``ways`` for ``seconds`` at their full bandwidth; longer if they are shared."""
+        """Occupy all resources ``ways`` for ``seconds`` at full bandwidth, or longer if they are shared."""
         if seconds <= 0:
             return
         for rank in ranks:

@@ -38,8 +38,8 @@ SIMULATED_BLOCKS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The prediction of one step: ``ranks`` by rank, ``stages`` by pipeline rank. ``spans`` is empty unless every
-    action was simulated."""
+    """The prediction of one step. ``ranks``: by rank; ``stages``: by pipeline rank. ``spans`` is empty unless the event
+    simulator ran."""
 
     step_seconds: float
     bubble: float
@@ -82,9 +82,9 @@ def placements(cluster: Cluster, pipeline: Pipeline) -> list[Pipeline]:
 
 
 class QuickSeconds(NamedTuple):
-    """Seconds of a step by the longest path, without the details of swapping and reducing: ``likely`` adds the wait for
-    the tier to every backward; ``least`` is a lower bound of the event simulator, in which waits may fall into idle
-    time."""
+    """Seconds of a step by the longest path, without the details of swapping and reducing. ``likely`` adds the wait for
+    the offload tier to every backward. ``least`` is a lower bound of the event simulator's result, in which such waits
+    may fall into idle time."""
 
     likely: float
     least: float
@@ -96,14 +96,14 @@ def quick_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -
     ties = _tie_seconds(profile, cluster, pipeline)
     stalls = [_stall(cluster, pipeline, {stage: load}) for stage, load in enumerate(loads)]
     likely = _finish(profile, cluster, pipeline, loads, ties, stalls)[1]
-    if not any(stalls):
+    if not any(stalls) and not any(load.states.ahead_seconds for load in loads):
         return QuickSeconds(likely, likely)
     each = [stall + load.compute_seconds for stall, load in zip(stalls, loads)]
     slowest = max(
         sum(each[stage] for stage in pipeline.stages_of(pipeline_rank))
         for pipeline_rank in range(pipeline.pipeline_ranks)
     )
-    least = _finish(profile, cluster, pipeline, loads, ties, [0.0] * len(loads))[1]
+    least = _finish(profile, cluster, pipeline, loads, ties, [0.0] * len(loads), hidden=True)[1]
     return QuickSeconds(likely, min(likely, max(least, _count(pipeline) * slowest)))
 
 
@@ -113,13 +113,13 @@ def _count(pipeline: Pipeline) -> int:
 
 
 def block_passes(pipeline: Pipeline) -> int:
-    """Return the forwards and backwards of blocks in a step, over all ranks."""
+    """Return the number of forwards and backwards of blocks in a step, over all ranks."""
     blocks = sum(stage.replicas * (stage.stop - stage.start) for stage in pipeline.stages)
     return 2 * _count(pipeline) * blocks
 
 
 def _in_flight(pipeline: Pipeline, stage: int) -> int:
-    """Return the most micro-batches of a stage between forward and backward."""
+    """Return the largest number of in-flight micro-batches of a stage (between forward and backward)."""
     count = len(pipeline.stages)
     return pipeline.schedule.in_flight(count, stage, _count(pipeline), pipeline.interleave)
 
@@ -163,9 +163,11 @@ def _finish(
     loads: Sequence[StageLoad],
     ties: dict[int, float],
     stalls: Sequence[float],
+    *,
+    hidden: bool = False,
 ) -> tuple[Timeline, float, list[float], list[float]]:
     """Return the timeline, the seconds at which the step ends, and each pipeline rank's seconds of reduction and
-    update. Every backward includes the ``stalls`` of its stage."""
+    update. Every backward includes the ``stalls`` of its stage. ``hidden``: no forward waits for the host optimizer."""
     pipeline_ranks = range(pipeline.pipeline_ranks)
     times = [
         _stage_times(cluster, pipeline, stage, load, stalls[stage])
@@ -178,7 +180,7 @@ def _finish(
         + ties.get(p, 0.0)
         for p in pipeline_ranks
     ]
-    updates = [_update_seconds(cluster, pipeline, p, mine[p]) for p in pipeline_ranks]
+    updates = [_update_seconds(cluster, pipeline, p, mine[p], hidden) for p in pipeline_ranks]
     gathering = _gathering_seconds(cluster, pipeline, loads[-1])  # all wait for the loss
     reduced = max(float(end) + reduce for end, reduce in zip(timeline.end, exposed))
     # No rank updates before all have reduced, and have agreed on the gradient's norm.
@@ -227,13 +229,13 @@ def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forec
 
 
 def _at(pipeline: Pipeline, pipeline_rank: int, loads: Sequence[StageLoad]) -> dict[int, StageLoad]:
-    """Return stage → load for the stages of a pipeline rank."""
+    """Return the load of each stage of a pipeline rank, by stage."""
     return {stage: loads[stage] for stage in pipeline.stages_of(pipeline_rank)}
 
 
 def _timeline(pipeline: Pipeline, times: Sequence[StageTimes]) -> Timeline:
-    """Return the timeline of the whole step. In a full pipeline every round of as many micro-batches as there are
-    stages takes equally long, so of very many only some are timed."""
+    """Return the timeline of the whole step. In a full pipeline, each round of as many micro-batches as there are
+    stages takes equally long, so only some rounds of a long step are computed."""
 
     def timed(micro_batches: int) -> Timeline:
         return time_schedule(
@@ -296,7 +298,7 @@ def _stage_times(
 
 
 def _link(cluster: Cluster, pipeline: Pipeline, edge: Edge) -> Link:
-    """Return the slowest link of the messages of ``edge``: replicas pair up in order."""
+    """Return the slowest link that messages of ``edge`` use. Replicas of the two stages are paired in order."""
     ours, theirs = pipeline.ranks(edge.sender), pipeline.ranks(edge.receiver)
     shared = max(len(ours), len(theirs))
     pairs = {
@@ -307,8 +309,8 @@ def _link(cluster: Cluster, pipeline: Pipeline, edge: Edge) -> Link:
 
 
 def _stall(cluster: Cluster, pipeline: Pipeline, loads: Mapping[int, StageLoad]) -> float:
-    """Return the seconds per micro-batch that ``loads``, of stages of one pipeline rank, wait for the tier: the excess
-    of copying over computing, or, if the limit is too small to read ahead, the reads of a backward."""
+    """Return the seconds per micro-batch that the stages ``loads`` of one pipeline rank wait for the offload tier: the
+    excess of copy time over compute time or, if the swap limit is too small to prefetch, the reads of a backward."""
     pipeline_rank = pipeline.pipeline_rank(next(iter(loads)))
     device = cluster.while_all_swap(cluster.devices[pipeline.ranks(pipeline_rank)[0]])
     leaving = reading = 0.0
@@ -339,13 +341,19 @@ def _exposed_reduction(
 
 
 def _update_seconds(
-    cluster: Cluster, pipeline: Pipeline, pipeline_rank: int, loads: Mapping[int, StageLoad]
+    cluster: Cluster,
+    pipeline: Pipeline,
+    pipeline_rank: int,
+    loads: Mapping[int, StageLoad],
+    hidden: bool,
 ) -> float:
-    """Return the seconds of the optimizer's step; with sharded states including the broadcast of new parameters."""
+    """Return the seconds of the optimizer's step; with sharded states including the broadcast of new parameters.
+    ``hidden``: without the waits of the next forward for the host optimizer."""
     ranks = pipeline.ranks(pipeline_rank)
-    seconds, link = 0.0, link_among(ranks, cluster)
+    link = link_among(ranks, cluster)
+    seconds = 0.0 if hidden else StageLoad.waiting_seconds(loads.values())
     for stage, load in loads.items():
-        seconds += load.update_seconds
+        seconds += load.states.update_seconds
         if pipeline.stages[stage].shard_optimizer:
             seconds += broadcast_seconds(load.trained_bytes, len(ranks), link)
     return seconds
@@ -377,7 +385,7 @@ def _tie_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) ->
 
 
 def _memory(pipeline: Pipeline, loads: Mapping[int, StageLoad]) -> dict[str, int]:
-    """Return the bytes by term of all stages of a pipeline rank."""
+    """Return the device bytes of a pipeline rank by term, over all its stages."""
     plans = pipeline.stages
     return rank_memory(
         [

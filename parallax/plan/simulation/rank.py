@@ -42,7 +42,7 @@ class RankTrace:
 
 
 class World:
-    """The pipeline that the ranks execute, and the messages between them."""
+    """The simulated pipeline, and the messages between its ranks."""
 
     def __init__(self, profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> None:
         self.profile, self.cluster, self.pipeline = profile, cluster, pipeline
@@ -55,7 +55,7 @@ class World:
         self.agreement_seconds = cluster.agreement_seconds(pipeline.world_size)
 
     def holders(self, users: Sequence[int]) -> list[int]:
-        """Return the pipeline ranks that hold one of the blocks ``users``."""
+        """Return the pipeline ranks that hold at least one of the blocks ``users``."""
         holding = (
             self.pipeline.pipeline_rank(index)
             for index, stage in enumerate(self.pipeline.stages)
@@ -65,7 +65,7 @@ class World:
 
 
 class Rank:
-    """A replica of one pipeline rank."""
+    """One simulated rank: a replica of one pipeline rank."""
 
     def __init__(
         self, world: World, pipeline_rank: int, replica: int, listed: Sequence[Action]
@@ -82,6 +82,8 @@ class Rank:
             ("forward", "backward", "recompute", "stall", "reduce", "update"), 0.0
         )
         self._reduced: list[Signal] = []
+        self._updated = {stage: Signal() for stage in self._stages}
+        self._updated_at = dict.fromkeys(self._stages, 0.0)
         self._split = any(action.kind is Kind.BACKWARD_WEIGHT for action in listed)
         final = Kind.BACKWARD_WEIGHT if self._split else Kind.BACKWARD
         self._last = {(each.step, each.stage): each for each in listed if each.kind is final}
@@ -133,6 +135,7 @@ class Rank:
 
     def run(self) -> Routine:
         simulator = self._world.network.simulator
+        simulator.spawn(lambda: f"update of rank {self.rank}", self._update_ahead())
         for action in self._listed:
             self._doing = action
             start, stalled, waited = simulator.now, self._swapping.stalled, 0.0
@@ -180,7 +183,7 @@ class Rank:
             )
 
     def _book(self, action: Action, seconds: float, waited: float) -> None:
-        """Add the seconds of an action to the terms of the step; the rank waited during ``waited`` of them."""
+        """Add the seconds of an action to the terms of the step. For ``waited`` of these seconds the rank waited."""
         terms = self._seconds
         match action.kind:
             case Kind.FORWARD:
@@ -224,6 +227,12 @@ class Rank:
                     (action.step, action.stage, action.micro, run.block), run.moved
                 )
         yield from self._swapping.streamed(streaming)
+        updated = self._updated[action.stage]
+        yield from self._swapping.streamed(updated)
+        # the parameters of its last block are updated last
+        ready = self._updated_at[action.stage] + passes.load.blocks[-1].forward_seconds
+        late = max(0.0, ready - self._world.network.simulator.now)
+        yield from self._swapping.streamed(updated, late)
 
     def _gathered_loss(self, action: Action) -> Generator[Signal, None, float]:
         """Compute the loss over all rows, if there is one, after the last forward of the last stage. Return the seconds
@@ -260,8 +269,8 @@ class Rank:
         yield from self._swapping.streamed(streaming, passes.adding_seconds(action.kind))
 
     def _sharing(self, stage: int, rows: int) -> list[tuple[int, float]]:
-        """Return the ranks of a stage at the other end of an edge that share rows with this rank in a micro-batch of
-        ``rows`` rows, each with the fraction of this rank's bytes that it receives or sends."""
+        """Return (rank, fraction) for each rank of ``stage``, at the other end of an edge, that exchanges rows of a
+        micro-batch of ``rows`` rows with this rank. The fraction is that rank's share of this rank's bytes."""
         ranks = self._pipeline.ranks(stage)
         replicas = self._pipeline.stages[self._pipeline_rank].replicas
         start, stop = replica_rows(rows, replicas, self._replica)
@@ -269,7 +278,7 @@ class Rank:
         return [(ranks[other], (b - a) / (stop - start)) for other, (a, b) in found]
 
     def _peer(self, action: Action) -> int:
-        """Return the stage that receives or sends a message."""
+        """Return the stage at the other end of a send or receive."""
         if action.kind in (Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT):
             edge = self._pipeline.leaving(action.stage)
             assert edge is not None
@@ -303,7 +312,7 @@ class Rank:
                 )
 
     def _begin_reduce(self, action: Action) -> None:
-        """Start to reduce a stage over its replicas while its last backward runs."""
+        """Start the all-reduce of a stage's gradients while its last backward runs."""
         stage, ranks = action.stage, self._pipeline.ranks(action.stage)
         if len(ranks) > 1:
             size = (
@@ -331,13 +340,27 @@ class Rank:
                 reduction = partial(network.all_reduce, ranks, size * profile.gradient_bytes)
                 yield network.meet(f"tie {index} {action.step}", len(ranks), reduction)
 
+    def _update_ahead(self) -> Routine:
+        """Move offloaded states as the host optimizer does: stage by stage, while the next forward runs. Steps repeat,
+        so this one begins with the states of the previous one."""
+        simulator, tier = self._world.network.simulator, self._world.network.tier(self.rank)
+        for stage, updated in self._updated.items():
+            seconds = self._passes(stage, self._rows[0]).load.states.ahead_seconds
+            if seconds:
+                self._core.carry(1)
+                yield simulator.work(seconds, tier)
+                self._core.carry(-1)
+                self._updated_at[stage] = simulator.now
+            simulator.set(updated)
+
     def _update(self, action: Action) -> Routine:
         network = self._world.network
         yield network.meet(f"update {action.step}", self._pipeline.world_size)
         start = network.simulator.now
         yield network.simulator.timer(self._world.agreement_seconds)
         loads = {stage: self._passes(stage, self._rows[0]).load for stage in self._stages}
-        yield self._core.compute(sum(load.update_seconds for load in loads.values()))
+        states = [load.states for load in loads.values()]
+        yield self._core.compute(sum(each.update_seconds for each in states))
         for stage, load in loads.items():
             ranks = self._pipeline.ranks(stage)
             if self._pipeline.stages[stage].shard_optimizer and len(ranks) > 1:

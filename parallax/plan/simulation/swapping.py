@@ -1,7 +1,8 @@
-"""The simulated swap manager of one rank: saved tensors are offloaded at once, a forward waits at the swap limit, a
-fetch cancels unfinished writes and prefetches as far as the limit allows.
+"""The simulated swap manager of one rank. Saved tensors are offloaded immediately, a forward waits while the swap limit
+is reached, and a fetch cancels unfinished writes and prefetches up to the limit.
 
-The rules are those of ``swap/activations/manager.py``; bytes stand for tensors and work on the tier for copies.
+It follows the rules of ``swap/activations/manager.py``, with numbers of bytes in place of tensors, and work on the
+simulated tier in place of copies.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class Held:
 
 
 class SimulatedSwap:
-    """The offloaded activations of one rank. ``stalled`` are the seconds that its compute waited, ``written`` the bytes
-    written to the tier, ``peak`` the most bytes in the tier at one time."""
+    """The offloaded activations of one rank. ``stalled``: seconds that its compute waited. ``written``: bytes written
+    to the tier. ``peak``: the largest number of bytes in the tier."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class SimulatedSwap:
         self._pump()
 
     def stream(self, read: float, written: float) -> Signal:
-        """Start to fetch parameters and to write gradients, block by block, beside the compute."""
+        """Start to fetch parameters and to write gradients, block by block, while the rank computes."""
         seconds = self._device.read.seconds(read) + self._device.write.seconds(written)
         if not seconds:
             return self._simulator.work(seconds, self._tier)
@@ -120,8 +121,8 @@ class SimulatedSwap:
         self._simulator.set(ended)
 
     def streamed(self, streaming: Signal, adding: float = 0.0) -> Routine:
-        """Wait for parameter transfers to end: compute cannot end before its parameters are on the device. Then wait
-        for ``adding`` seconds, in which a backward adds its gradients to stored ones."""
+        """Wait until parameter transfers end, because compute cannot end earlier. Then wait for ``adding`` seconds, the
+        time in which a backward adds its gradients to stored ones."""
         start = self._simulator.now
         yield streaming
         if adding:
@@ -133,8 +134,7 @@ class SimulatedSwap:
         self.peak = max(self.peak, self._stored)
 
     def _make_room(self, size: float) -> Routine:
-        """Wait until ``size`` more bytes fit the swap limit: for writes, then by evicting activations that are on the
-        device early."""
+        """Wait until ``size`` more bytes fit the limit. First wait for writes, then evict prefetched activations."""
         start = self._simulator.now
         while self._resident + size > self._limit * (1 + 1e-9):
             writing = next((h for h in self._queue if h.state == "queued" and not h.wanted), None)
