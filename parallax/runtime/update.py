@@ -3,7 +3,7 @@ does."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -16,7 +16,10 @@ from parallax.runtime.batch import Rows
 from parallax.runtime.health import nonfinite
 from parallax.runtime.health.nonfinite import Losses, NamedValue, StepVerdict
 from parallax.runtime.health.row_comparison import RowComparison
-from parallax.runtime.optim.optimizer import OpenExchange, OptimizerConfig, StageOptimizer
+from parallax.runtime.optim.builder import OptimizerBuilder
+from parallax.runtime.optim.ema import Averages
+from parallax.runtime.optim.groups import ParameterGroups
+from parallax.runtime.optim.optimizer import OpenExchange, StageOptimizer
 from parallax.runtime.optim.scaling import LossScale, gradient_norm, numbers
 from parallax.runtime.optim.tiers import Tiers
 from parallax.runtime.replicas.replicate import SharedStates
@@ -24,8 +27,9 @@ from parallax.runtime.stage import Stage
 
 
 class Update:
-    """Updates one rank's stage in a run of ``steps`` steps. ``later``: names of shared parameters, which another rank
-    counts in the norm. ``losses``: the loss calls on this rank. ``rows`` compares the batches of all ranks. After each
+    """Updates one rank's stage. ``factor``: step → the factor of all learning rates, which multiplies ``lr`` in
+    reports. ``groups``: the groups of all parameters. ``later``: names of shared parameters, which another rank counts
+    in the norm. ``losses``: the loss calls on this rank. ``rows`` compares the batches of all ranks. After each
     :meth:`run`, ``loss``, ``norm`` and ``verdict`` describe the step, equal on all ranks, and ``rate`` is its learning
     rate."""
 
@@ -35,21 +39,25 @@ class Update:
         stage: Stage,
         optimizer: StageOptimizer,
         scale: LossScale,
-        config: OptimizerConfig,
+        factor: Callable[[int], float],
+        lr: float,
+        averages: Averages,
         *,
+        groups: ParameterGroups,
         later: Collection[str],
         losses: Losses,
         dtype: torch.dtype,
-        steps: int,
     ) -> None:
         self._mesh, self._stage, self._optimizer = mesh, stage, optimizer
-        self._scale, self._config, self._steps = scale, config, steps
+        self._scale, self._factor, self._lr, self._groups = scale, factor, lr, groups
+        self._averages = averages
         self._losses, self._later, self._dtype = (
             losses,
             later,
             torch.promote_types(dtype, torch.float32),
         )
         self.loss = self.norm = self.rate = 0.0
+        self._norms: list[float] = []  # one for each norm that gradients are clipped by
         self.verdict = StepVerdict()
         self.rows = RowComparison(mesh)
         self._batch: Rows | None = None
@@ -60,16 +68,21 @@ class Update:
         self._batch, self._numbers = batch, self.rows.numbers(batch)
 
     def _measure(self, loss: Tensor) -> tuple[dict[str, Tensor], list[float]]:
-        """Set ``loss`` and ``norm``, summed over all ranks. Return the tensors by name that this rank counts in the
+        """Set ``loss`` and ``norm``, summed over all ranks. Return the tensors by name that this rank includes in the
         norm, and the summed row digests."""
         tensors = self._stage.named_tensors() if self._mesh.replica == 0 else {}
         owned = {name: tensor for name, tensor in tensors.items() if name not in self._later}
         # The only synchronization of host and device in a step.
-        loss_share, mine = numbers(loss, gradient_norm(self._stage.norm_terms(owned.values())))
-        mine /= self._scale.factor
-        # mine ** 2 would raise OverflowError where mine * mine is inf.
-        self.loss, total, *sums = agreed_sum(self._mesh, loss_share, mine * mine, *self._numbers)
-        self.norm = total**0.5
+        parts = self._groups.by_norm(owned)
+        norms = [gradient_norm(self._stage.norm_terms(tensors)) for tensors in parts]
+        loss_share, *found = numbers(loss, *norms)
+        mine = [each / self._scale.factor for each in found]
+        # each ** 2 would raise OverflowError where each * each is inf.
+        squares = [each * each for each in mine]
+        self.loss, *sums = agreed_sum(self._mesh, loss_share, *squares, *self._numbers)
+        totals, sums = sums[: len(mine)], sums[len(mine) :]
+        self._norms = [total**0.5 for total in totals]
+        self.norm = sum(totals) ** 0.5
         return owned, sums
 
     def run(self, step: int, loss: Tensor) -> None:
@@ -81,7 +94,8 @@ class Update:
         factor = self._scale.factor
         owned, sums = self._measure(loss)
         self.rows.check(sums, f"the batch of step {step}")
-        self.rate = self._config.rate(step, self._steps)
+        rates = self._factor(step)
+        self.rate = self._lr * rates
 
         def find() -> str:
             parts = (
@@ -95,8 +109,11 @@ class Update:
 
         self.verdict = nonfinite.judge(self._scale, self.loss, self.norm, find)
         if self.verdict.accepted:
-            norm = torch.tensor(self.norm, dtype=self._dtype)
-            self._optimizer.step(norm, self.rate, factor)
+            norms, share = (
+                torch.tensor(self._norms, dtype=self._dtype),
+                self._averages.share(step + 1),
+            )
+            self._optimizer.step(norms, rates, factor, average=share)
         else:
             self._optimizer.skip()
 
@@ -111,7 +128,7 @@ def open_optimizer(
     stage: Stage,
     mesh: Mesh,
     shared: Mapping[str, Sequence[int]],
-    config: OptimizerConfig,
+    builder: OptimizerBuilder,
     tiers: Tiers,
     copies: CopyEngine,
 ) -> StageOptimizer:
@@ -128,8 +145,8 @@ def open_optimizer(
     # Other stages that hold them step them on the host.
     elsewhere = [n for n, users in shared.items() if any(plans[u].optimizer_offload for u in users)]
     return StageOptimizer(
-        stage.resident(),
-        config,
+        {n: t for n, t in tensors.items() if isinstance(t, nn.Parameter)},
+        builder,
         mesh.device,
         offload=max(plans[each].optimizer_offload for each in mesh.stages),
         always_offloaded={tensors[name] for name in elsewhere if name in tensors},

@@ -28,6 +28,7 @@ from parallax.run.prepare import RUNS, check_name, free_name
 from parallax.run.resume import STORED
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint.writing import contents_of
+from parallax.swap.optimizer.averaging import AVERAGE
 from parallax.swap.optimizer.buckets import MASTER
 from parallax.train.data.indexed import IndexedSource
 
@@ -47,9 +48,13 @@ class Imported:
 def import_settings(path: Path, form: str, overrides: Sequence[str]) -> RunConfig:
     """Return the settings of the new run. A transformers folder determines the model, unless the user sets it."""
     keys = ("model.pretrained", "model.architecture")
-    named = any(configuration.said(overrides, key) for key in keys)
+    named = any(configuration.override_value(overrides, key) for key in keys)
     completed = list(overrides)
-    if form == "huggingface" and not named and configuration.said(overrides, "model") in ("", form):
+    if (
+        form == "huggingface"
+        and not named
+        and configuration.override_value(overrides, "model") in ("", form)
+    ):
         text = str(path).replace("\\", "\\\\").replace("'", "\\'")
         completed = ["model=huggingface", *overrides, f"model.pretrained='{text}'"]
     config = configuration.compose(completed)
@@ -136,7 +141,7 @@ class _Import:
             value.numel()
             for name in self._source.states
             for key, value in self._source.without_values(name).items()
-            if key != MASTER
+            if key not in (AVERAGE, MASTER)
         )
 
     def write(self, folder: Path, step: int, state: dict[str, Any]) -> None:
@@ -154,7 +159,7 @@ class _Import:
             "fingerprint": self._chain.fingerprint(),
             "structure": self._chain.structure(),
             "dtype": str(self._chain.dtype),
-            "trained_by": self._optimizer.name if contents["optimizer"] else "",
+            "trained_by": self._optimizer.label if contents["optimizer"] else "",
             **contents,
             "state": state,
         }
@@ -164,7 +169,7 @@ class _Import:
         for name, tensor in self._wanted.items():
             yield f"model/{name}", self._weight(name, tensor)
             for key in self._source.states.get(name, {}):
-                if key != MASTER:
+                if key not in (AVERAGE, MASTER):
                     value, dtype = self._source.read_state(name, key), self._dtype_of(tensor)
                     yield (
                         f"{key}/{name}",
@@ -172,8 +177,8 @@ class _Import:
                     )
 
     def _weight(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor in the checkpoint's dtype: the source's master weight; if there is none, the source's weight;
-        if there is none, the value of the model's constructor."""
+        """Return a tensor in the checkpoint's dtype: the source's master weight if there is one, otherwise the source's
+        weight, otherwise the value from the model's constructor."""
         held = self._source.weights.find(name, self._aliases)
         if MASTER in self._source.states.get(name, {}):
             value = self._source.read_state(name, MASTER)
@@ -196,7 +201,7 @@ class _Import:
         raise AssertionError(name)
 
     def _dtype_of(self, tensor: Tensor) -> torch.dtype:
-        """Return the dtype in the checkpoint: that of the masters for floating tensors."""
+        """Return the dtype in the checkpoint: for floating-point tensors the dtype of the masters."""
         return self._chain.dtype if tensor.is_floating_point() else tensor.dtype
 
 

@@ -65,10 +65,10 @@ def _distributed(path: Path, chain: Chain) -> ImportSource:
     optimizer."""
     files = DistributedFiles(path)
     wanted = set(chain.model.state_dict(keep_vars=True))
-    prefix = max(_OF_MODEL, key=lambda each: len(wanted & _below(files.held, each).keys()))
+    prefix = max(_OF_MODEL, key=lambda each: len(wanted & _with_prefix(files.held, each).keys()))
     states = _states(path, files.held)
     used = {held for known in states.values() for held in known.values()}
-    named = {n: held for n, held in _below(files.held, prefix).items() if held not in used}
+    named = {n: held for n, held in _with_prefix(files.held, prefix).items() if held not in used}
     weights = CheckpointWeights(path, OwnLayout(), _Renamed(files, named))
     unread = sorted(set(files.held) - used - set(named.values()))
     return ImportSource(weights, files, states, unread)
@@ -93,7 +93,7 @@ class _Renamed:
         return self._files.read(self._names[name])
 
 
-def _below(names: Collection[str], prefix: str) -> dict[str, str]:
+def _with_prefix(names: Collection[str], prefix: str) -> dict[str, str]:
     """Return name without prefix → full name, for the names that begin with ``prefix``."""
     return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
 
@@ -102,7 +102,7 @@ def _states(path: Path, names: Collection[str]) -> dict[str, dict[str, str]]:
     """Return parameter → state → full name, from the full ``names`` of the optimizer states."""
     found: dict[str, dict[str, str]] = {}
     for prefix in _OF_OPTIMIZER:
-        for rest, whole in _below(names, prefix).items():
+        for rest, whole in _with_prefix(names, prefix).items():
             name, _, key = rest.rpartition(".")
             if key in found.setdefault(name, {}):
                 raise CheckpointError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +11,12 @@ from torch import Tensor, nn
 from parallax.errors import CheckpointError, printable
 from parallax.model.files.values import as_dtype, check_finite, check_kind
 from parallax.run.imports.sources import ImportSource
-from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.optim.builder import OptimizerBuilder
+from parallax.runtime.optim.config import OptimizerConfig
+from parallax.swap.optimizer.averaging import AVERAGE
 from parallax.swap.optimizer.buckets import MASTER
 
 _STEP = "step"
-_KEYS = {"adamw": {_STEP, "exp_avg", "exp_avg_sq"}, "sgd": {"momentum_buffer"}, "lion": {"exp_avg"}}
 
 
 def check_states(
@@ -27,13 +29,14 @@ def check_states(
         raise CheckpointError(
             f"the source has optimizer states of {_listed(unknown)}, which this run does not train: {_WITHOUT}"
         )
-    due = _KEYS[optimizer.name]
+    builder = OptimizerBuilder.over(replace(optimizer, groups=[]), trained)
+    due = builder.nature.names()
     for name in source.states:
         found = source.without_values(name)
-        if set(found) - {MASTER} != due:
+        if set(found) - {MASTER, AVERAGE} != due:
             raise CheckpointError(
                 f"the source has {printable(', '.join(sorted(found)))} of {printable(name)}, and optimizer="
-                f"{optimizer.name} keeps {', '.join(sorted(due))}: name the optimizer that it was trained by, or "
+                f"{optimizer.label} keeps {', '.join(sorted(due))}: name the optimizer that it was trained by, or "
                 f"{_WITHOUT}"
             )
         for key, tensor in found.items():

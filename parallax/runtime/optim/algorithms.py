@@ -1,8 +1,8 @@
-"""torch's optimizers without ``torch._compile``, by which they exclude themselves from compilation; and Lion.
+"""torch's optimizers without the wrappers that import ``torch._compile``; and Lion.
 
-``torch._compile`` loads the compiler, which takes a second in every process that builds an optimizer. No optimizer step
-is compiled here (blocks may be, each on its own), so the functions that torch keeps as ``__wrapped__`` are used
-directly.
+The wrappers exclude optimizers from compilation. They load the compiler, which takes a second in every process that
+builds an optimizer. Parallax compiles no optimizer steps, so these classes use the functions that torch keeps as
+``__wrapped__``.
 """
 
 from __future__ import annotations
@@ -48,10 +48,16 @@ class SGD(Uncompiled, torch.optim.SGD):
     step: Any = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
 
 
+class Muon(Uncompiled, torch.optim.Muon):
+    """``torch.optim.Muon``, bit-identical."""
+
+    step: Any = torch.no_grad()(inspect.unwrap(torch.optim.Muon.step))
+
+
 class Momentum(SGD):
-    """SGD with momentum for parameters whose first gradients come at different steps. torch's fused kernel asks the
-    state of one parameter whether this is the first step, and applies the answer to all parameters. So each velocity
-    starts at zero here, which gives the same update."""
+    """SGD with momentum for parameters whose first gradients come at different steps. torch's fused kernel checks the
+    state of one parameter to find out whether this is the first step, and assumes the same for all parameters. So each
+    velocity starts at zero here, which gives the same update."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -105,7 +111,7 @@ class Lion(Uncompiled):
 
 
 def _together(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield the parameters with gradients in groups of one type and device and of at most ``_RUN_BYTES``; a larger
+    """Yield groups of parameters with gradients: one dtype, one device and at most ``_RUN_BYTES`` each. A larger
     parameter is a group of its own."""
     given = [parameter for parameter in parameters if parameter.grad is not None]
     for alike in by_kind(given):

@@ -19,8 +19,7 @@ _NAME = "_parallax_copy_of"
 
 
 def mark_copy(value: Tensor, name: str) -> Tensor:
-    """Mark ``value`` as a copy of the parameter ``name``. An optimizer over it then raises :class:`ConfigError` in its
-    step."""
+    """Mark ``value`` as a copy of the parameter ``name``. An optimizer that steps it raises :class:`ConfigError`."""
     _watch_optimizers()
     setattr(value, _NAME, name)
     return value
@@ -37,6 +36,6 @@ def _refuse_copies(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if any(copied):
         raise ConfigError(
             f"{type(optimizer).__name__} has {sum(map(bool, copied))} copies of offloaded parameters "
-            f"({next(filter(None, copied))}), so it would train nothing: build it in OptimizerConfig.build of a "
-            "subclass, given as Engine.build(optimizer=...), and call engine.step(); or set plan.parameters=device"
+            f"({next(filter(None, copied))}), so it would train nothing: give Engine.build(optimizer=...) a function "
+            "that takes parameter groups and returns it, and call engine.step(); or set plan.parameters=device"
         )

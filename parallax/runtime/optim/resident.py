@@ -1,9 +1,9 @@
 """The optimizer on the device: torch's own step, or a step bucket by bucket for two-byte weights and sharded states.
 
-torch's step updates all parameters at once, with states beside each. Two cases need more. Weights of two bytes are
-stepped as fp32 copies, the masters: their gradients are converted to fp32 bucket by bucket, so never all at one time.
-And replicas may shard the states: each steps the parameters that it owns and broadcasts the new weights (ZeRO stage 1;
-Rajbhandari et al. 2020, section 5.1), so each of ``r`` replicas holds 1/r of states and masters.
+torch's step updates all parameters at once. Two cases differ. Two-byte weights are stepped as fp32 copies, the masters;
+their gradients are converted to fp32 one bucket at a time, to save memory. And replicas may shard the states: each
+replica steps the parameters that it owns and broadcasts the new weights (ZeRO stage 1; Rajbhandari et al. 2020, section
+5.1), so each of ``r`` replicas holds 1/r of states and masters.
 
 ::
 
@@ -22,7 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from parallax.runtime.optim.scaling import GradientCorrection
-from parallax.swap.optimizer.buckets import MASTER, Bucket, GroupRates, joined, settings_of
+from parallax.swap.optimizer.buckets import (
+    CLIP_GROUP,
+    MASTER,
+    Bucket,
+    GroupRates,
+    joined,
+    settings_of,
+)
+from parallax.swap.optimizer.counters import GroupCounters, as_tensors
 from parallax.swap.optimizer.host import Exchange, owner_of, owns
 from parallax.swap.weights import ResidentWeights, aligned_runs, stepped_in
 
@@ -32,17 +40,19 @@ UPDATE_BUCKET_BYTES = 32 * 2**20
 
 class DeviceOptimizer:
     """Steps ``parameters`` in the groups of ``optimizer``. ``exchange`` assigns states to the replicas that shard
-    them."""
+    them. ``divides``: a bucket may have a part of a parameter."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[nn.Parameter],
         exchange: Exchange | None = None,
+        *,
+        divides: bool = True,
     ) -> None:
         self.optimizer = optimizer
         self._parameters, self._exchange = parameters, exchange
-        self._rates = GroupRates(optimizer)
+        self._rates, self._counters = GroupRates(optimizer), GroupCounters(optimizer)
         self._buckets: list[Bucket] = []
         if exchange is not None or any(_is_short(parameter) for parameter in parameters):
             groups = {
@@ -55,50 +65,60 @@ class DeviceOptimizer:
             def alike(parameter: nn.Parameter) -> object:
                 return parameter.dtype, owner_of(exchange, parameter)
 
-            for run in aligned_runs(ordered, UPDATE_BUCKET_BYTES, alike, split=True):
+            for run in aligned_runs(ordered, UPDATE_BUCKET_BYTES, alike, split=divides):
                 owner = owner_of(exchange, run[0].parameter)
                 self._buckets.append(Bucket(ResidentWeights(run), optimizer, groups, owner))
+                if self.owns(run[0].parameter):
+                    self._buckets[-1].take_states(optimizer)
+            optimizer.state.clear()
 
-    def set_rate(self, rate: float, whole: float) -> None:
-        """Set the learning rate of the next step; see :class:`~parallax.swap.optimizer.buckets.GroupRates`."""
-        self._rates.set(rate, whole)
+    def set_factor(self, factor: float) -> None:
+        """Set the factor of all learning rates in the next step."""
+        self._rates.set(factor)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=False)
 
-    def step(self, correction: GradientCorrection) -> None:
-        """Update all parameters with corrected gradients. All replicas that shard states call it."""
+    def step(self, corrections: Sequence[GradientCorrection]) -> None:
+        """Update all parameters with gradients that the correction of their ``clip_group`` has changed. All replicas
+        that shard states call it."""
         if not self._buckets:
-            correction.apply(self._parameters)
+            self._correct(corrections)
             self.optimizer.step()
             return
-        coefficient = correction.coefficient
+        of_buckets = [correction.of_bucket for correction in corrections]
         settings = [
             settings_of(self.optimizer, index) for index in range(len(self.optimizer.param_groups))
         ]
         with torch.no_grad():
             for bucket in self._buckets:
                 if self.owns(bucket.segments[0].parameter):
-                    bucket.step(settings, coefficient)
+                    bucket.step(settings, of_buckets)
             if self._exchange is not None:  # otherwise the views would be made in vain
                 for bucket in self._buckets:
                     self._exchange.broadcast(
                         bucket.segments[0].parameter, bucket.weights.exchange_tensors()
                     )
 
+    def _correct(self, corrections: Sequence[GradientCorrection]) -> None:
+        if len(corrections) == 1:
+            corrections[0].apply(self._parameters)
+        elif corrections:
+            for group in self.optimizer.param_groups:
+                corrections[group.get(CLIP_GROUP, 0)].apply(group["params"])
+
     def owns(self, parameter: Tensor) -> bool:
         """Whether this replica steps ``parameter``."""
         return owns(self._exchange, parameter)
 
     def states(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the states of ``parameter``, with its full-precision weights (``master``) if its own are shorter;
-        empty if another replica steps it."""
+        """Return the states of ``parameter``, including its fp32 weights (``master``) if the parameter has two-byte
+        weights; empty if another replica steps it."""
         if self._buckets:
             return joined(
                 (part for bucket in self._buckets for part in bucket.copies(parameter)), parameter
             )
-        found = self.optimizer.state.get(parameter, {})
-        return {key: value for key, value in found.items() if isinstance(value, Tensor)}
+        return as_tensors(self.optimizer.state.get(parameter, {}), self._counters.of(parameter))
 
     def restore(self, parameter: Tensor, states: dict[str, Tensor]) -> None:
         """Set the optimizer states of ``parameter``; the caller has already set its value."""
@@ -106,8 +126,11 @@ class DeviceOptimizer:
             for bucket in self._buckets:
                 bucket.restore(parameter, states)
         elif states and parameter.requires_grad and not self._buckets:
-            known = {key: _like(parameter, value) for key, value in states.items() if key != MASTER}
-            self.optimizer.state[parameter] = known
+            kept = {key: value for key, value in states.items() if key != MASTER}
+            known = self._counters.restored(parameter, kept)
+            self.optimizer.state[parameter] = {
+                k: _like(parameter, v) if isinstance(v, Tensor) else v for k, v in known.items()
+            }
 
     @property
     def state_bytes(self) -> int:
@@ -119,6 +142,7 @@ class DeviceOptimizer:
     def reset(self) -> None:
         """Drop all optimizer states. The caller then sets weights and states anew."""
         self.optimizer.state.clear()
+        self._counters.reset()
         for bucket in self._buckets:
             bucket.reset()
 

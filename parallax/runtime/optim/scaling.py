@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from parallax.errors import NonFiniteError
 from parallax.model.precision import PrecisionConfig
 from parallax.model.private import multiply_each, norm_of_each
+from parallax.swap.optimizer.buckets import Correction
 
 FIRST_FACTOR = 2.0**16
 GROWTH_STEPS = 2000  # good steps in a row, before the factor doubles
@@ -36,9 +37,8 @@ PATIENCE = 16  # overflows in a row with a constant factor: as many as halve the
 
 
 class LossScale:
-    """The factor of the loss under ``precision``: a configured constant; dynamic in fp16; otherwise 1, under which an
-    overflow is an error. ``skips``, if not 0, is the number of consecutive steps that may be skipped with any factor.
-    """
+    """The loss scale for ``precision``: a configured constant; dynamic in fp16; otherwise 1. With a scale of 1, an
+    overflow is an error. ``skips``: the number of consecutive steps that may be skipped; 0 for the default."""
 
     def __init__(self, precision: PrecisionConfig, skips: int = 0) -> None:
         given = precision.loss_scale
@@ -62,7 +62,7 @@ class LossScale:
         if self._is_last_chance():
             raise NonFiniteError(
                 f"loss {loss}, gradient norm {norm}{self._history()}; nothing was updated: lower optimizer.lr, or "
-                "raise optimizer.warmup_steps"
+                "raise schedule.warmup"
             )
         self._good, self._bad, self.skipped = 0, self._bad + 1, self.skipped + 1
         if self._dynamic:
@@ -109,11 +109,13 @@ class LossScale:
 @dataclass(frozen=True)
 class GradientCorrection:
     """The factor by which gradients are multiplied before a step. They are ``scale`` times too large; ``norm`` is their
-    global norm divided by ``scale``, clipped to ``clip_norm`` (0: no clipping) as in torch.nn.utils."""
+    global norm divided by ``scale``, clipped to ``clip_norm`` (0: no clipping) as in torch.nn.utils. ``clip_value``
+    bounds each element after that (0: no bound)."""
 
     norm: Tensor
     clip_norm: float
     scale: float = 1.0
+    clip_value: float = 0.0
 
     @property
     def coefficient(self) -> Tensor | None:
@@ -122,8 +124,13 @@ class GradientCorrection:
             return torch.clamp(self.clip_norm / (self.norm + 1e-6), max=1.0) / self.scale
         return torch.full_like(self.norm, 1 / self.scale) if self.scale != 1 else None
 
+    @property
+    def of_bucket(self) -> Correction:
+        """The correction for the gradients of a bucket."""
+        return Correction(self.coefficient, self.clip_value)
+
     def apply(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Multiply the gradients of ``parameters`` by the factor."""
+        """Correct the gradients of ``parameters``."""
         given = [parameter for parameter in parameters if parameter.grad is not None]
         coefficient = self.coefficient
         if self.scale == 1 and self.clip_norm > 0:
@@ -132,6 +139,8 @@ class GradientCorrection:
         elif coefficient is not None:
             for gradients in by_kind([p.grad for p in given if p.grad is not None]):
                 multiply_each(gradients, coefficient)
+        if given and self.clip_value:
+            torch.nn.utils.clip_grad_value_(given, self.clip_value)
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
@@ -157,9 +166,12 @@ def by_kind(tensors: Iterable[T]) -> list[list[T]]:
     return [*found.values()]
 
 
-def numbers(one: Tensor, other: Tensor) -> tuple[float, float]:
-    """Return the values of two one-element tensors, with one synchronization."""
-    if one.device != other.device:
-        return one.item(), other.item()
-    found: list[float] = torch.stack([one.double(), other.double()]).tolist()
-    return found[0], found[1]
+def numbers(*tensors: Tensor) -> list[float]:
+    """Return the values of tensors of one element each, with only one synchronization of each device."""
+    if len({tensor.device for tensor in tensors}) == 1:
+        found: list[float] = torch.stack([tensor.double() for tensor in tensors]).tolist()
+        return found
+    values: dict[int, float] = {}
+    for alike in by_kind(tensors):
+        values |= zip(map(id, alike), torch.stack(alike).tolist())
+    return [values[id(tensor)] for tensor in tensors]

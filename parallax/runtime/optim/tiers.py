@@ -24,10 +24,11 @@ PAGE_BYTES = 4096
 
 
 class Tiers:
-    """Opens stores in ``tier`` for the ``stages`` of one rank on ``device``; ``trains``: the rank trains.
+    """Opens stores in the offload ``tier`` for the ``stages`` of one rank on ``device``. ``trains``: False for a rank
+    that only runs forwards. ``divides``: whether its optimizer may step parts of a parameter.
 
-    The exact bytes of each store's content are known here. If they exceed those of the plan, the plan is of another
-    model, optimizer or precision, or was edited, and :class:`PlanError` is raised.
+    Raises :class:`PlanError` if the exact bytes of a store's content exceed the plan's: the plan is for another model,
+    optimizer or precision, or was edited.
     """
 
     def __init__(
@@ -40,10 +41,11 @@ class Tiers:
         device: torch.device,
         *,
         trains: bool = True,
+        divides: bool = True,
     ) -> None:
         self._tier, self._stages, self._trains = tier, stages, trains
         self._config, self._scratch, self._copies = config, scratch, copies
-        self._device = device
+        self._device, self._divides = device, divides
         self._opened: list[Store] = []
 
     def open_activations(self) -> Store:
@@ -64,9 +66,9 @@ class Tiers:
         share: float,
         blocks: Iterable[Iterable[nn.Parameter]],
     ) -> OffloadedParameters:
-        """Open a store for the offloaded parameters: a share ``share`` of those of the blocks ``indices``, which
-        ``blocks`` yields. In training the store also holds their gradients, and the new values of one block beside the
-        old ones."""
+        """Open a store for offloaded parameters: a share ``share`` of the parameters of the blocks ``indices``, which
+        ``blocks`` yields. In training the store also holds their gradients, and one block's new values beside its old
+        ones."""
         described = [
             offloadable(chain, index, chain.blocks[index].module, self._device) for index in indices
         ]
@@ -87,7 +89,7 @@ class Tiers:
         given = sum(stage.streamed_bytes for stage in self._stages)
         self._check("offloaded parameters", needed, given)
         store = self._open(given + (1 + more) * chunks * PAGE_BYTES)
-        return OffloadedParameters(blocks, store, verify=self._config.verify)
+        return OffloadedParameters(blocks, store, split=self._divides, verify=self._config.verify)
 
     def close(self) -> None:
         for store in self._opened:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import SwapError
-from parallax.model.private import multiply_each
+from parallax.model.private import clamp_each_above, clamp_each_below, multiply_each
 from parallax.swap.optimizer.chunked_step import independent_clone
+from parallax.swap.optimizer.counters import GroupCounters, as_tensors
 from parallax.swap.stores.slots import StoreSlot
 from parallax.swap.stores.store import Pending, Store
 from parallax.swap.weights import (
@@ -26,6 +27,23 @@ from parallax.swap.weights import (
 )
 
 MASTER = "master"  # key of a state: the weights in full precision
+CLIP_GROUP = "clip_group"  # key of a parameter group: the number of its correction; 0 without it
+
+
+class Correction(NamedTuple):
+    """A change of gradients before a step: they are multiplied by ``coefficient`` (None: 1), and then each element is
+    bounded to ``bound`` (0: no bound)."""
+
+    coefficient: Tensor | None = None
+    bound: float = 0.0
+
+    def apply(self, gradients: list[Tensor]) -> None:
+        """Change ``gradients`` in place."""
+        if gradients and self.coefficient is not None:
+            multiply_each(gradients, self.coefficient)
+        if gradients and self.bound:
+            clamp_each_above(gradients, -self.bound)
+            clamp_each_below(gradients, self.bound)
 
 
 class _BucketPlace(NamedTuple):
@@ -65,24 +83,37 @@ class Bucket:
         for segment, stepped in zip(self.segments, self._stepped):
             members.setdefault(groups[segment.parameter], []).append(stepped)
         self._groups = list(members)
+        self._given = [settings_of(optimizer, g) for g in members]
         self._kernel = independent_clone(
-            optimizer, [{**settings_of(optimizer, g), "params": members[g]} for g in members]
+            optimizer, [{**own, "params": members[g]} for g, own in zip(members, self._given)]
         )
+        self._counters = GroupCounters(self._kernel)
+
+    def take_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the states that ``optimizer`` has made before its first step."""
+        for index, segment in enumerate(self.segments):
+            for key, value in optimizer.state.get(segment.parameter, {}).items():
+                self.states(index)[key] = self._part(value, segment)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the states created so far."""
         return self.places[-1].stop if self.places else 0
 
-    def step(self, settings: Sequence[dict[str, Any]], coefficient: Tensor | None) -> None:
-        """Step once with the ``settings`` of each group; gradients are first multiplied by ``coefficient``."""
-        for group, index in zip(self._kernel.param_groups, self._groups):
-            group.update(settings[index])
+    def step(self, settings: Sequence[dict[str, Any]], corrections: Sequence[Correction]) -> None:
+        """Step once with the ``settings`` of each group; gradients are first changed by the correction of their
+        group."""
+        for group, index, given in zip(self._kernel.param_groups, self._groups, self._given):
+            # Only what has changed: a step may count in its group.
+            group.update({k: v for k, v in settings[index].items() if _differs(given.get(k), v)})
+            given.update(settings[index])
         for stepped, (weight, gradient) in zip(self._stepped, self.weights.tensors_to_step()):
             stepped.data, stepped.grad = weight, gradient
-        gradients = [stepped.grad for stepped in self._stepped if stepped.grad is not None]
-        if gradients and coefficient is not None:
-            multiply_each(gradients, coefficient)
+        if len(corrections) == 1:  # with the fewest kernels
+            corrections[0].apply(_gradients(self._stepped))
+        elif corrections:
+            for group in self._kernel.param_groups:
+                corrections[group.get(CLIP_GROUP, 0)].apply(_gradients(group["params"]))
         self._kernel.step()
         for stepped, empty in zip(self._stepped, self._empty):
             stepped.data, stepped.grad = empty, None
@@ -102,27 +133,30 @@ class Bucket:
         found = []
         for index in mine:
             known = {**self.states(index), **({MASTER: masters[index]} if masters else {})}
-            found.append(
-                {key: value.clone() for key, value in known.items() if isinstance(value, Tensor)}
-            )
+            counted = as_tensors(known, self._counters.of(self._stepped[index]))
+            found.append({key: value.clone() for key, value in counted.items()})
         return found
 
     def restore(self, parameter: Tensor, states: Mapping[str, Tensor]) -> None:
         """Set the optimizer states of ``parameter``; the caller has already set its weights."""
-        in_place = isinstance(self.weights, ResidentWeights)
         for index, segment in enumerate(self.segments):
             if segment.parameter is parameter:
-                known = {
-                    key: _part_of_state(value, segment, in_place=in_place)
-                    for key, value in states.items()
-                }
+                known = {key: self._part(value, segment) for key, value in states.items()}
                 self.weights.restore(index, known.pop(MASTER, None))
                 self.states(index).clear()
-                self.states(index).update(known)
+                self.states(index).update(self._counters.restored(self._stepped[index], known))
+
+    def _part(self, value: Any, segment: ParameterSegment) -> Any:
+        """Return the segment's part of a state, in the memory of the step."""
+        if not isinstance(value, Tensor):
+            return value
+        in_place = isinstance(self.weights, ResidentWeights)
+        return _part_of_state(value, segment, in_place=in_place)
 
     def reset(self) -> None:
         """Drop all states and an unfinished step."""
         self._kernel.state.clear()
+        self._counters.reset()
         self.places, self.pending_gradients = (), self.parameter_count
         self.weights.reset()
 
@@ -266,17 +300,20 @@ def joined(parts: Iterable[Mapping[str, Tensor]], parameter: Tensor) -> dict[str
 
 
 class GroupRates:
-    """Learning rates of parameter groups. A group built with the schedule's rate follows the schedule; other groups
-    change in proportion."""
+    """Sets the learning rates of parameter groups to multiples of those that they were built with, as torch's
+    ``LambdaLR`` does."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._built = [group["lr"] for group in optimizer.param_groups]
+        self._built = [group.get("lr") for group in optimizer.param_groups]
 
-    def set(self, rate: float, whole: float) -> None:
-        """Set the rate of the next step: the schedule's rate has changed from ``whole`` to ``rate``."""
+    def set(self, factor: float) -> None:
+        """Set the rates of the next step."""
         for group, built in zip(self._optimizer.param_groups, self._built):
-            group["lr"] = rate if built == whole else built * (rate / whole)
+            if isinstance(built, Tensor):
+                group["lr"] = torch.full_like(built, built.item() * factor)
+            elif isinstance(built, int | float):
+                group["lr"] = built * factor
 
 
 def settings_of(optimizer: torch.optim.Optimizer, group: int) -> dict[str, Any]:
@@ -287,6 +324,14 @@ def settings_of(optimizer: torch.optim.Optimizer, group: int) -> dict[str, Any]:
         if key != "params"
     }
     return {**found, "capturable": False} if "capturable" in found else found
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _differs(one: object, other: object) -> bool:
+    return one is not other and (isinstance(other, Tensor) or one != other)
 
 
 def _join(values: list[Tensor], parameter: Tensor) -> Tensor:

@@ -131,7 +131,7 @@ def raw_step(optimizer: Optimizer) -> Callable[..., Any]:
 
 
 def evaluated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Run a step's closure. Return the step's arguments with a closure that returns the computed loss, so that all
+    """Run a step's closure, and return the step's arguments with a closure that returns the computed loss. So all
     pieces share one evaluation."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):

@@ -37,13 +37,13 @@ from parallax.machine.pinned import PlainArena
 from parallax.plan.plan import STATE_BUCKET_BYTES
 from parallax.swap.optimizer.buckets import (
     Bucket,
+    Correction,
     GroupRates,
     StatesInMemory,
     StatesInStore,
     joined,
     settings_of,
 )
-from parallax.swap.optimizer.chunked_step import check_per_parameter
 from parallax.swap.stores.store import Store
 from parallax.swap.weights import (
     BucketWeights,
@@ -59,7 +59,6 @@ _ALIGNMENT = 64  # bytes at which a bucket's place begins
 # for states in host memory: each bucket costs 0.4 ms
 _LARGE_BUCKET_BYTES = 64 * STATE_BUCKET_BYTES
 _FEWEST_BUCKETS = 4  # so that the first block does not wait for all
-_WHOLE = (torch.optim.Adafactor,)  # averages over rows and columns, so a parameter may not be split
 
 
 class Exchange(Protocol):
@@ -92,8 +91,8 @@ class HostOptimizer:
 
     ``parameters`` are in the order of the forward. ``store``: storage of states between steps; None: host memory.
     ``extra``: buckets with weights and gradients of their own (offloaded parameters), in the order of the forward,
-    after the others; replicas do not share their states. Raises :class:`~parallax.errors.ConfigError` for
-    optimizers that update several parameters together."""
+    after the others; replicas do not share their states. ``divides``: a bucket may have a part of a parameter. The
+    optimizer must step each parameter by itself."""
 
     def __init__(
         self,
@@ -105,8 +104,8 @@ class HostOptimizer:
         exchange: Exchange | None = None,
         extra: Sequence[BucketWeights] = (),
         bucket_bytes: int | None = None,
+        divides: bool = True,
     ) -> None:
-        check_per_parameter(optimizer)
         self.optimizer = optimizer
         self._rates = GroupRates(optimizer)
         # of the stepping thread; of the main thread, waiting for it
@@ -131,11 +130,10 @@ class HostOptimizer:
             bucket_bytes = (
                 STATE_BUCKET_BYTES if store is not None else min(_LARGE_BUCKET_BYTES, part)
             )
-        split = not isinstance(optimizer, _WHOLE)
         stepped = [parameter for parameter in parameters if parameter in groups]
         found = list(
             aligned_runs(
-                stepped, bucket_bytes, lambda p: (p.dtype, owner_of(exchange, p)), split=split
+                stepped, bucket_bytes, lambda p: (p.dtype, owner_of(exchange, p)), split=divides
             )
         )
         sizes = [_staging_bytes(segments) for segments in found]
@@ -146,6 +144,9 @@ class HostOptimizer:
             owner = owner_of(exchange, run[0].parameter)
             self._buckets.append(Bucket(self._weights(run, copies, at), optimizer, groups, owner))
         self._buckets += [Bucket(weights, optimizer, groups, None) for weights in extra]
+        for bucket in filter(self._steps, self._buckets):
+            bucket.take_states(optimizer)
+        optimizer.state.clear()
         self._buckets_of: dict[Tensor, list[Bucket]] = {}
         for bucket in self._buckets:
             for parameter in dict.fromkeys(segment.parameter for segment in bucket.segments):
@@ -156,9 +157,9 @@ class HostOptimizer:
         """Bytes of the states created so far, in any memory."""
         return sum(bucket.state_bytes for bucket in self._buckets)
 
-    def set_rate(self, rate: float, whole: float) -> None:
-        """Set the learning rate of the next step; see :class:`~parallax.swap.optimizer.buckets.GroupRates`."""
-        self._rates.set(rate, whole)
+    def set_factor(self, factor: float) -> None:
+        """Set the factor of all learning rates in the next step."""
+        self._rates.set(factor)
 
     def reduced(self, parameter: Tensor) -> None:
         """Accept the final gradient of ``parameter``. When all gradients of a bucket are final, their copy to the host
@@ -168,8 +169,8 @@ class HostOptimizer:
             if bucket.pending_gradients == 0:
                 bucket.weights.reduced()
 
-    def commit(self, coefficient: Tensor | None = None) -> None:
-        """Begin the step, with every gradient multiplied by ``coefficient``."""
+    def commit(self, corrections: Sequence[Correction] = ()) -> None:
+        """Begin the step. ``corrections``: the changes of gradients before it, by the group's ``clip_group``."""
         self.finish()
         settings = [
             settings_of(self.optimizer, index) for index in range(len(self.optimizer.param_groups))
@@ -185,7 +186,7 @@ class HostOptimizer:
         stepped: dict[Bucket, Future[None]] = {}
         for bucket, following in zip(mine, [*mine[1:], None]):
             stepped[bucket] = self._stepping.submit(
-                self._step, bucket, following, settings, coefficient
+                self._step, bucket, following, settings, corrections
             )
         for bucket in self._buckets:
             bucket.future = stepped.get(bucket)
@@ -274,14 +275,14 @@ class HostOptimizer:
         bucket: Bucket,
         following: Bucket | None,
         settings: Sequence[dict[str, Any]],
-        coefficient: Tensor | None,
+        corrections: Sequence[Correction],
     ) -> None:
         start = time.perf_counter()
         with self._noting_failure(), torch.no_grad(), self._beside():
             self._states.load(bucket)
             if following is not None:
                 self._states.prefetch(following)
-            bucket.step(settings, coefficient)
+            bucket.step(settings, corrections)
             if self._broadcasting is None or bucket.owner is None:
                 bucket.weights.publish()
             self._states.store(bucket)

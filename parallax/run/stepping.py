@@ -1,0 +1,99 @@
+"""The costs of a run's optimizer: the profile is measured with AdamW and converted to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from parallax.model.describe import Chain
+from parallax.model.profiling.clock import Clock
+from parallax.plan.profile import ModelProfile
+from parallax.plan.work import ModelWork
+from parallax.runtime.optim.builder import OptimizerBuilder
+from parallax.runtime.optim.config import OptimizerConfig
+from parallax.runtime.optim.groups import ParameterGroups
+from parallax.runtime.optim.kinds.adamw import AdamWConfig
+from parallax.runtime.optim.places import ParameterPlace
+from parallax.swap.weights import stepped_in
+
+ADAMW_STATES = 2
+_TIMED_BYTES = 16 * 2**20  # of parameters, larger than caches
+_STEPS = 3
+_Costs = TypeVar("_Costs", ModelProfile, ModelWork)
+
+
+def stepped_by(
+    costs: _Costs,
+    optimizer: OptimizerConfig,
+    chain: Chain | None = None,
+    device: torch.device | None = None,
+    *,
+    averages: bool = False,
+) -> _Costs:
+    """Return ``costs``, measured with AdamW and its two states per weight, converted to ``optimizer``, which may also
+    keep ``averages`` of the weights. Raises :class:`~parallax.errors.ConfigError` for an optimizer that no plan
+    can step.
+
+    The bytes of states are those of the block of ``chain`` with the most states for each byte of parameters; without
+    a chain, those of a large matrix or embedding. A fused step of elements reads weight, gradient and states, and
+    writes all of these but the gradient. Any other step is timed on ``device``, over parameters of the chain, beside
+    AdamW's."""
+    if chain is None:
+        matrix = nn.Parameter(torch.empty(4096, 4096, device="meta"))
+        plain = dataclasses.replace(optimizer, groups=[], layer_decay=1.0)
+        kinds, shape = ("Linear", "Embedding"), tuple(matrix.shape)
+        groups = ParameterGroups(plain, [ParameterPlace((k,), (k,), shape) for k in kinds])
+        builder = OptimizerBuilder(plain, groups, averages=averages)
+        states = builder.largest_ratio({kind: matrix} for kind in kinds)
+    else:
+        builder = OptimizerBuilder.of(optimizer, chain.model, averages=averages)
+        states = builder.largest_ratio(_blocks(chain))
+    optimizer_bytes = costs.optimizer_bytes * states / ADAMW_STATES
+    if not isinstance(costs, ModelProfile):
+        return dataclasses.replace(costs, optimizer_bytes=optimizer_bytes)
+    moved = (3 + 2 * states) / (3 + 2 * ADAMW_STATES)
+    if chain is not None and device is not None and not optimizer.moves_bytes_only:
+        moved = max(moved, _relative_seconds(builder, chain, device))
+    return dataclasses.replace(
+        costs,
+        optimizer_bytes=optimizer_bytes,
+        optimizer_seconds=costs.optimizer_seconds * moved,
+        divides=builder.nature.divides,
+    )
+
+
+def _blocks(chain: Chain) -> Iterator[dict[str, Tensor]]:
+    for block, names in zip(chain.blocks, chain.names):
+        held = block.module.state_dict(keep_vars=True)
+        yield {names[inner]: tensor for inner, tensor in held.items() if inner in names}
+
+
+def _relative_seconds(builder: OptimizerBuilder, chain: Chain, device: torch.device) -> float:
+    """Return the time of a step relative to AdamW's, over parameters of the chain of some MiB."""
+    named: dict[str, nn.Parameter] = {}
+    size = 0
+    for name, parameter in chain.model.named_parameters():
+        if name in builder.groups and size < _TIMED_BYTES:
+            shape, dtype = parameter.shape, stepped_in(parameter.dtype)
+            if named and shape.numel() * dtype.itemsize > _TIMED_BYTES:
+                continue
+            named[name] = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+            named[name].grad = torch.full_like(named[name], 1e-3)
+            size += named[name].nbytes
+    adamw = AdamWConfig().create([{"params": [*named.values()]}]) if named else None
+    return (
+        1.0 if adamw is None else _seconds(builder.build(named), device) / _seconds(adamw, device)
+    )
+
+
+def _seconds(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
+    clock, seconds = Clock(device), []
+    for _ in range(1 + _STEPS):
+        start = clock.now()
+        optimizer.step()
+        seconds.append(clock.now() - start)
+    return min(seconds[1:])

@@ -1,0 +1,113 @@
+"""Builds the optimizers of a run from its settings and the groups of the model's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from parallax.errors import ConfigError
+from parallax.runtime.optim.algorithms import SGD
+from parallax.runtime.optim.config import Group, OptimizerConfig, OptimizerFactory
+from parallax.runtime.optim.groups import ParameterGroups, group_key
+from parallax.runtime.optim.nature import Nature, nature_of
+from parallax.runtime.optim.places import ParameterPlace
+from parallax.swap.optimizer.averaging import averaging
+from parallax.swap.weights import stepped_in
+
+Named = Mapping[str, nn.Parameter]
+
+
+class OptimizerBuilder:
+    """Builds optimizers of ``config`` over parts of a model, whose parameters are in ``groups`` by name. With
+    ``averages`` they also average the weights (:mod:`parallax.swap.optimizer.averaging`)."""
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        groups: ParameterGroups,
+        dtype: torch.dtype = torch.float32,
+        *,
+        averages: bool = False,
+    ) -> None:
+        self.config, self.groups, self._dtype, self.averages = config, groups, dtype, averages
+        self._numbers = {group_key(s): n for n, (s, _) in enumerate(groups.shapes())}
+
+    @classmethod
+    def of(
+        cls, config: OptimizerConfig, model: nn.Module, *, averages: bool = False
+    ) -> OptimizerBuilder:
+        """Return the builder for the parameters of ``model`` that are trained."""
+        dtypes = [p.dtype for p in model.parameters() if p.requires_grad]
+        dtype = stepped_in(dtypes[0]) if dtypes else torch.float32
+        return cls(config, ParameterGroups.of(config, model), dtype, averages=averages)
+
+    @classmethod
+    def over(
+        cls, config: OptimizerConfig, named: Named, *, averages: bool = False
+    ) -> OptimizerBuilder:
+        """Return the builder for parameters of no module."""
+        places = [
+            ParameterPlace((n,), (), tuple(p.shape)) for n, p in named.items() if p.requires_grad
+        ]
+        dtypes = [p.dtype for p in named.values()]
+        dtype = stepped_in(dtypes[0]) if dtypes else torch.float32
+        return cls(config, ParameterGroups(config, places), dtype, averages=averages)
+
+    def build(self, named: Named) -> Optimizer:
+        """Return the optimizer over the trained ones of these parameters. If none is trained, it steps an empty
+        parameter, because torch refuses an empty list."""
+        groups: dict[str, Group] = {}
+        for name, parameter in named.items():
+            if parameter.requires_grad:
+                settings = self.groups.settings(name)
+                group = groups.setdefault(group_key(settings), {**settings, "params": []})
+                group["params"].append(parameter)
+        if not groups:
+            return SGD([torch.empty(0)], lr=self.config.lr)
+        made = self.config.create([*groups.values()])
+        return averaging(made) if self.averages else made
+
+    @cached_property
+    def nature(self) -> Nature:
+        """What the optimizer is. Raises :class:`~parallax.errors.ConfigError` if no plan can step it."""
+        shapes = self.groups.shapes()
+        if not shapes:
+            raise ConfigError(
+                "no parameter of the model is trained: optimizer.groups or the model itself freezes all of them; for a "
+                "run without training, use parallax export or Engine.predict"
+            )
+        groups = [(settings, [len(shape) for shape in found]) for settings, found in shapes]
+        return nature_of(self.config, groups, self._dtype, averages=self.averages)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate at a factor of 1: that of the settings, or the highest that a function sets."""
+        own = isinstance(self.config, OptimizerFactory)
+        return self.nature.lr if own else self.config.lr
+
+    def state_bytes(self, named: Named, *, masters: bool = True) -> int:
+        """Return the bytes of the optimizer states of these parameters; with ``masters`` also those of the master
+        weights."""
+        return sum(self._bytes_of(name, p, masters) for name, p in named.items() if p.requires_grad)
+
+    def largest_ratio(self, blocks: Iterable[Mapping[str, Tensor]]) -> float:
+        """Return the most bytes of states per byte of trained parameters of any of ``blocks``, both in the type of the
+        step."""
+        most = 0.0
+        for block in blocks:
+            trained = {n: p for n, p in block.items() if n in self.groups}
+            size = sum(p.numel() * stepped_in(p.dtype).itemsize for p in trained.values())
+            states = sum(self._bytes_of(n, p, False) for n, p in trained.items())
+            most = max(most, states / size if size else 0.0)
+        return most
+
+    def _bytes_of(self, name: str, parameter: Tensor, masters: bool) -> int:
+        wide = stepped_in(parameter.dtype)
+        group = self._numbers[group_key(self.groups.settings(name))]
+        states = self.nature.state_bytes(group, tuple(parameter.shape), wide.itemsize)
+        master = masters and wide is not parameter.dtype
+        return states + master * parameter.numel() * wide.itemsize

@@ -1,0 +1,1 @@
+"""The kinds of optimizers: one module for each."""

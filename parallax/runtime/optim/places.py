@@ -1,0 +1,60 @@
+"""Where the parameters of a model are: by what patterns and rules of parameter groups select them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+
+class ParameterPlace(NamedTuple):
+    """A parameter in its model. ``names``: all of its names, the first of which is that of checkpoints. ``kinds``: the
+    class names of the modules that hold it. ``later``: how many layers follow its own. ``is_output``: it is in the
+    model's last module with parameters, and not an embedding's."""
+
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+    shape: tuple[int, ...]
+    later: int = 0
+    is_output: bool = False
+
+    @property
+    def dims(self) -> int:
+        return len(self.shape)
+
+
+def places_of(model: nn.Module) -> Iterator[ParameterPlace]:
+    """Yield the place of each parameter; a shared parameter has one place with several names."""
+    names: dict[nn.Parameter, list[str]] = {}
+    kinds: dict[nn.Parameter, list[str]] = {}
+    last: frozenset[nn.Parameter] = frozenset()
+    for path, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        for name, parameter in own.items():
+            names.setdefault(parameter, []).append(f"{path}.{name}" if path else name)
+            kinds.setdefault(parameter, []).append(type(module).__name__)
+        last = frozenset(own.values()) or last
+    layers = _layers([each[0] for each in names.values()])
+    most = max(layers, default=0)
+    for (parameter, found), layer in zip(names.items(), layers):
+        kind = tuple(kinds[parameter])
+        embeds = any("Embedding" in each for each in kind)
+        output = parameter in last and not embeds
+        yield ParameterPlace(tuple(found), kind, tuple(parameter.shape), most - layer, output)
+
+
+def _layers(names: Sequence[str]) -> list[int]:
+    """Return the layer of each name, in the order of the model: 0 for names before the first one with a number; one
+    layer for each distinct beginning up to the first number; one more for the other names."""
+    numbered = [re.match(r"(?:\D*\.)?\d+(?=\.)", name) for name in names]
+    beginnings = list(dict.fromkeys(each[0] for each in numbered if each is not None))
+    found, after = [], 0
+    for each in numbered:
+        if each is not None:
+            after = len(beginnings) + 1
+            found.append(1 + beginnings.index(each[0]))
+        else:
+            found.append(after)
+    return found

@@ -1,0 +1,1 @@
+"""The learning-rate schedules: one module for each family."""

@@ -1,0 +1,92 @@
+"""Averaged weights as one more state of each parameter, which every step of an optimizer updates after its own update.
+
+So averages are offloaded, sharded, saved and counted as all states are, and have the precision of the master weights.
+The states begin with the weights before a parameter's first step. How much a step adds is a setting of the parameter
+groups, as the learning rate is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from parallax.model.private import lerp_each_in_place
+
+AVERAGE = "weight_average"  # key of a state
+SHARE = "average_share"
+"""Key of a parameter group: the share of the new weights in the average after a step; 0: the average stays. None: the
+step only exchanges weights and averages."""
+_TRIED = 0.25  # in trials of an optimizer; each step of a run sets its own
+_EXCHANGED_ELEMENTS = 2**20  # that are copied at one time
+
+
+def averaging(optimizer: Optimizer) -> Optimizer:
+    """Return ``optimizer``, whose steps, and those of its clones, also update the averages."""
+    kind: Any = type(optimizer)
+    optimizer.__class__ = _averaging(kind)
+    set_share(optimizer, _TRIED)
+    return optimizer
+
+
+def set_share(optimizer: Optimizer, share: float | None) -> None:
+    """Set the share of the next step's weights in the averages."""
+    for group in optimizer.param_groups:
+        group[SHARE] = share
+
+
+@cache
+def _averaging(kind: Any) -> type[Optimizer]:
+    step = kind.step
+
+    class Averaging(kind):
+        @torch.no_grad()
+        def step(self, closure: Callable[[], float] | None = None) -> float | None:
+            if any(group[SHARE] is None for group in self.param_groups):
+                _exchange(self)
+                return None
+            begun = {
+                p: p.detach().clone()
+                for group in self.param_groups
+                for p in group["params"]
+                if p.grad is not None and AVERAGE not in self.state.get(p, ())
+            }
+            loss: float | None = step(self) if closure is None else step(self, closure)
+            # After the step: optimizers take a parameter without states for one that is new.
+            for parameter, weights in begun.items():
+                self.state[parameter][AVERAGE] = weights
+            _update(self)
+            return loss
+
+    Averaging.__name__, Averaging.__qualname__ = kind.__name__, kind.__qualname__
+    return Averaging
+
+
+def _update(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        known = [p for p in group["params"] if AVERAGE in optimizer.state.get(p, ())]
+        if known and group[SHARE]:
+            averages = [optimizer.state[p][AVERAGE] for p in known]
+            lerp_each_in_place(averages, [p.detach() for p in known], group[SHARE])
+
+
+def _exchange(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            average = optimizer.state.get(parameter, {}).get(AVERAGE)
+            if average is not None:
+                _exchange_values(parameter.detach(), average)
+
+
+def _exchange_values(weights: Tensor, average: Tensor) -> None:
+    pairs = [(weights, average)]
+    if weights.is_contiguous() and average.is_contiguous():
+        parts = (each.view(-1).split(_EXCHANGED_ELEMENTS) for each in (weights, average))
+        pairs = list(zip(*parts))
+    for one, other in pairs:
+        kept = one.clone()
+        one.copy_(other)
+        other.copy_(kept)

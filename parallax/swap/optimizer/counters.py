@@ -1,0 +1,83 @@
+"""Numbers that an optimizer keeps beside its tensors, in the form of tensors, so that checkpoints hold them.
+
+Some optimizers count their steps in a Python number: in the state of each parameter, or in its parameter group. A
+number is saved as a tensor whose name ends in its type; one of a group is saved with each of the group's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from parallax.swap.optimizer.averaging import SHARE
+
+_OF_GROUP = "group."
+_TYPES: dict[str, tuple[type, torch.dtype]] = {
+    ".bool": (bool, torch.bool),
+    ".int": (int, torch.int64),
+    ".float": (float, torch.float64),
+}
+
+
+class GroupCounters:
+    """The numbers in the groups of ``optimizer`` that its steps have changed; the learning rate and the share of an
+    average, which each step is given, are none of them."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._built = [_numbers(group) for group in optimizer.param_groups]
+        self._groups = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
+
+    def of(self, parameter: Tensor) -> dict[str, Any]:
+        """Return the changed numbers in the group of ``parameter``; none of a tensor that is not trained."""
+        index = self._groups.get(parameter)
+        if index is None:
+            return {}
+        found, built = _numbers(self._optimizer.param_groups[index]), self._built[index]
+        return {_OF_GROUP + k: v for k, v in found.items() if v != built.get(k)}
+
+    def restored(self, parameter: Tensor, states: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return saved ``states`` with numbers in place of their tensors. Those of the group of ``parameter`` are set
+        there."""
+        found = {}
+        for key, value in states.items():
+            name, suffix = _parts(key)
+            number = value if suffix is None else _TYPES[suffix][0](value.item())
+            if name.startswith(_OF_GROUP):
+                group = self._optimizer.param_groups[self._groups[parameter]]
+                group[name.removeprefix(_OF_GROUP)] = number
+            else:
+                found[name] = number
+        return found
+
+    def reset(self) -> None:
+        """Set the numbers as they were built."""
+        for group, built in zip(self._optimizer.param_groups, self._built):
+            group.update(built)
+
+
+def as_tensors(states: Mapping[str, Any], counters: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the states of a parameter and the counters of its group, all as tensors."""
+    found = {}
+    for key, value in {**states, **counters}.items():
+        if isinstance(value, Tensor):
+            found[key] = value
+        else:
+            for suffix, (kind, dtype) in _TYPES.items():
+                if type(value) is kind:
+                    found[key + suffix] = torch.tensor(value, dtype=dtype)
+    return found
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = tuple(kind for kind, _ in _TYPES.values())
+    return {k: v for k, v in group.items() if k not in ("lr", SHARE) and type(v) in kinds}
+
+
+def _parts(key: str) -> tuple[str, str | None]:
+    """Return the name of a state and the type at its end, if there is one."""
+    suffix = next((each for each in _TYPES if key.endswith(each)), None)
+    return (key if suffix is None else key.removesuffix(suffix)), suffix
