@@ -36,7 +36,7 @@ AnyLoss = Callable[[Any, Any], Tensor]
 
 
 class BatchRows(Protocol):
-    """Rows of a batch, by index."""
+    """Some rows of a batch, by index."""
 
     def inputs(self, start: int, stop: int) -> Any:
         """Return the model inputs of rows [start, stop)."""
@@ -50,11 +50,11 @@ class _CountingRule(Protocol):
 
     def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
         """Return the weight of rows [low, high) in the batch's loss. ``results``: the model's return value for ``few``
-        rows, which may be other ones."""
+        rows, which need not be rows [low, high)."""
 
 
 class Counting:
-    """A loss, and the weight that a range of rows has in the loss of the batch."""
+    """Computes a loss, and the weight of a range of rows in the loss of the whole batch."""
 
     def __init__(self, loss: AnyLoss) -> None:
         self._loss = loss
@@ -88,6 +88,13 @@ class Counting:
             self._rule, self._observed = _label_rule(value, results, inputs())
         return value
 
+    def scored(self, results: Any, targets: Any, inputs: Callable[[], Any]) -> tuple[Any, Any]:
+        """Return the model's outputs and the targets that belong to them. If the model computes its loss from labels
+        among its ``inputs()``, return its scores and the labels, shifted by one if a score predicts the next label."""
+        if not isinstance(self._rule, _LabelRule):
+            return results, targets
+        return self._rule.scored(results, list(tensors_in(inputs())))
+
     @property
     def counts_targets(self) -> bool:
         """Whether the loss is known to be a mean over targets instead of rows."""
@@ -103,25 +110,25 @@ class Counting:
         self._rule = None
 
     def row_weight(self, results: Any, few: int, batch: BatchRows, low: int, high: int) -> float:
-        """Return the weight of rows [low, high): their part of the batch's loss is this weight divided by that of all
-        rows. ``results``: the model's return value for ``few`` rows. A loss without counting rule weighs by the number
-        of rows."""
+        """Return the weight of rows [low, high). Their share of the batch's loss is this weight divided by the weight
+        of all rows. ``results``: the model's return value for ``few`` rows. A loss without counting rule weighs by the
+        number of rows."""
         if self._rule is None:
             return float(high - low)
         return self._rule.row_weight(results, few, batch, low, high)
 
 
 class RowMeanCheck:
-    """Checks, once, whether an unknown loss is the mean of its rows' losses although some targets are masked (negative
-    integers). It compares the two rows with the fewest and the most masked targets, in the first micro-batch in which
-    rows differ in this number."""
+    """Checks, once, whether an unknown loss is the mean of its rows' losses even if some targets are masked (negative
+    integers). It compares the row with the fewest masked targets and the row with the most, in the first micro-batch in
+    which these numbers differ."""
 
     def __init__(self, loss: AnyLoss) -> None:
         self._loss, self._seen = loss, False
 
     def difference(self, results: Any, few: int, targets: Any) -> str:
-        """Return a text that tells how the loss of two rows differs from the mean of their losses; empty if it does
-        not. ``results`` are outputs of ``few`` rows, ``targets`` of these or of other rows."""
+        """Return a text that describes how the loss of two rows differs from the mean of their separate losses; "" if
+        it does not. ``results``: outputs of ``few`` rows. ``targets``: of these or of other rows."""
         rows = None if self._seen else _masked_unevenly(targets)
         elements = sum(each.numel() for each in tensors_in(results))
         if rows is None or 2 * elements > _MOST_ELEMENTS * few:
@@ -272,10 +279,20 @@ class _LabelRule:
         kept = (labels[..., 1:] if self.shifted else labels) >= 0
         return (high - low) * float(kept.sum()) / labels.numel()
 
+    def scored(self, results: Any, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the scores and their labels."""
+        labels = inputs[self.place]
+        scores = next(
+            each
+            for each in tensors_in(results)
+            if each.is_floating_point() and each.shape[:-1] == labels.shape
+        )
+        return (scores[:, :-1], labels[:, 1:]) if self.shifted else (scores, labels)
+
 
 def _label_rule(value: Tensor, results: Any, inputs: Any) -> tuple[_LabelRule | None, bool]:
-    """Return the rule by which ``value`` is a mean over labels among ``inputs`` (None if it is none), and whether that
-    is certain. It is uncertain if no label counts."""
+    """Return a rule and a flag. The rule counts the labels among ``inputs`` if ``value`` is a mean over them; otherwise
+    it is None. The flag tells whether this is certain; it is not if no label counts."""
     best, rule = _SAME_HALF if value.dtype.itemsize < 4 else _SAME, None
     scores = [each for each in tensors_in(results) if each.is_floating_point()]
     for place, labels in enumerate(tensors_in(inputs)):

@@ -13,11 +13,15 @@ from parallax.errors import DescribeError
 _ACCEPTED = "a tensor of one number, alone, first in a tuple, or as loss in a dictionary"
 
 
-def call_loss(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any) -> Tensor:
+def call_loss(
+    loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, *, alone: bool = False
+) -> Tensor:
     """Return the loss of some rows. Raises :class:`DescribeError` if it is not a tensor of one element, or if it uses
-    parameters or buffers of the model, which have no values in this process."""
+    parameters or buffers of the model, which have no values in this process. ``alone``: also refuse a tuple of several
+    losses, which takes a walk through their graphs."""
     try:
-        found = _first(loss(outputs, targets))
+        returned = loss(outputs, targets)
+        found = _first(returned)
     except (RuntimeError, NotImplementedError) as error:
         if "meta" in str(error) and _names_on_meta(loss):
             raise _not_at_hand(loss) from error
@@ -34,6 +38,8 @@ def call_loss(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any) -> Te
         )
     if found.is_meta and not _any_on_meta(outputs):
         raise _not_at_hand(loss)
+    if alone:
+        _check_one_loss(returned)
     return found
 
 
@@ -49,6 +55,13 @@ def check_loss(loss: Callable[[Any, Any], Any]) -> None:
         )
 
 
+def scores_of(outputs: Any) -> Any:
+    """Return the ``logits`` among a model's outputs; other outputs as they are."""
+    if isinstance(outputs, Mapping) and "logits" in outputs:
+        return outputs["logits"]
+    return getattr(outputs, "logits", outputs)
+
+
 def _first(found: Any) -> Any:
     """Return the loss tensor from a returned dict, tuple or model output."""
     if isinstance(found, Mapping) and "loss" in found:
@@ -56,6 +69,33 @@ def _first(found: Any) -> Any:
     if isinstance(found, tuple | list) and found:
         return found[0]
     return found if isinstance(found, Tensor) else getattr(found, "loss", found)
+
+
+def _check_one_loss(returned: Any) -> None:
+    """Raise :class:`DescribeError` if a tuple's first loss is not the only one that a training loop would minimise. A
+    part of the first loss, and a number computed from it, may follow it."""
+    first, *others = returned if isinstance(returned, tuple | list) else (returned,)
+    for other in others:
+        if not isinstance(other, Tensor) or other.numel() != 1 or other.grad_fn is None:
+            continue
+        if other.grad_fn not in _graph(first) and first.grad_fn not in _graph(other):
+            raise DescribeError(
+                "the loss returns a tuple of several losses, and only the first would be trained: return their sum, or "
+                "other.detach() for a number that is only reported; losses that are minimised in turns, each by an "
+                "optimizer of its own, such as a GAN's, are not supported"
+            )
+
+
+def _graph(tensor: Tensor) -> set[Any]:
+    """Return the nodes of the graph that computed ``tensor``."""
+    found: set[Any] = set()
+    ahead: list[Any] = [tensor.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            ahead.extend(following for following, _ in node.next_functions)
+    return found
 
 
 def _names_on_meta(loss: Any) -> list[str]:

@@ -31,6 +31,7 @@ from parallax.plan.rows import micro_batch_rows
 from parallax.runtime.batch import Rows
 from parallax.runtime.channels.message import Gradients, Tensors
 from parallax.runtime.entry import GraphEntry
+from parallax.runtime.metrics import Metrics
 from parallax.runtime.stage import seed_block
 
 logger = logging.getLogger("parallax")
@@ -40,7 +41,7 @@ Roots = Sequence[Tensor | GradientEdge | None]
 
 
 class LossStep(Protocol):
-    """The current step as a loss uses it; see :class:`~parallax.runtime.executor.StepContext`."""
+    """The current step, as far as a loss needs it; see :class:`~parallax.runtime.executor.StepContext`."""
 
     @property
     def index(self) -> int:
@@ -75,7 +76,7 @@ class StepLoss(Protocol):
         """This rank's part of the last step's loss, on its device; the sum over all ranks is the loss."""
 
     def begin(self) -> None:
-        """Start a step."""
+        """Start a step: forget the results of the previous step."""
 
     def add(self, step: LossStep, micro: int, low: int, high: int, outputs: Tensors) -> Roots:
         """Add the outputs of rows ``low`` to ``high`` of the batch; return the tensors from which their backward
@@ -92,12 +93,14 @@ class StepLoss(Protocol):
 
 
 class Evaluation:
-    """Calls the loss. It sums this rank's ``share`` of the step's loss, and its ``mass``: the number of rows, or of
-    targets that count, over which the loss is a mean."""
+    """Calls the loss, and adds rows to ``metrics``. It sums this rank's ``share`` of the step's loss, and its ``mass``:
+    the number of rows, or of targets that count, over which the loss is a mean."""
 
     def __init__(
-        self, loss: Loss, chain: Chain, precision: PrecisionConfig, device: torch.device
+        self, loss: Loss, chain: Chain, precision: PrecisionConfig, metrics: Metrics
     ) -> None:
+        device = metrics.device
+        self._metrics = metrics
         self._loss, self._chain, self._precision, self._device = loss, chain, precision, device
         self._counts, self._counting = hasattr(loss, "count"), Counting(loss)
         self._share = torch.zeros((), dtype=torch.float64, device=device)
@@ -118,6 +121,7 @@ class Evaluation:
 
     def begin(self) -> None:
         self._share.zero_()
+        self._metrics.begin(training=True)
         self._whole, self.mass, self._rows = None, 0.0, []
 
     def of(
@@ -130,6 +134,9 @@ class Evaluation:
         results = self._chain.results(outputs)
         with self._precision.autocast(self._device.type):
             value = self._counting.value(results, targets, lambda: step.batch.inputs(low, high))
+        if counted and self._metrics.wanted(training=step.training):
+            scored = self._counting.scored(results, targets, lambda: step.batch.inputs(low, high))
+            self._metrics.add(*scored, training=step.training)
         if value.dtype.itemsize < 4:
             value = value.float()
         if step.training and not self._counts and high - low < len(step.batch):
@@ -201,7 +208,7 @@ class Evaluation:
 
 
 def _nothing_of(outputs: Tensors, value: Tensor) -> Tensor:
-    """Return a loss of 0 that depends on ``outputs``, so that a backward through it runs."""
+    """Return a loss of 0 that depends on ``outputs``, so that every backward can run."""
     parts = [each.flatten()[:0].sum() for each in outputs if each.requires_grad]
     return sum(
         (each.to(value.dtype) for each in parts), torch.zeros_like(value, requires_grad=False)

@@ -1,0 +1,274 @@
+"""The ``loss`` settings, and the losses of torch.nn.functional as sums over what their means count.
+
+A mean cannot be computed from the means of micro-batches whose numbers of counted targets differ: ignored targets and
+class weights change the divisor. So each loss here returns a sum, and ``count(targets)`` the divisor for any rows: the
+loss of the global batch is the sum over all micro-batches divided by the count of all targets.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallax.common.targets import bound_target
+from parallax.errors import ConfigError, DataError, DescribeError, check_choice, nearest, printable
+from parallax.model.losses import scores_of
+
+MODEL, CUSTOM = "model", "custom"
+_CLOSE = 1e-4  # relative difference between two computations of one loss
+_IGNORED = -100  # torch's default of ``ignore_index``
+_OWN = ("input", "target", "size_average", "reduce")  # arguments that are not options
+
+
+@dataclass(frozen=True)
+class _TorchKind:
+    """A loss of torch. ``targets``: a class for each vector of scores, a number for each output (elements), or a
+    vector of labels for each vector of scores. ``vectors``: the options that are lists of numbers, one for each class
+    or label."""
+
+    function: Callable[..., Tensor]
+    targets: str
+    vectors: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> list[str]:
+        """Return the names of the options."""
+        names = inspect.signature(self.function).parameters
+        return [n for n in names if n not in _OWN and (n != "weight" or n in self.vectors)]
+
+
+_KINDS = {
+    "cross_entropy": _TorchKind(F.cross_entropy, "classes", ("weight",)),
+    "nll_loss": _TorchKind(F.nll_loss, "classes", ("weight",)),
+    "multi_margin_loss": _TorchKind(F.multi_margin_loss, "classes", ("weight",)),
+    "mse_loss": _TorchKind(F.mse_loss, "elements"),
+    "l1_loss": _TorchKind(F.l1_loss, "elements"),
+    "smooth_l1_loss": _TorchKind(F.smooth_l1_loss, "elements"),
+    "huber_loss": _TorchKind(F.huber_loss, "elements"),
+    "binary_cross_entropy": _TorchKind(F.binary_cross_entropy, "elements", ("weight",)),
+    "binary_cross_entropy_with_logits": _TorchKind(
+        F.binary_cross_entropy_with_logits, "elements", ("weight", "pos_weight")
+    ),
+    "kl_div": _TorchKind(F.kl_div, "elements"),
+    "poisson_nll_loss": _TorchKind(F.poisson_nll_loss, "elements"),
+    "soft_margin_loss": _TorchKind(F.soft_margin_loss, "elements"),
+    "hinge_embedding_loss": _TorchKind(F.hinge_embedding_loss, "elements"),
+    "multilabel_margin_loss": _TorchKind(F.multilabel_margin_loss, "labels"),
+    "multilabel_soft_margin_loss": _TorchKind(F.multilabel_soft_margin_loss, "labels", ("weight",)),
+}
+LOSSES = (MODEL, *_KINDS, CUSTOM)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """The loss. It is that of the whole global batch, however the batch is split.
+
+    ``name``: model is the model's own loss, or mean cross-entropy if it has none; custom is your own; the others are
+    those of torch.nn.functional, with class scores in the last dimension of the outputs or of their ``logits``.
+    ``target``: your own loss, for custom: a function (outputs, targets, ...) or a class of such objects, as
+    package.module:name. ``kwargs``: options of the function or class; those of torch are its keywords, such as
+    ``weight``, a list with a number for each class, ``ignore_index``, ``label_smoothing`` and ``reduction``.
+    """
+
+    name: str = MODEL
+    target: str = ""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_choice("loss.name", self.name, list(LOSSES))
+        if self.target and self.name != CUSTOM:
+            raise ConfigError(f"loss.target={self.target}: only loss=custom has a target")
+        if self.kwargs and self.name == MODEL:
+            raise ConfigError(
+                f"loss.kwargs={self.kwargs}: loss=model has no options; choose a loss, for example loss=cross_entropy"
+            )
+        if self.name in _KINDS:
+            TorchLoss(self.name, self.kwargs).check_options()
+
+    def build(self) -> Callable[[Any, Any], Any] | None:
+        """Return the loss; None for that of the model."""
+        if self.name == MODEL:
+            return None
+        if self.name != CUSTOM:
+            return TorchLoss(self.name, self.kwargs)
+        return bound_target("loss", self.target, self.kwargs, "outputs", "targets")
+
+    @property
+    def ignore_index(self) -> int:
+        """The class of ignored targets."""
+        found = self.kwargs.get("ignore_index", _IGNORED)
+        return found if isinstance(found, int) else _IGNORED
+
+    @property
+    def takes_mixed_classes(self) -> bool:
+        """Whether float targets are probabilities of classes."""
+        return self.name == "cross_entropy"
+
+    @property
+    def takes_probabilities(self) -> bool:
+        """Whether the outputs are probabilities instead of logits."""
+        return self.name == "binary_cross_entropy"
+
+
+class TorchLoss:
+    """The loss ``name`` of torch.nn.functional with the keywords ``kwargs``, as a sum over the targets that
+    :meth:`count` counts."""
+
+    def __init__(self, name: str, kwargs: Mapping[str, Any]) -> None:
+        self._name, self._kind, self._kwargs = name, _KINDS[name], dict(kwargs)
+        self._reduction = self._kwargs.pop("reduction", "mean")
+        self._vectors = {n: self._kwargs.pop(n) for n in self._kind.vectors if n in self._kwargs}
+        self._ignored = self._kwargs.get("ignore_index", _IGNORED)
+        self._compared = False
+        # Caches of profiles and verdicts tell losses apart by this name.
+        self.__qualname__ = f"{type(self).__qualname__}({name}, {sorted(kwargs.items())})"
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+        scores = scores_of(outputs)
+        if not isinstance(scores, Tensor) or not isinstance(targets, Tensor):
+            raise DescribeError(
+                f"loss={self._name}: it takes a tensor of outputs, or logits among them, and a tensor of targets; the "
+                f"model returns a {type(outputs).__name__} and the targets are a {type(targets).__name__}"
+            )
+        if scores.dtype.itemsize < 4:
+            scores = scores.float()  # a sum in half precision may overflow
+        if self._kind.targets == "classes" and not self._compared:
+            self._compared = self._compare_with_own(getattr(outputs, "loss", None), scores, targets)
+        scores, targets = self._matched(scores, targets)
+        return self._kind.function(
+            scores, targets, reduction="sum", **self._kwargs, **self._on_device(scores)
+        )
+
+    def count(self, targets: Any) -> float:
+        """Return the divisor of the loss of rows with these ``targets``."""
+        if self._reduction == "sum" or not isinstance(targets, Tensor):
+            return 1.0
+        if self._reduction == "batchmean":
+            return float(len(targets))
+        soft = self._kind.targets == "classes" and targets.is_floating_point()
+        if self._kind.targets == "labels" or soft:
+            return targets.numel() / (targets.shape[-1] if targets.dim() else 1)
+        if self._kind.targets == "elements" or self._name == "multi_margin_loss":
+            return float(targets.numel())
+        return self._counted(targets)
+
+    def check_options(self) -> None:
+        """Raise :class:`ConfigError` for an option that torch refuses."""
+        accepted = [*self._kind.options]
+        given = [*self._kwargs, *self._vectors]
+        for name in given:
+            if name not in accepted:
+                raise ConfigError(
+                    f"loss.kwargs.{printable(name)}: loss={self._name} takes no such option; accepted are "
+                    f"{', '.join(accepted)}{nearest(name, accepted)}"
+                )
+        reductions = ["mean", "sum", *(["batchmean"] if self._name == "kl_div" else [])]
+        check_choice("loss.kwargs.reduction", self._reduction, reductions)
+        lengths = {n: _length(f"loss.kwargs.{n}", value) for n, value in self._vectors.items()}
+        classes = next(iter(lengths.values()), 2)
+        shape = (2,) if self._kind.targets == "classes" else (2, classes)
+        floating = self._kind.targets != "classes" and self._name != "multilabel_margin_loss"
+        targets = torch.zeros(shape, dtype=torch.float32 if floating else torch.int64)
+        try:
+            self(torch.zeros(2, classes), targets)
+        except (TypeError, ValueError, RuntimeError, IndexError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            options = {**self._kwargs, **self._vectors}
+            raise ConfigError(
+                f"loss.kwargs={printable(str(options))}: loss={self._name} does not take them; {printable(reason)}"
+            ) from error
+
+    def _compare_with_own(self, own: Any, scores: Tensor, targets: Tensor) -> bool:
+        """Return whether scores and targets are known to belong together. Raises :class:`DescribeError` if the model's
+        ``own`` loss, of labels among its inputs, is that of each score and the next target, as in causal models."""
+        if not isinstance(own, Tensor) or scores.dim() != 3 or targets.shape != scores.shape[:2]:
+            return True
+        if type(scores) is not Tensor or scores.is_meta:
+            return False  # without values
+        pairs = (scores, targets), (scores[:, :-1], targets[:, 1:])
+        same, following = (
+            float(F.cross_entropy(each.detach().flatten(0, 1), classes.flatten().long()))
+            for each, classes in pairs
+        )
+        mine = float(own.detach())
+        next_label, label = (abs(each - mine) <= _CLOSE * mine for each in (following, same))
+        if next_label and not label:
+            raise DescribeError(
+                f"loss={self._name}: the model's own loss compares each score with the next label, and this one would "
+                "compare it with the label itself: use loss=model, or rows without labels among the inputs, with "
+                "targets that are shifted by one"
+            )
+        return not next_label and not math.isnan(mine)  # as if no label counts
+
+    def _counted(self, targets: Tensor) -> float:
+        """Return the number of classes that are not ignored, each with its weight."""
+        kept = targets != self._ignored
+        if "weight" not in self._vectors:
+            return float(kept.sum())
+        weight = torch.tensor(self._vectors["weight"], dtype=torch.float64)
+        classes = targets[kept].long().cpu()
+        if classes.numel() and not 0 <= int(classes.min()) <= int(classes.max()) < len(weight):
+            raise DataError(
+                f"the targets hold classes {int(classes.min())} to {int(classes.max())}, and loss.kwargs.weight has "
+                f"{len(weight)} numbers: give one for each class"
+            )
+        return float(weight[classes].sum())
+
+    def _matched(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scores and targets in the shapes and types that the function takes."""
+        kind = self._kind.targets
+        if scores.dim() > 1 and kind != "elements":
+            same = targets.shape == scores.shape
+            if kind == "labels" and same:
+                whole = self._name == "multilabel_margin_loss"
+                changed = targets.long() if whole else targets.to(scores.dtype)
+                return scores.flatten(0, -2), changed.flatten(0, -2)
+            if kind == "classes" and same and targets.is_floating_point():
+                return scores.flatten(0, -2), targets.to(scores.dtype).flatten(0, -2)
+            if kind == "classes" and scores.shape[:-1].numel() == targets.numel():
+                return scores.flatten(0, -2), targets.long().flatten()
+        elif kind == "elements" and scores.numel() == targets.numel():
+            if targets.shape in (scores.shape, scores.shape[:-1]):
+                return scores.reshape(targets.shape), targets.to(scores.dtype)
+            if targets.shape[:-1] == scores.shape:
+                return scores, targets.reshape(scores.shape).to(scores.dtype)
+        wanted = {
+            "classes": "a class for each vector of scores in the last dimension",
+            "labels": "a label for each score",
+            "elements": "a number for each output",
+        }[kind]
+        raise DescribeError(
+            f"loss={self._name}: the model's outputs have shape {list(scores.shape)} and the targets "
+            f"{list(targets.shape)}, {targets.dtype}; it takes {wanted}"
+        )
+
+    def _on_device(self, scores: Tensor) -> dict[str, Tensor]:
+        found = {name: scores.new_tensor(values) for name, values in self._vectors.items()}
+        for name, vector in found.items():
+            if len(vector) not in (1, scores.shape[-1]) or (
+                len(vector) != scores.shape[-1] and self._kind.targets == "classes"
+            ):
+                raise ConfigError(
+                    f"loss.kwargs.{name}: it has {len(vector)} numbers, and the model gives {scores.shape[-1]} outputs "
+                    "in the last dimension: give one for each"
+                )
+        return found
+
+
+def _length(key: str, values: Any) -> int:
+    """Return the number of values. Raises :class:`ConfigError` if they are not a list of numbers."""
+    plain = isinstance(values, list) and all(
+        isinstance(each, int | float) and not isinstance(each, bool) for each in values
+    )
+    if not plain or not values:
+        raise ConfigError(
+            f"{key}={printable(str(values))}: accepted is a list with a number for each class, such as [1, 2.5]"
+        )
+    return len(values)

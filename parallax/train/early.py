@@ -1,0 +1,97 @@
+"""Early stopping: reasons to end a run by one number of its held-out rows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from parallax.train.stop import Agreed
+
+
+class TrackedMetric:
+    """The values of ``metric``, the same on all ranks, and the best of them. Checkpoints hold its state, so a run that
+    resumes ends where it would have ended."""
+
+    def __init__(self, metric: str, *, higher: bool) -> None:
+        self.metric, self._higher = metric, higher
+        self.best: float | None = None
+        self.since_best = 0
+        """Evaluations since the best one."""
+
+    def add(self, value: float | None) -> None:
+        """Add the value of an evaluation. None and NaN are no improvement."""
+        if value is None or math.isnan(value) or not self._improves(value):
+            self.since_best += 1
+        else:
+            self.best, self.since_best = value, 0
+
+    def reaches(self, target: float) -> bool:
+        """Whether the best value is ``target`` or better."""
+        if self.best is None:
+            return False
+        return self.best >= target if self._higher else self.best <= target
+
+    def _improves(self, value: float) -> bool:
+        if self.best is None:
+            return True
+        return value > self.best if self._higher else value < self.best
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"metric": self.metric, "best": self.best, "since_best": self.since_best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state, unless it is of another metric."""
+        if state.get("metric") == self.metric:
+            self.best, self.since_best = state["best"], state["since_best"]
+
+
+class OutOfPatience:
+    """The metric has not improved for ``patience`` evaluations; 0 is without limit."""
+
+    name, at_checkpoints, ends, then = "patience", False, True, ""
+
+    def __init__(self, tracked: TrackedMetric, patience: int) -> None:
+        self._tracked, self._patience = tracked, patience
+
+    def stop_requested(self) -> int:
+        return int(0 < self._patience <= self._tracked.since_best)
+
+    def message(self) -> str:
+        """Return why the run ends; empty if it does not."""
+        known, best = (
+            self._tracked,
+            "-" if self._tracked.best is None else f"{self._tracked.best:.4f}",
+        )
+        why = f"{known.metric} has not improved on {best} in {known.since_best} evaluations"
+        return f"{why}: training ends" if self.stop_requested() else ""
+
+    def verdict(self) -> str:
+        return ""
+
+    def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:  # noqa: ARG002
+        """Return the best value so far."""
+        return {f"best_{self._tracked.metric}": self._tracked.best}
+
+
+class TargetReached:
+    """The metric has reached ``target``; None is without target."""
+
+    name, at_checkpoints, ends, then = "target", False, True, ""
+
+    def __init__(self, tracked: TrackedMetric, target: float | None) -> None:
+        self._tracked, self._target = tracked, target
+
+    def stop_requested(self) -> int:
+        return int(self._target is not None and self._tracked.reaches(self._target))
+
+    def message(self) -> str:
+        """Return why the run ends; empty if it does not."""
+        why = f"{self._tracked.metric} has reached {self._target}: training ends"
+        return why if self.stop_requested() else ""
+
+    def verdict(self) -> str:
+        return ""
+
+    def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:  # noqa: ARG002
+        """Return nothing: the best value is among the entries of patience."""
+        return {}
