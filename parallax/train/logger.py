@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
+from parallax.train.loggers.destination import LoggedRun
 from parallax.train.monitor import LoggerConfig, MetricsLog, Progress, StepLine, Unwritten
 
 OUTPUT = "the progress lines to standard output"
+NO_METRICS: Mapping[str, float] = MappingProxyType({})
 _EVALUATING_SECONDS = 10.0  # between two lines of a long evaluation
 
 
@@ -22,11 +24,11 @@ class RankZeroLogger:
         self._outputs, self._unwritten = outputs, unwritten
         self._noted = 0.0  # the time of the last line of an evaluation
 
-    def step(self, line: StepLine, metrics: dict[str, Any]) -> None:
-        """Print and write a step."""
+    def step(self, line: StepLine, metrics: Mapping[str, Any], ranks: Mapping[str, float]) -> None:
+        """Print and write a step; ``ranks``: the figures of each rank, for loggers."""
         if self._outputs is not None:
             log, progress = self._outputs
-            log.write(metrics)
+            log.write(metrics, ranks)
             with self._unwritten.trying(OUTPUT):
                 progress.show(line)
 
@@ -40,13 +42,20 @@ class RankZeroLogger:
             of = f" of {count}" if count is not None else ""
             self.note(f"step {step}: evaluating, {done}{of} held-out batches done")
 
-    def evaluation(self, step: int, loss: float, name: str = "") -> None:
-        """Print and write the validation loss of all held-out rows, or of the set ``name``."""
+    def evaluation(
+        self, step: int, loss: float, name: str = "", metrics: Mapping[str, float] = NO_METRICS
+    ) -> dict[str, float]:
+        """Print and write the validation loss and the metrics of all held-out rows, or of the set ``name``; return the
+        figures."""
+        end = f"/{name}" if name else ""
+        numbers = {"loss": loss, **metrics}
+        figures = {f"validation_{key}{end}": number for key, number in numbers.items()}
         if self._outputs is not None:
-            key = f"validation_loss/{name}" if name else "validation_loss"
-            self._outputs[0].write({"step": step, key: loss})
+            self._outputs[0].write({"step": step, **figures})
         of = f" of {name}" if name else ""
-        self.note(f"step {step}: validation loss{of} {loss:.4f}")
+        others = "".join(f", {key} {number:.4f}" for key, number in metrics.items())
+        self.note(f"step {step}: validation loss{of} {loss:.4f}{others}")
+        return figures
 
     def note(self, text: str) -> None:
         """Print a line."""
@@ -54,17 +63,22 @@ class RankZeroLogger:
             with self._unwritten.trying(OUTPUT):
                 self._outputs[1].note(text)
 
+    def close_loggers(self) -> None:
+        """Close the loggers, which may take a while."""
+        if self._outputs is not None:
+            self._outputs[0].close_loggers()
+
 
 @contextlib.contextmanager
 def open_logger(
-    rank: int, directory: Path, logger: LoggerConfig, total: int, done: int, unwritten: Unwritten
+    rank: int, logger: LoggerConfig, run: LoggedRun, total: int, unwritten: Unwritten
 ) -> Iterator[RankZeroLogger]:
-    """Yield the logger of ``rank`` in a run of ``total`` steps that resumes after step ``done``."""
+    """Yield the logger of ``rank`` in a ``run`` of ``total`` steps."""
     if rank > 0:
         yield RankZeroLogger(None, unwritten)
         return
     with (
-        MetricsLog(directory, logger, unwritten) as metrics,
-        Progress(total, done + 1, print_every=logger.print_every) as progress,
+        MetricsLog(run.directory, logger, unwritten, run) as metrics,
+        Progress(total, run.done + 1, print_every=logger.print_every) as progress,
     ):
         yield RankZeroLogger((metrics, progress), unwritten)

@@ -1,4 +1,4 @@
-"""The output of a run while it trains: a progress line, metrics as JSON, and TensorBoard curves."""
+"""The output of a run while it trains: a progress line, metrics as JSON, and the figures for loggers."""
 
 from __future__ import annotations
 
@@ -6,44 +6,61 @@ import contextlib
 import json
 import math
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from types import MappingProxyType
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from parallax.common.files import AppendedFile, disk_free_bytes, temporary_folder
+from parallax.common.files import AppendedFile, disk_free_bytes
 from parallax.common.units import format_bytes
-from parallax.errors import ConfigError, check_count, printable
-from parallax.train.repeats import METRICS, forget_steps
+from parallax.errors import ConfigError, check_choice, check_count, printable
+from parallax.train.loggers.destination import LOGGERS, LoggedRun, logger_named
+from parallax.train.loggers.sender import LogSender, figures_of
+from parallax.train.repeats import METRICS, forget_steps, last_step
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggerConfig:
     """The logs of a run besides ``metrics.jsonl``.
 
-    ``tensorboard``: curves for TensorBoard. ``events``: every action of every rank, with its times. ``print_every``: if
-    the output is not a terminal, one line is printed for this many steps; auto prints the first ten steps and then
-    about a hundred lines in a run. ``metrics.jsonl`` has every step.
+    ``to``: the loggers that get the figures of each step, the memory and utilisation of each rank, the settings, the
+    run's name and its tags: any of tensorboard, csv, wandb, mlflow and trackio. ``project``: the project of Weights &
+    Biases and Trackio, the experiment of MLflow. ``tags``: tags of the run there. ``events``: every action of every
+    rank, with its times. ``print_every``: if the output is not a terminal, one line is printed for this many steps;
+    auto prints the first ten steps and then about a hundred lines in a run. ``metrics.jsonl`` has every step.
     """
 
-    tensorboard: bool = True
+    to: list[str] = field(default_factory=lambda: ["tensorboard"])
+    project: str = "parallax"
+    tags: list[str] = field(default_factory=list)
     events: bool = True
     print_every: int | str = "auto"
 
     def __post_init__(self) -> None:
+        for name in self.to:
+            check_choice("logger.to", name, sorted(LOGGERS))
+        if not self.project:
+            raise ConfigError("logger.project: it is empty; accepted is a name")
         check_count("logger.print_every", self.print_every)
+
+    def check_packages(self) -> None:
+        """Raise :class:`ConfigError` if the package of a logger is missing, without importing it."""
+        for name in self.to:
+            if LOGGERS[name] and find_spec(name) is None:
+                logger_named(name)
 
 
 class Unwritten:
-    """Failed writes of logs. They do not end a run: the first failure of each file is reported at once; all are counted
-    and reported at the end."""
+    """Failures that do not end a run: of files, loggers, and callbacks. The first failure of each is reported at once;
+    all are counted and reported at the end."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[str, int]] = {}
@@ -55,11 +72,15 @@ class Unwritten:
         try:
             yield
         except OSError as error:
-            text, count = self._found.get(str(path), ("", 0))
-            if not count:
-                text = f"cannot write {printable(str(path))}: {_reason(error, path)}"
-                self._news.append(text)
-            self._found[str(path)] = text, count + 1
+            self.add(str(path), f"cannot write {printable(str(path))}: {_reason(error, path)}")
+
+    def add(self, key: str, text: str, count: int = 1) -> None:
+        """Record ``count`` failures of ``key``; the first one's ``text`` is reported."""
+        first, before = self._found.get(key, ("", 0))
+        if not before:
+            first = text
+            self._news.append(text)
+        self._found[key] = first, before + count
 
     @property
     def has_news(self) -> bool:
@@ -90,53 +111,11 @@ def _reason(error: OSError, path: Path | str) -> str:
 # --------------------------------------------------------------------------------------------- metrics
 
 
-class Curves(Protocol):
-    """A writer of scalars; TensorBoard's own writer has these methods."""
-
-    def add_scalar(self, tag: str, data: float, step: int) -> None:
-        """Write a point."""
-
-    def close(self) -> None:
-        """Flush and close."""
-
-
-def _tensorboard(directory: Path) -> Curves:
-    try:
-        from tensorboard.summary import (
-            Writer,  # 0.3 s, and torch's own writer 1.7 s: only when asked
-        )
-    except ImportError as error:
-        raise ConfigError(
-            f"logger.tensorboard=true: tensorboard cannot be imported ({error}); "
-            "pip install tensorboard, or set logger.tensorboard=false"
-        ) from error
-    if not isinstance(threading.excepthook, _ThreadErrors):
-        threading.excepthook = _ThreadErrors(threading.excepthook)
-    return Writer(str(directory))
-
-
-class _ThreadErrors:
-    """An excepthook that ignores errors of TensorBoard's thread, because its writer raises them again."""
-
-    def __init__(self, before: Callable[[threading.ExceptHookArgs], object]) -> None:
-        self._before = before
-
-    def __call__(self, found: threading.ExceptHookArgs) -> None:
-        if not (
-            isinstance(found.exc_value, OSError)
-            and type(found.thread).__module__.startswith("tensorboard.")
-        ):
-            self._before(found)
-
-
-def load_curves(logger: LoggerConfig) -> None:
-    """Import and use the writer of a :class:`MetricsLog` once, before memory is measured, so that the writer's memory
-    is not counted as the stage's."""
-    if logger.tensorboard:
-        with temporary_folder() as folder:
-            curves = _tensorboard(folder)
-            curves.add_scalar("nothing", 0.0, 0)
-            curves.close()
+def load_loggers(logger: LoggerConfig) -> None:
+    """Import the packages of the loggers before memory is measured, so that their memory is not counted as the stage's.
+    Raises :class:`ConfigError` if one is missing."""
+    for name in logger.to:
+        logger_named(name)
 
 
 def finite(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,51 +124,61 @@ def finite(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class MetricsLog:
-    """Appends records to ``metrics.jsonl`` in ``directory``, and their numbers to ``tensorboard/``.
+    """Appends records to ``metrics.jsonl`` in ``directory``, and sends their numbers to the loggers.
 
     Each line is flushed, so a killed run loses at most the line that it was writing; a partial line is removed when the
     file is opened again.
     """
 
     def __init__(
-        self, directory: Path, logger: LoggerConfig, unwritten: Unwritten | None = None
+        self,
+        directory: Path,
+        logger: LoggerConfig,
+        unwritten: Unwritten | None = None,
+        run: LoggedRun | None = None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / METRICS
         forget_steps(self.path, sys.maxsize)  # a partial line of a killed process
         self._unwritten = unwritten or Unwritten()
         self._file = AppendedFile(self.path)
-        self._curves: Curves | None = None
-        if logger.tensorboard:
-            with self._unwritten.trying(directory / "tensorboard"):
-                self._curves = _tensorboard(directory / "tensorboard")
-        self._folder = directory / "tensorboard"
+        done = last_step(self.path)
+        run = run or LoggedRun(directory=directory, name=directory.name, done=max(0, done))
+        self._senders = [
+            LogSender(name, logger_named(name), run) for name in dict.fromkeys(logger.to)
+        ]
 
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append ``record``, which has a ``step``; numbers that are not finite become null."""
+    def write(
+        self, record: Mapping[str, Any], more: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
+        """Append ``record``, which has a ``step``; numbers that are not finite become null. Only loggers get
+        ``more``."""
         with self._unwritten.trying(self.path):
             self._file.append((json.dumps(finite(record), allow_nan=False) + "\n").encode())
-        # A writer that has failed once is not used again.
-        curves, self._curves = self._curves, None
-        if curves is None:
-            return
-        with self._unwritten.trying(self._folder):
-            for key, value in record.items():
-                if key != "step" and isinstance(value, int | float) and not isinstance(value, bool):
-                    curves.add_scalar(key, float(value), int(record["step"]))
-            self._curves = curves
+        if self._senders:
+            figures = {**figures_of(record), **more}
+            for sender in self._senders:
+                sender.send(int(record["step"]), figures)
+            self._take_failures()
 
-    def close(self) -> None:
-        self._file.close()
-        if self._curves is not None:
-            with self._unwritten.trying(self._folder):
-                self._curves.close()
+    def close_loggers(self, *, failed: bool = False) -> None:
+        """Send what the loggers have not got yet, for a limited time, and close them; a second call does nothing."""
+        for sender in self._senders:
+            sender.close(failed=failed)
+        self._take_failures()
+        self._senders = []
+
+    def _take_failures(self) -> None:
+        for sender in self._senders:
+            for text, points in sender.take_failures().items():
+                self._unwritten.add(sender.name, text, points)
 
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._file.close()
+        self.close_loggers(failed=kind is not None)
 
 
 def is_finite(value: object) -> bool:
@@ -213,6 +202,7 @@ class StepLine:
     ``offloaded_bytes``: of all ranks; None if no stage swaps. ``overlap``: the fraction of the transfer time during
     which no rank waited. ``stall_seconds``: the longest wait of a rank for swapped data. ``skipped``: skipped steps so
     far. ``input_share``: the longest wait of a rank for rows, as a share of the step. ``learning_rate``: 0 if unknown.
+    ``utilization``: model FLOP utilization of all devices; None if unknown.
     """
 
     step: int
@@ -227,6 +217,7 @@ class StepLine:
     skipped: int = 0
     input_share: float = 0.0
     learning_rate: float = 0.0
+    utilization: float | None = None
 
 
 class Progress:
@@ -289,6 +280,7 @@ class Progress:
                 f"loss {line.loss:.4f}",
                 *([f"lr {line.learning_rate:.2e}"] if line.learning_rate else []),
                 f"{_short(line.rate)} {line.unit}/s",
+                *_utilized(line),
                 f"memory {format_bytes(line.peak_bytes)} of {format_bytes(line.budget_bytes)} ({share:.0%})",
                 *_swapped(line),
                 *([f"input {line.input_share:.0%}"] if line.input_share >= _SHOWN_SHARE else []),
@@ -340,6 +332,13 @@ class _PlainLines:
 
     def stop(self) -> None:
         """No-op."""
+
+
+def _utilized(line: StepLine) -> list[str]:
+    if line.utilization is None:
+        return []
+    wrong = " (impossible: the peak is too low)" if line.utilization > 1 else ""
+    return [f"MFU {line.utilization:.0%}{wrong}"]
 
 
 def _swapped(line: StepLine) -> list[str]:

@@ -1,0 +1,329 @@
+"""Callbacks: a user's own code at fixed places of the training loop.
+
+::
+
+    on_run_start
+      on_step_start   the rows of a step are there
+      on_step_end     the step is done and its figures are known on all ranks
+      on_evaluate     the held-out rows were evaluated
+      on_checkpoint   a checkpoint is complete, possibly some steps after it began
+    on_run_end        the last step is saved; the run ends without an error
+
+Every rank calls the same hooks of the same callbacks in the same order. A request of one rank (:meth:`TrainingRun.stop`
+and others) is exchanged after a hook, so all ranks follow it at the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from parallax.common.targets import call_target, load_target
+from parallax.common.typed import build, checked, defaults
+from parallax.errors import CallbackError, ConfigError, check_choice, nearest, printable
+from parallax.mesh import Mesh
+from parallax.runtime.engine import Engine
+from parallax.runtime.failure.exit_report import may_pass
+from parallax.train.stop import Agreed
+from parallax.train.watchdog import Watchdog
+
+HOOKS = (
+    "on_run_start",
+    "on_step_start",
+    "on_step_end",
+    "on_evaluate",
+    "on_checkpoint",
+    "on_run_end",
+)
+_STOP, _SAVE, _EVALUATE = "callback_stop", "callback_save", "callback_evaluate"
+Report = Callable[[str, str], None]
+
+
+class TrainingRun:
+    """What a callback sees of the run, and its requests. ``engine`` is this rank's; ``directory`` is the run's.
+
+    ``metrics``: the figures of the last step, as in ``metrics.jsonl``. ``validation``: those of the last evaluation,
+    empty before the first. ``checkpoint``: the last complete checkpoint of this start. ``ended``: the reason for which
+    the run ends, in ``on_run_end``.
+    """
+
+    def __init__(self, engine: Engine, directory: Path, total_steps: int) -> None:
+        self.engine, self.directory, self.total_steps = engine, directory, total_steps
+        self.metrics: Mapping[str, Any] = {}
+        self.validation: Mapping[str, Any] = {}
+        self.checkpoint: Path | None = None
+        self.ended = ""
+        self._requests: dict[str, str] = {}
+
+    @property
+    def rank(self) -> int:
+        return self.engine.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.engine.plan.world_size
+
+    @property
+    def stage(self) -> int:
+        """This rank's place along the pipeline."""
+        return self.engine.mesh.pipeline_rank
+
+    @property
+    def replica(self) -> int:
+        return self.engine.mesh.replica
+
+    @property
+    def step(self) -> int:
+        """The number of completed steps, which is the number of the last one."""
+        return self.engine.completed_steps
+
+    @property
+    def loss(self) -> float | None:
+        """The loss of the last step; None before the first."""
+        return self.metrics.get("loss")
+
+    def stop(self, reason: str = "") -> None:
+        """End the run after this step, on all ranks, with a checkpoint. The same command resumes it."""
+        self._requests.setdefault(_STOP, reason)
+
+    def save(self) -> None:
+        """Save a checkpoint after this step."""
+        self._requests[_SAVE] = ""
+
+    def evaluate(self) -> None:
+        """Evaluate the held-out rows after this step."""
+        self._requests[_EVALUATE] = ""
+
+    def take_requests(self) -> dict[str, str]:
+        """Return the requests since the last call, by kind."""
+        taken, self._requests = self._requests, {}
+        return taken
+
+
+class Callback(Protocol):
+    """A callback. Define the hooks that you need, in a subclass or in any class of yours. With ``state_dict()`` and
+    ``load_state_dict(state)``, rank 0's state is part of checkpoints, and every rank gets it when the run resumes."""
+
+    def on_run_start(self, run: TrainingRun) -> None:
+        """Called before the first step, after a checkpoint was loaded."""
+
+    def on_step_start(self, run: TrainingRun) -> None:
+        """Called before each step."""
+
+    def on_step_end(self, run: TrainingRun) -> None:
+        """Called after each step, with its ``run.metrics``."""
+
+    def on_evaluate(self, run: TrainingRun) -> None:
+        """Called after each evaluation, with its ``run.validation``."""
+
+    def on_checkpoint(self, run: TrainingRun) -> None:
+        """Called when ``run.checkpoint`` is complete."""
+
+    def on_run_end(self, run: TrainingRun) -> None:
+        """Called after the last step, with ``run.ended``, unless the run fails."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallbackConfig:
+    """One entry of ``callbacks``. ``target``: ``package.module:factory``, a class or a function that returns the
+    callback. ``kwargs``: its arguments. ``on_error``: an error of the callback ends the run (stop), or is noted (note).
+    """
+
+    target: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    on_error: str = "stop"
+
+    def __post_init__(self) -> None:
+        check_choice("callbacks: on_error", self.on_error, ["stop", "note"])
+
+
+@dataclass(frozen=True)
+class NamedCallback:
+    """A callback with the ``name`` for messages and states, and the reaction to its errors."""
+
+    name: str
+    callback: Any
+    on_error: str = "stop"
+
+    def __post_init__(self) -> None:
+        if not any(callable(getattr(self.callback, hook, None)) for hook in HOOKS):
+            near = [name for name in dir(self.callback) if name.startswith("on_")]
+            hint = nearest(near[0], HOOKS) if near else ""
+            raise ConfigError(
+                f"callback {printable(self.name)}: {type(self.callback).__name__} has no hook; hooks are "
+                f"{', '.join(HOOKS)}{hint}"
+            )
+
+
+def callback_configs(entries: Sequence[Any]) -> list[CallbackConfig]:
+    """Return the entries of ``callbacks``: class paths, or keys and values. Raises :class:`ConfigError` for others."""
+    found = []
+    for index, entry in enumerate(entries):
+        group = f"callbacks[{index}]"
+        tree = {"target": entry} if isinstance(entry, str) else entry
+        if isinstance(tree, dict):
+            tree = defaults(CallbackConfig) | tree
+        found.append(
+            build(CallbackConfig, checked(CallbackConfig, tree, group, group), f"{group}.")
+        )
+        if ":" not in found[-1].target:
+            raise ConfigError(
+                f"{group}.target={printable(found[-1].target)}: accepted is package.module:factory"
+            )
+    return found
+
+
+def check_callbacks(entries: Sequence[Any]) -> None:
+    """Import the factories of ``callbacks``, so that a wrong name is reported before planning."""
+    for index, config in enumerate(callback_configs(entries)):
+        load_target(f"callbacks[{index}].target", config.target)
+
+
+def build_callbacks(entries: Sequence[Any]) -> list[NamedCallback]:
+    """Return the callbacks of the setting ``callbacks``, made by their factories."""
+    return [
+        NamedCallback(
+            config.target,
+            call_target(f"callbacks[{index}]", config.target, config.kwargs),
+            config.on_error,
+        )
+        for index, config in enumerate(callback_configs(entries))
+    ]
+
+
+class Callbacks:
+    """The callbacks of one rank's loop. ``report(key, text)`` notes an error that does not end the run."""
+
+    def __init__(
+        self,
+        callbacks: Sequence[Callback | NamedCallback],
+        run: TrainingRun,
+        watchdog: Watchdog,
+        report: Report,
+    ) -> None:
+        self.run, self._watchdog, self._report = run, watchdog, report
+        self._named = list(_unique(map(_named, callbacks)))
+        self._requests: dict[str, str] = {}
+        self.reason = ""
+        """Why a callback ends the run."""
+        self._saves = self._evaluates = False
+        """Whether a checkpoint or an evaluation is requested after this step."""
+
+    def __bool__(self) -> bool:
+        return bool(self._named)
+
+    def check_equal(self, mesh: Mesh) -> None:
+        """Raise :class:`ConfigError` unless all ranks have the same callbacks; all ranks call it."""
+        gathered = mesh.all_gather_object([each.name for each in self._named])
+        for rank, names in enumerate(gathered):
+            if names != gathered[0]:
+                listed = [printable(", ".join(each)) or "none" for each in (names, gathered[0])]
+                raise ConfigError(
+                    f"callbacks: rank {rank} has {listed[0]}, and rank 0 has {listed[1]}: pass the same on every rank"
+                )
+
+    def call(self, hook: str) -> None:
+        """Call ``hook`` of all callbacks that have it."""
+        for each in self._named:
+            if callable(function := getattr(each.callback, hook, None)):
+                self._guarded(each, hook, partial(function, self.run))
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of each callback that has one."""
+        states = {
+            each.name: self._guarded(each, "state_dict", each.callback.state_dict)
+            for each in self._named
+            if callable(getattr(each.callback, "state_dict", None))
+        }
+        return {name: state for name, state in states.items() if state is not None}
+
+    def load_state(self, states: Mapping[str, Any]) -> None:
+        """Restore the states of :meth:`state`; a callback without a saved state begins anew."""
+        for each in self._named:
+            load = getattr(each.callback, "load_state_dict", None)
+            if each.name in states and callable(load):
+                self._guarded(each, "load_state_dict", partial(load, states[each.name]))
+
+    def stop_requested(self) -> int:
+        """Return 1 if a callback of this rank wants the run to end after this step."""
+        self._take()
+        return int(_STOP in self._requests)
+
+    def columns(self) -> dict[str, float]:
+        """Return this rank's requests, to exchange them with the other ranks."""
+        self._take()
+        return {key: float(key in self._requests) for key in (_STOP, _SAVE, _EVALUATE)}
+
+    def agree(self, columns: Mapping[str, Sequence[float]], mesh: Mesh) -> None:
+        """Take over the requests of all ranks; all ranks call it."""
+        self._saves, self._evaluates = (
+            self._saves or any(columns[_SAVE]),
+            self._evaluates or any(columns[_EVALUATE]),
+        )
+        if any(columns[_STOP]) and not self.reason:
+            texts = mesh.all_gather_object(self._requests.get(_STOP))
+            self.reason = next((each for each in texts if each), "a callback's request")
+        for key in (_SAVE, _EVALUATE):
+            self._requests.pop(key, None)
+
+    def take_agreed(self) -> tuple[bool, bool]:
+        """Return, once, whether a callback of any rank requested a checkpoint, and an evaluation."""
+        taken = self._saves, self._evaluates
+        self._saves = self._evaluates = False
+        return taken
+
+    def _take(self) -> None:
+        self._requests |= self.run.take_requests()
+
+    def _guarded(self, named: NamedCallback, hook: str, call: Callable[[], Any]) -> Any:
+        """Return the result of ``call``. An error names callback, hook and rank, and ends the run or is noted."""
+        with self._watchdog.phase(f"{hook} of the callback {printable(named.name)}"):
+            try:
+                return call()
+            except Exception as error:
+                what = (
+                    f"the callback {printable(named.name)} failed in {hook} on rank {self.run.rank}"
+                )
+                cause = printable(f"{type(error).__name__}: {error}")
+                if named.on_error == "stop":
+                    raise CallbackError(f"{what}: {cause}", may_pass=may_pass(error)) from error
+                self._report(f"callback {named.name}", f"{what}: {cause}")
+                return None
+
+
+class CallbackStop:
+    """A callback asked to end the run."""
+
+    name, at_checkpoints, ends, then = "callback", False, True, ""
+
+    def __init__(self, callbacks: Callbacks) -> None:
+        self._callbacks = callbacks
+
+    def stop_requested(self) -> int:
+        return self._callbacks.stop_requested()
+
+    def verdict(self) -> str:
+        return ""
+
+    def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:
+        """Return the callback's reason, if it ended the run."""
+        del agreed
+        return {"callback": self._callbacks.reason if ended else ""}
+
+
+def _named(callback: Callback | NamedCallback) -> NamedCallback:
+    if isinstance(callback, NamedCallback):
+        return callback
+    return NamedCallback(type(callback).__qualname__, callback)
+
+
+def _unique(callbacks: Iterator[NamedCallback]) -> Iterator[NamedCallback]:
+    """Yield the callbacks with a number in repeated names, under which their states are saved."""
+    seen: dict[str, int] = {}
+    for each in callbacks:
+        count = seen[each.name] = seen.get(each.name, 0) + 1
+        name = each.name if count == 1 else f"{each.name} ({count})"
+        yield NamedCallback(name, each.callback, each.on_error)

@@ -1,0 +1,1 @@
+"""Loggers of a run: one module for each destination of its figures, and the thread that feeds one."""

@@ -1,0 +1,84 @@
+"""The contract between a run and a logger: one destination of its figures, such as a server or a file.
+
+Each logger is a module of this package with two functions::
+
+    load()                       import the logger's package; raise ImportError if it is missing
+    open_run(run, id, ...)       return a Destination
+
+All functions of a logger except ``load`` are called in a thread of its own (:mod:`.sender`), so they may wait.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from parallax.errors import ConfigError
+
+LOGGERS = {
+    "csv": "",
+    "mlflow": "pip install 'parallax-train[mlflow]', or pip install mlflow",
+    "tensorboard": "pip install tensorboard",
+    "trackio": "pip install trackio",
+    "wandb": "pip install wandb",
+}
+"""Name of each logger → the command that installs its package."""
+
+Point = tuple[int, dict[str, float]]
+"""A step and its figures by name. A step may have several points."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedRun:
+    """The run whose figures are logged. ``parameters``: its resolved configuration. ``done``: the step after which it
+    resumes, 0 for a new run."""
+
+    directory: Path
+    name: str
+    project: str = "parallax"
+    tags: Sequence[str] = ()
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    done: int = 0
+
+
+class Destination(Protocol):
+    """One run at one destination. ``replaces``: it was opened without the points of later steps, so repeated steps
+    replace them; otherwise repeated steps are not sent again. ``held``: the last step that it has, if it can tell and
+    may have fewer than it was sent."""
+
+    replaces: bool
+    held: int | None
+
+    def write(self, points: Sequence[Point]) -> None:
+        """Write points, whose steps never decrease; raise if they are not written."""
+
+    def close(self, *, failed: bool) -> None:
+        """Complete the run until it resumes; ``failed``: it ends with an error."""
+
+
+class LoggerModule(Protocol):
+    """A module of this package that is a logger."""
+
+    def load(self) -> None:
+        """Import the logger's package."""
+
+    def open_run(self, run: LoggedRun, id: str, *, new: bool, last: int) -> Destination:
+        """Open ``run``, which the destination knows as ``id`` unless it is ``new``; step ``last`` is the last one that
+        remains if the destination replaces points."""
+
+
+def logger_named(name: str) -> LoggerModule:
+    """Return the logger, whose package is imported. Raises :class:`ConfigError` if the package is missing."""
+    module: Any = importlib.import_module(f"parallax.train.loggers.{name}")
+    try:
+        module.load()
+    except ImportError as error:
+        others = "leave it out of logger.to"
+        raise ConfigError(
+            f"logger.to={name}: the package {name} cannot be imported ({error}); {LOGGERS[name]}, or {others}"
+        ) from error
+    found: LoggerModule = module
+    return found
