@@ -48,8 +48,9 @@ class BlockSizes:
 def tie_costs(
     chain: Chain, *, trained: bool = True, flat: bool = False
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield, for each parameter that several blocks share, its bytes and these blocks; ``trained``: of trained or of
-    frozen parameters. ``flat``: yield the bytes of each block's recurrent weights, too, which are one buffer."""
+    """Yield, for each parameter that several blocks share, its bytes and the indices of these blocks. ``trained``:
+    select trained or frozen parameters. ``flat``: also yield the bytes of each block's recurrent weights, which are one
+    buffer."""
     tied = set()
     for users in chain.ties.values():
         blocks = tuple(sorted({index for index, _ in users}))

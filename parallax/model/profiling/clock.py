@@ -61,9 +61,9 @@ class Clock:
         return time.perf_counter() - _queued_seconds()
 
     def waited_seconds(self) -> float:
-        """Return a counter of the seconds for which this thread has waited for a core, as the system reports, else wall
-        minus processor time; only differences have a meaning. 0 if several threads work together and the system
-        reports nothing, or on an accelerator."""
+        """Return a counter of the seconds for which this thread has waited for a core; only differences have a meaning.
+        The system reports them; otherwise they are wall time minus processor time. 0 on an accelerator, and if several
+        threads work together and the system reports nothing."""
         if self._device.type != "cpu":
             return 0.0
         if self._tells_queue or not self.undisturbed:
@@ -122,8 +122,8 @@ _PRODUCTS = 3  # per reference; the fastest counts
 
 
 def disturbance(wall: float, waited: float, references: Sequence[float]) -> float:
-    """Return the slowdown of the timed work against an idle machine, at least 1: the larger of ``wall`` over wall
-    without ``waited`` seconds, and of the median over the minimum of the ``references``."""
+    """Return the slowdown of the timed work against an idle machine, at least 1. It is the larger of two ratios:
+    ``wall`` / (``wall`` − ``waited``), and median / minimum of the ``references``."""
     if wall < LEAST_SECONDS:
         return 1.0
     processor = max(wall - max(0.0, waited), wall / 1000)

@@ -226,8 +226,8 @@ class _Counter:
         )
 
     def whole_loss(self, rows: int, low: _Counted, high: _Counted, targets: Any) -> dict[str, Any]:
-        """Count the loss of ``rows`` rows at once, given the counts of the last block at two numbers of rows; return
-        values for the ``gathered`` fields of that block's :class:`BlockWork`."""
+        """Return the ``gathered`` fields of the last block's :class:`BlockWork`: the work of one loss over ``rows``
+        rows. ``low`` and ``high``: the counts of the last block at two numbers of rows."""
         self._progress(f"counting the loss of {rows} row(s)")
         with self._mode:
             aims, meter = transform(targets, _fake), WorkMeter()
@@ -268,7 +268,7 @@ class _Counter:
 
     def _add_loss(self, outputs: tuple[Tensor, ...], targets: Any) -> tuple[Tensor, ...]:
         with self._precision.autocast("cpu"):
-            return (call_loss(self._loss, self._chain.results(outputs), targets),)
+            return (call_loss(self._loss, self._chain.results(outputs), targets, alone=True),)
 
     def _backward(
         self,
@@ -304,8 +304,8 @@ class _Counter:
     def _saved(
         self, block: nn.Module, entering: tuple[Tensor, ...], targets: Any
     ) -> tuple[int, int, int, int]:
-        """Return the bytes saved for backward that may be offloaded, that stay resident, that the loss saves, and that
-        the forward adds in total, as the profiler does."""
+        """Return four sums of bytes saved for backward, as the profiler does: those that may be offloaded, those that
+        stay resident, those that the loss saves, and the total that the forward adds."""
         held = [*block.parameters(), *block.buffers()]
         saved = SavedBytes(held, self._minimum, plain=FakeTensor)
         with saved.block_hooks():
@@ -317,8 +317,8 @@ class _Counter:
 
 
 def _entering(leaves: Sequence[Tensor], anchor: Tensor, meter: WorkMeter) -> tuple[Tensor, ...]:
-    """Return inputs that are not leaves but have a node with two parents, as in a stage. A block may change them in
-    place."""
+    """Return inputs that have a gradient node with two parents, as in a stage, instead of leaves, so that a block may
+    change them in place."""
     made = tuple(leaf + anchor.to(leaf.dtype) if leaf.requires_grad else leaf for leaf in leaves)
     meter.register_storages(made)
     return made

@@ -45,7 +45,9 @@ from parallax.model.profiling.cache import (
     store_cached,
 )
 from parallax.model.profiling.clock import Clock, NoiseMeter
+from parallax.model.profiling.meter import FlopMeter
 from parallax.model.profiling.offloads import Offloader, slowdown_seconds
+from parallax.model.profiling.peak import peak_flops
 from parallax.model.profiling.timed import BlockPasses, Tensors, optimizer_seconds
 from parallax.model.recurrent import flattens_weights
 from parallax.model.saved import SavedBytes
@@ -81,6 +83,7 @@ class _Measured:
     split_work: int
     mapped: int
     outputs: tuple[Tensor, ...]
+    flops: float = 0.0
     skipped_seconds: float = 0.0
     offload_seconds: float | None = None  # measured at the two largest numbers of rows only
 
@@ -158,11 +161,12 @@ def _profile_of(
     found: Sequence[Sequence[_Measured]],
     whole: BatchLoss,
 ) -> ModelProfile:
-    how = recipe(str(precision))
+    how, on = recipe(str(precision)), device_name(device)
+    peak, source = peak_flops(device, on, precision.compute)
     return ModelProfile(
         model=name,
         fingerprint=chain.fingerprint(),
-        device=f"{device_name(device)}, {torch.get_num_threads()} thread(s)",
+        device=f"{on}, {torch.get_num_threads()} thread(s)",
         precision=str(precision),
         blocks=(
             *(_cost(chain, i, found) for i in range(len(chain.blocks) - 1)),
@@ -180,14 +184,16 @@ def _profile_of(
         gradient_bytes=how.gradient / how.weight,
         master_bytes=how.master / how.weight,
         gathered_rows=whole.rows,
+        peak_flops=peak,
+        peak_source=source,
         freeing_slowdown=_freeing_slowdown(device, found[min(2, len(found) - 1)]),
     )
 
 
 def _freeing_slowdown(device: torch.device, blocks: Sequence[_Measured]) -> float:
     """Return the ratio by which forward and backward slow down if freed memory is returned to the system at once, so
-    that each large tensor needs fresh pages. Computed from the bytes of such tensors, because a process that keeps
-    freed memory cannot measure it."""
+    that each large tensor needs fresh pages. It is computed from the bytes of such tensors, because this process keeps
+    freed memory and so cannot measure it."""
     if device.type != "cpu":
         return 1.0
     seconds = sum(block.forward_seconds + block.backward_seconds for block in blocks)
@@ -265,8 +271,8 @@ class _Bench:
         *,
         offload: bool,
     ) -> list[_Measured]:
-        """Return ``known`` with the shorter times of a second timing, with the part of a forward that recomputation
-        skips and, with ``offload``, the slowdown of offloading."""
+        """Return ``known`` with the shorter times of a second timing, the seconds of the part of a forward that
+        recomputation skips and, with ``offload``, the slowdown of offloading."""
 
         def find(index: int, entering: tuple[Tensor, ...], last: bool) -> _Measured:
             name, count = self._chain.blocks[index].name, len(self._chain.blocks)
@@ -319,9 +325,12 @@ class _Bench:
         split, first, second = self._allocations(
             passes.enter_and_split, passes.input_gradient_pass, passes.weight_gradient_pass
         )
+        with FlopMeter() as meter:
+            passes.backward(passes.forward(passes.enter()))
         return _Measured(
             rows=rows,
             **times,
+            flops=meter.flops,
             moved=moved,
             stays=stays,
             by_loss=by_loss,
@@ -438,13 +447,13 @@ class _Bench:
     def add_loss(self, outputs: tuple[Tensor, ...], targets: Any) -> tuple[Tensor, ...]:
         """Return the loss of the chain's outputs."""
         with self._precision.autocast(self._device.type):
-            return (call_loss(self._loss, self._chain.results(outputs), targets),)
+            return (call_loss(self._loss, self._chain.results(outputs), targets, alone=True),)
 
     def _saved(
         self, block: nn.Module, entering: tuple[Tensor, ...], targets: Any
     ) -> tuple[int, int, int, int]:
-        """Return the bytes saved for backward that may be offloaded, that stay resident, that the loss saves, and that
-        the forward adds in total."""
+        """Return four sums of bytes saved for backward: those that may be offloaded, those that stay resident, those
+        that the loss saves, and the total that the forward adds."""
         saved = SavedBytes([*block.parameters(), *block.buffers()], self._minimum)
         with saved.block_hooks():
             results = self.forward(block, entering, None)
@@ -463,8 +472,9 @@ class _Bench:
         return min(found[1:])
 
     def _time(self, *passes: Callable[[Any], Any]) -> list[float]:
-        """Return the typical seconds of each pass, which gets the result of the one before: the median of processor
-        time, or the lower quartile of wall time, to which disturbances only add. The first run is a warm-up."""
+        """Return the typical seconds of each pass; each pass gets the result of the previous one. On a clock of
+        processor time this is the median; on a clock of wall time it is the lower quartile, because disturbances only
+        add time. The first run is a warm-up."""
         with self.noise.timed_part():
             return self._typical_seconds(passes)
 
@@ -509,6 +519,7 @@ def _cost(chain: Chain, index: int, found: Sequence[Sequence[_Measured]]) -> Blo
     return BlockCost(
         name=chain.blocks[index].name,
         **asdict(BlockSizes.of(chain, index)),
+        flops_per_row=found[-1][index].flops / found[-1][index].rows,
         forward_seconds=cost("forward_seconds"),
         backward_seconds=cost("backward_seconds"),
         weight_seconds=cost("weight_seconds"),

@@ -18,8 +18,8 @@ from parallax.model.saved import address
 
 @dataclass(frozen=True)
 class PassWork:
-    """The operators of one pass: operations of matrix products, bytes moved by other operators, kernels; attention's
-    share of the operations, and the elements that the other matrix products read and write."""
+    """The operators of one pass: operations of matrix products, attention's share of them, elements that the other
+    matrix products read and write, bytes moved by other operators, and the number of kernels."""
 
     flops: float = 0.0
     bytes: float = 0.0
@@ -63,6 +63,39 @@ _ATTENTION: dict[str, Callable[..., float]] = {
 
 _ATTENDING = ("attention", "bmm")
 """Substrings of the names of operators that compute attention: fused kernels, and batched matrix products."""
+
+
+_RECOMPUTED = (
+    0.8  # share of a fused attention backward's five products that do not compute the scores again
+)
+
+
+class FlopMeter(OperatorMode):
+    """Counts in ``flops`` the operations of matrix products and convolutions that a model needs. The scores that a
+    fused attention computes again in its backward do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if "scaled_dot_product" in func.name():
+            self.flops += _needed_by_attention(func, args, kwargs)
+        elif (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += float(formula(*args, **kwargs, out_val=out))
+        return out
+
+
+def _needed_by_attention(func: Any, args: Any, kwargs: Any) -> float:
+    """Return the operations of a kernel of fused attention, or of its backward; 0 for operators around it."""
+    given = dict(zip((each.name for each in func._schema.arguments), args)) | kwargs
+    operands = [given.get(name) for name in ("query", "key", "value")]
+    if not all(isinstance(each, Tensor) and each.ndim == 4 for each in operands):
+        return 0.0
+    forward = _attention(*operands, is_causal=given.get("is_causal", False))
+    return forward * 2.5 * _RECOMPUTED if func.name().endswith("_backward") else forward
 
 
 class WorkMeter(OperatorMode):

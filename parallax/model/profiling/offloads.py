@@ -43,7 +43,7 @@ class Offloader(Protocol):
     def of(
         self, block: nn.Module, moved: int, device: torch.device
     ) -> contextlib.AbstractContextManager[Offloads]:
-        """Return a context that offloads the activations of ``block``, which saves ``moved`` bytes."""
+        """Return the offload context for the activations of ``block``, which saves ``moved`` bytes."""
 
 
 def slowdown_seconds(

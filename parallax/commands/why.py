@@ -1,0 +1,129 @@
+"""``parallax why``: where the seconds of a run's steps went, and which change of its settings would help most."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from parallax.commands.options import (
+    RUNS,
+    add_class_paths,
+    add_json,
+    class_paths_of,
+    console_of,
+    print_json,
+    read_plan,
+    trusting,
+)
+from parallax.common.units import format_seconds
+from parallax.errors import ConfigError, printable
+from parallax.plan.simulation.predict import predict
+from parallax.run.diagnosis import Diagnosis, Measured, diagnose
+from parallax.run.diagnosis.changes import RequestedSettings
+from parallax.run.diagnosis.fitted import fit
+from parallax.run.diagnosis.measured import TERMS, predicted_terms
+from parallax.run.resume import StoredRun
+
+EXAMPLES = """examples:
+  parallax why deeper                                   where a step's seconds go, and what would help most
+  parallax why runs/deeper --json | jq .changes
+"""
+
+_SHOWN = 0.0005  # of a step: terms below it are left out
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="the name or directory of a run")
+    add_class_paths(parser)
+    add_json(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Run the command; return the exit code."""
+    console, class_paths = console_of(parsed), class_paths_of(parsed)
+    directory = parsed.run if parsed.run.is_dir() else RUNS / parsed.run
+    if not directory.is_dir():
+        raise ConfigError(
+            f"{printable(str(parsed.run))}: no run has this name in {RUNS}/, and it is no directory"
+        )
+    plan, inputs = read_plan(directory, class_paths)
+    config = StoredRun.read(directory, trusting(class_paths)).config
+    measured = Measured.read(directory, plan)
+    with console.status("simulating"):
+        planned = predict(inputs.profile, inputs.cluster, plan)
+        if not planned.spans:
+            raise ConfigError(
+                f"{plan.world_size} ranks with {plan.micro_batches(plan.global_batch)} micro-batches are too many to "
+                "simulate every action: parallax explain shows the terms of their prediction"
+            )
+        found = diagnose(
+            fit(measured, inputs.profile, inputs.cluster), RequestedSettings.of(config)
+        )
+    expected = predicted_terms(planned.spans)
+    if parsed.json:
+        print_json(_plain(measured, expected, found))
+        return 0
+    _print(console, measured, expected, found)
+    return 0
+
+
+def _plain(measured: Measured, planned: Mapping[str, float], found: Diagnosis) -> dict[str, Any]:
+    return {
+        "step_seconds": measured.period,
+        "planned_step_seconds": sum(planned.values()),
+        "terms": measured.mean,
+        "planned_terms": dict(planned),
+        "ranks": {str(rank): dict(terms) for rank, terms in measured.terms.items()},
+        "cause": found.cause,
+        "sentence": found.sentence,
+        "costs": found.costs,
+        "changes": [
+            {**asdict(change), "gain": 1 - change.seconds / measured.period}
+            for change in found.changes
+        ],
+    }
+
+
+def _print(
+    console: Console, measured: Measured, planned: Mapping[str, float], found: Diagnosis
+) -> None:
+    console.print(_table(measured, planned))
+    console.print(f"cause: {found.cause}: {found.sentence}", highlight=False, soft_wrap=True)
+    for change in found.changes:
+        gain = 1 - change.seconds / measured.period
+        typed = f": {shlex.join(change.overrides)}" if change.overrides else ""
+        console.print(
+            f"change: {change.text}: {format_seconds(change.seconds)} a step are predicted, {gain:.0%} less{typed}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if not found.changes:
+        console.print("no change of the settings is predicted to save 3% or more", highlight=False)
+
+
+def _table(measured: Measured, planned: Mapping[str, float]) -> Table:
+    """Return the terms of a step: the mean over the ranks, the plan's, and the rank with the most."""
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.add_column("a step's seconds, mean of the ranks")
+    for heading in ("measured", "share", "planned", "most"):
+        table.add_column(heading, justify="right")
+    mean, ranks = measured.mean, measured.terms
+    for term in TERMS:
+        if max(mean[term], planned[term]) < _SHOWN * measured.period:
+            continue
+        most = max(ranks, key=lambda rank: ranks[rank][term])
+        worst = f"{format_seconds(ranks[most][term])}, rank {most}" if len(ranks) > 1 else ""
+        share = f"{mean[term] / measured.period:.0%}"
+        table.add_row(term, format_seconds(mean[term]), share, format_seconds(planned[term]), worst)
+    total = format_seconds(measured.period), "100%", format_seconds(sum(planned.values()))
+    table.add_row("from one step to the next", *total, "", style="bold")
+    return table

@@ -1,0 +1,88 @@
+"""The status of each rank of a run, in a file that the rank replaces about once a second.
+
+The files are all that another process needs to watch a run: ``parallax top`` reads them, from any shell that sees the
+run's directory, and never talks to the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from parallax.common.documents import SMALL_BYTES, read_json
+from parallax.common.files import replace_text
+from parallax.common.typed import convert_exactly
+from parallax.errors import ConfigError
+
+FOLDER = "ranks"  # of a run directory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSnapshot:
+    """The status of one rank at ``time``, in seconds since 1970 on its host's clock.
+
+    ``ended``: how the run ended, empty while it lasts. ``doing``: the current action or phase. ``step``: completed
+    steps of ``steps``. The other fields are of the last step: its seconds; the rows and tokens of the rank per second;
+    ``utilization``, of its device by the operations of its blocks; the peak bytes of the device and its budget; the
+    resident bytes of the process, and its part of the host's memory; the shares of the step in which the rank waited
+    for swapped data and for rows; and the bytes per second moved to and from the offload tier. ``fetch_seconds`` and
+    ``read_seconds`` are means over the steps: waits for rows between steps, and reading inside of actions.
+    ``seconds_left``: until the last step, at the pace of the last twenty. None: unknown, or there is no such thing.
+    """
+
+    rank: int
+    ranks: int
+    stage: int
+    replica: int
+    host: str
+    time: float
+    steps: int
+    ended: str = ""
+    doing: str = ""
+    step: int = 0
+    step_seconds: float | None = None
+    rows_per_second: float | None = None
+    tokens_per_second: float | None = None
+    utilization: float | None = None
+    device_bytes: int | None = None
+    device_budget_bytes: int | None = None
+    host_bytes: int | None = None
+    host_budget_bytes: int | None = None
+    stall_share: float | None = None
+    input_share: float | None = None
+    swap_bytes_per_second: float | None = None
+    fetch_seconds: float | None = None
+    read_seconds: float | None = None
+    seconds_left: float | None = None
+    temperature: float | None = None
+    power_watts: float | None = None
+
+    def save(self, directory: Path) -> None:
+        """Replace the rank's file in the run's ``directory``."""
+        path = snapshot_path(directory, self.rank)
+        path.parent.mkdir(exist_ok=True)
+        replace_text(path, json.dumps(asdict(self)) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> RankSnapshot | None:
+        """Read a file; None if it is missing, or is none of these."""
+        try:
+            found: RankSnapshot = convert_exactly(cls, read_json(path, SMALL_BYTES), "status")
+        except (OSError, ValueError, TypeError, ConfigError):
+            return None
+        return found
+
+
+def snapshot_path(directory: Path, rank: int) -> Path:
+    """Return the path of a rank's file in the run's ``directory``."""
+    return directory / FOLDER / f"rank-{rank:03}.json"
+
+
+def load_snapshots(directory: Path) -> list[RankSnapshot]:
+    """Return what the ranks of the run in ``directory`` wrote last, by rank. Files of an earlier start with more ranks
+    are left out."""
+    files = sorted((directory / FOLDER).glob("rank-*.json"))
+    found = [each for file in files if (each := RankSnapshot.load(file)) is not None]
+    newest = max(found, key=lambda each: each.time, default=None)
+    return [] if newest is None else [each for each in found if each.rank < newest.ranks]

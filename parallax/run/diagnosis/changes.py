@@ -1,0 +1,382 @@
+"""The cause that costs a run most, and the changes of its settings that the planner predicts to help."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+
+from parallax.common.units import format_bytes, format_seconds
+from parallax.config import RunConfig
+from parallax.errors import ParallaxError
+from parallax.machine.local import ClusterConfig
+from parallax.plan.cluster import Cluster
+from parallax.plan.config import PlanConfig
+from parallax.plan.plan import Directive, Plan
+from parallax.plan.search.search import search
+from parallax.plan.tier import AUTO
+from parallax.run.diagnosis.fitted import FittedRun, with_tier_speed
+from parallax.run.diagnosis.measured import CHECKPOINT
+
+LEAST = 0.03  # share of a step: a cause or a change below it is not worth a line
+SLOW_TIER = 0.5  # share of the planned bandwidth, below which a tier is slow
+_MOST_CHANGES = 2
+_READERS_BUSY = 0.8  # share of the step in which workers read all of its rows
+_PLENTY = 64  # times the budget, to find the bytes that a plan without offloading takes
+_MARGINS = (1.02, 1.1, 1.3)  # times the peak of such a plan, tried as its budget
+_RARER = 4  # times as many steps between checkpoints
+
+
+class Cause(StrEnum):
+    """What lengthens the steps of a run."""
+
+    INPUT = "slow input"
+    RANK = "slow rank"
+    BUDGET = "small budget"
+    TIER = "slow offload tier"
+    LAYOUT = "layout"
+    CHECKPOINT = "checkpoints"
+    NONE = "nothing in particular"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change of the settings: ``text``, the ``overrides`` to type, and the predicted ``seconds`` from one step to
+    the next with it."""
+
+    cause: Cause
+    text: str
+    overrides: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """The cause that costs most, in a ``sentence``, the seconds of a step that each cause costs, and the changes that
+    help, that against the cause first."""
+
+    cause: Cause
+    sentence: str
+    costs: dict[str, float]
+    changes: tuple[Change, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestedSettings:
+    """The settings that a change starts from. ``workers``: that read rows, None if the data has none."""
+
+    plan: PlanConfig
+    microbatch: int | str = AUTO
+    device_memory: int | str = AUTO
+    swaps: bool = True
+    workers: int | str | None = None
+    checkpoint_every: int = 0
+
+    @classmethod
+    def of(cls, config: RunConfig) -> RequestedSettings:
+        """Return the settings of a stored run."""
+        cluster = config.cluster
+        return cls(
+            plan=config.plan,
+            microbatch=config.trainer.microbatch,
+            device_memory=cluster.device_memory if isinstance(cluster, ClusterConfig) else AUTO,
+            swaps=config.swap.offloads,
+            workers=getattr(config.data, "workers", None),
+            checkpoint_every=config.trainer.checkpoint_every,
+        )
+
+
+def diagnose(run: FittedRun, requested: RequestedSettings) -> Diagnosis:
+    """Return what costs the run most, and what would help."""
+    return _Doctor(run, requested).diagnosis()
+
+
+class _Doctor:
+    """Removes causes from the model of a run, and changes its settings."""
+
+    def __init__(self, run: FittedRun, requested: RequestedSettings) -> None:
+        self._run, self._requested, self._plan = run, requested, run.plan
+        self._measured, self._now = run.measured, run.measured.period
+
+    def diagnosis(self) -> Diagnosis:
+        costs = {cause: cost for cause, cost in self._costs().items() if cost > LEAST * self._now}
+        cause = max(costs, key=lambda each: costs[each], default=Cause.NONE)
+        if cause in (Cause.BUDGET, Cause.TIER):
+            cause = self._named(costs)
+        changes = sorted(self._changes(costs), key=lambda each: each.seconds)
+        most = (1 - LEAST) * self._now
+        useful = [each for each in changes if each.seconds < most or not each.overrides]
+        against = [each for each in useful if each.cause is cause]
+        others = [each for each in useful if each.cause is not cause]
+        if cause is Cause.NONE and others:
+            cause = others[0].cause
+        return Diagnosis(
+            cause=cause,
+            sentence=self._sentence(cause),
+            costs={str(each): cost for each, cost in costs.items()},
+            changes=tuple([*against, *others][:_MOST_CHANGES]),
+        )
+
+    # ---- causes
+
+    def _costs(self) -> dict[Cause, float]:
+        """Return the seconds of a step that each cause costs."""
+        run, now = self._run, self._now
+        found = {Cause.CHECKPOINT: self._measured.mean[CHECKPOINT]}
+        found[Cause.INPUT] = now - self._without_input
+        if run.slow:
+            cluster = with_tier_speed(run.cluster, run.tier_speed)
+            found[Cause.RANK] = now - run.seconds(cluster=cluster)
+        if run.tier_speed < SLOW_TIER:
+            found[Cause.TIER] = now - run.seconds(cluster=run.cluster.slowed(run.slow))
+        if self._lacks_memory and (roomy := self._roomy) is not None:
+            found[Cause.BUDGET] = now - roomy[1]
+        return found
+
+    @cached_property
+    def _without_input(self) -> float:
+        return self._run.seconds(reads=[0.0] * self._plan.world_size, fetch=0.0)
+
+    @property
+    def _lacks_memory(self) -> bool:
+        """Whether the plan does anything to save memory."""
+        return any(
+            stage.optimizer_offload
+            or stage.parameter_offload
+            or set(stage.directives) != {Directive.KEEP}
+            for stage in self._plan.stages
+        )
+
+    def _named(self, costs: dict[Cause, float]) -> Cause:
+        """Return the cause of swapping that costs seconds: the tier if most of them are its, for which more memory is
+        only a remedy."""
+        tier, budget = costs.get(Cause.TIER, 0.0), costs.get(Cause.BUDGET, 0.0)
+        return Cause.TIER if 2 * tier > budget else Cause.BUDGET
+
+    def _sentence(self, cause: Cause) -> str:
+        run, measured = self._run, self._measured
+        if cause is Cause.INPUT:
+            waits = [
+                read + fetch for read, fetch in zip(measured.read_seconds, measured.fetch_seconds)
+            ]
+            rank = max(range(len(waits)), key=lambda each: waits[each])
+            share = waits[rank] / self._now
+            return (
+                f"rank {rank} waits for rows {format_seconds(waits[rank])} of a step ({share:.0%})"
+            )
+        if cause is Cause.RANK:
+            rank = max(run.slow, key=lambda each: run.slow[each])
+            stage, replica, _ = self._plan.coordinate(rank)
+            return (
+                f"rank {rank} (stage {stage}, replica {replica}) takes {run.slow[rank]:.1f} times as long for its work "
+                "as the other ranks do for theirs"
+            )
+        if cause is Cause.TIER:
+            planned = run.cluster.devices[0].read.bytes_per_second
+            return (
+                f"the offload tier, {self._plan.tier}, moves {format_bytes(planned * run.tier_speed)}/s, and the plan "
+                f"assumed {format_bytes(planned)}/s"
+            )
+        if cause is Cause.BUDGET:
+            budget = min(rank.budget_bytes for rank in self._plan.prediction.ranks)
+            moved = sum(rank.offloaded_bytes for rank in self._plan.prediction.ranks)
+            does = (
+                f"offloads {format_bytes(moved)} a step" if moved else "computes activations again"
+            )
+            return f"the plan {does} to stay within {format_bytes(budget)} per device"
+        if cause is Cause.CHECKPOINT:
+            return f"saving takes {format_seconds(measured.mean[CHECKPOINT])} of a mean step"
+        if cause is Cause.LAYOUT:
+            return "another division into stages, replicas and micro-batches is faster as measured"
+        return "the steps are as this plan is expected to be"
+
+    # ---- changes
+
+    def _changes(self, costs: dict[Cause, float]) -> Iterator[Change]:
+        if Cause.INPUT in costs:
+            yield self._more_workers()
+        if Cause.RANK in costs:
+            yield from self._around_the_slow()
+        swapping = self._named(costs) if {Cause.BUDGET, Cause.TIER} & costs.keys() else Cause.NONE
+        if Cause.BUDGET in costs:
+            yield from self._more_memory(swapping)
+        if swapping is not Cause.NONE:
+            yield from self._recomputing(swapping)
+        if Cause.CHECKPOINT in costs:
+            yield self._rarer_checkpoints(costs[Cause.CHECKPOINT])
+        if not self._run.slow:
+            yield from self._other_layout()
+
+    def _more_workers(self) -> Change:
+        """Return the change to workers that read all rows during a step."""
+        measured, least = self._measured, self._without_input
+        waits = (r + f for r, f in zip(measured.read_seconds, measured.fetch_seconds))
+        workers = self._requested.workers
+        if workers is None:
+            text = "make reading faster: this data has no workers that read ahead"
+            return Change(cause=Cause.INPUT, text=text, overrides=(), seconds=least)
+        now = workers if isinstance(workers, int) else 0
+        reading = (
+            now * self._now if now else max(waits)
+        )  # workers that are too few read all the time
+        count = max(now + 1, math.ceil(reading / (_READERS_BUSY * least)))
+        return Change(
+            cause=Cause.INPUT,
+            text=f"read rows ahead in {count} process{'es' if count > 1 else ''} per rank",
+            overrides=(f"data.workers={count}",),
+            seconds=max(least, reading / count),
+        )
+
+    def _around_the_slow(self) -> Iterator[Change]:
+        """Yield plans that give the slow ranks less, or nothing."""
+        run, ranks = self._run, ", ".join(map(str, self._run.slow))
+        if (found := self._searched(run.as_run, self._requested.plan)) is not None:
+            text = f"plan again with what was measured, so that rank {ranks} gets less"
+            yield self._change(Cause.RANK, text, ["plan.replan=auto"], found, run.as_run)
+        left = self._plan.world_size - len(run.slow)
+        if left < 1:
+            return
+        fewer = with_tier_speed(run.cluster.first(left), run.tier_speed)
+        freed = replace(self._requested.plan, stages=AUTO, replicas=AUTO)
+        if (found := self._searched(fewer, freed)) is not None:
+            overrides = [f"cluster.devices={left}", *_shape(found)]
+            text = f"leave out the device of rank {ranks}"
+            if min(run.slow) < left:  # the first devices are used
+                text += ", which must come last (CUDA_VISIBLE_DEVICES)"
+            yield self._change(Cause.RANK, text, overrides, found, fewer)
+
+    @cached_property
+    def _roomy(self) -> tuple[str, float, Plan] | None:
+        """The least budget found with which the plan is about as fast as with any, as text, and the step and the plan
+        with it; None if the settings name no budget."""
+        if self._requested.device_memory == AUTO:
+            return None
+        plenty = self._with_memory(None)
+        if (best := self._searched(plenty, self._requested.plan)) is None:
+            return None
+        peak = max(rank.peak_bytes for rank in best.prediction.ranks)
+        least = self._seconds(best, plenty)
+        for margin in _MARGINS:
+            mebibytes = math.ceil(peak * margin / 2**20)
+            cluster = self._with_memory(mebibytes * 2**20)
+            found = self._searched(cluster, self._requested.plan)
+            if found is not None and self._seconds(found, cluster) < (1 + LEAST) * least:
+                return f"{mebibytes}MiB", self._seconds(found, cluster), found
+        return None
+
+    def _with_memory(self, size: int | None) -> Cluster:
+        devices = self._run.as_run.devices
+        return self._run.as_run.with_devices(
+            replace(each, memory_bytes=size or _PLENTY * each.memory_bytes) for each in devices
+        )
+
+    def _more_memory(self, cause: Cause) -> Iterator[Change]:
+        if (found := self._roomy) is not None:
+            memory, seconds, _ = found
+            yield Change(
+                cause=cause,
+                text=f"give each device a budget of {memory}, if it has that",
+                overrides=(f"cluster.device_memory={memory}",),
+                seconds=seconds,
+            )
+
+    def _recomputing(self, cause: Cause) -> Iterator[Change]:
+        """Yield plans that move less to the tier."""
+        if self._requested.plan.activations == Directive.RECOMPUTE:
+            return
+        config = replace(self._requested.plan, activations=str(Directive.RECOMPUTE))
+        if (found := self._searched(self._run.as_run, config)) is not None:
+            text = "compute activations again instead of offloading them"
+            overrides = ["plan.activations=recompute", *self._resident(found)]
+            yield self._change(cause, text, overrides, found, self._run.as_run)
+
+    def _rarer_checkpoints(self, cost: float) -> Change:
+        every = _RARER * self._requested.checkpoint_every
+        return Change(
+            cause=Cause.CHECKPOINT,
+            text="save less often",
+            overrides=(f"trainer.checkpoint_every={every}",) if every else (),
+            seconds=self._now - cost * (1 - 1 / _RARER),
+        )
+
+    def _other_layout(self) -> Iterator[Change]:
+        """Yield the best plan without constraints, if it differs."""
+        free = PlanConfig(replan=self._requested.plan.replan)
+        found = self._searched(self._run.as_run, free, microbatch=AUTO)
+        if found is None or found.decisions() == self._plan.decisions():
+            return
+        requested, overrides = self._requested.plan, _shape(found)
+        overrides += [f"trainer.microbatch={found.microbatch}"]
+        overrides += [f"plan.schedule={found.schedule.name}"]
+        directives = {directive for stage in found.stages for directive in stage.directives}
+        if len(directives) == 1 and any(set(s.directives) != directives for s in self._plan.stages):
+            overrides += [f"plan.activations={next(iter(directives))}"]
+        elif requested.activations != AUTO:
+            overrides += ["plan.activations=auto"]
+        kept = ("optimizer", "parameters", "shard", "interleave", "group")
+        overrides += self._resident(found)
+        named = {each.partition("=")[0] for each in overrides}
+        overrides += [
+            f"plan.{name}=auto"
+            for name in kept
+            if getattr(requested, name) != AUTO and f"plan.{name}" not in named
+        ]
+        text = f"{found.pipeline_ranks} stage(s) under {found.schedule}"
+        yield self._change(Cause.LAYOUT, text, overrides, found, self._run.as_run)
+
+    def _resident(self, plan: Plan) -> list[str]:
+        """Return the settings that keep on the device what ``plan`` keeps there and the run's plan offloads, as long as
+        the planner does not know what was measured."""
+        shares = {"optimizer": "optimizer_offload", "parameters": "parameter_offload"}
+        return [
+            f"plan.{name}=device"
+            for name, share in shares.items()
+            if any(getattr(stage, share) for stage in self._plan.stages)
+            and not any(getattr(stage, share) for stage in plan.stages)
+        ]
+
+    def _searched(
+        self, cluster: Cluster, config: PlanConfig, *, microbatch: int | str | None = None
+    ) -> Plan | None:
+        """Return the best plan for ``cluster``; None if none fits, or its schedule is not known here."""
+        with contextlib.suppress(ParallaxError):
+            return search(
+                self._run.profile,
+                cluster,
+                config,
+                global_batch=self._plan.global_batch,
+                microbatch=self._requested.microbatch if microbatch is None else microbatch,
+                swap=self._requested.swaps,
+                gather_loss=self._plan.gather_loss,
+            )[0]
+        return None
+
+    def _seconds(self, plan: Plan, cluster: Cluster) -> float:
+        return self._run.seconds(cluster=cluster, plan=plan, reads=self._reads_of(plan))
+
+    def _reads_of(self, plan: Plan) -> Sequence[float]:
+        """Return the seconds of reading by rank under ``plan``: those of the first and of the last stage, divided among
+        their replicas."""
+        found = [0.0] * plan.world_size
+        ends = {0: 0, len(self._plan.stages) - 1: len(plan.stages) - 1}
+        for before, after in ends.items():
+            total = sum(self._measured.read_seconds[rank] for rank in self._plan.ranks(before))
+            for rank in plan.ranks(after):
+                found[rank] += total / len(plan.ranks(after))
+        return found
+
+    def _change(
+        self, cause: Cause, text: str, overrides: Sequence[str], plan: Plan, cluster: Cluster
+    ) -> Change:
+        seconds = self._seconds(plan, cluster)
+        return Change(cause=cause, text=text, overrides=tuple(overrides), seconds=seconds)
+
+
+def _shape(plan: Plan) -> list[str]:
+    """Return the settings of a plan's stages and replicas."""
+    counts = [stage.replicas for stage in plan.stages[: plan.pipeline_ranks]]
+    replicas = str(counts[0]) if len(set(counts)) == 1 else f"[{','.join(map(str, counts))}]"
+    return [f"plan.stages={plan.pipeline_ranks}", f"plan.replicas={replicas}"]

@@ -1,0 +1,167 @@
+"""The measured seconds of a run, by term and rank."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallax.common.events import Span
+from parallax.errors import ConfigError, printable
+from parallax.plan.plan import Plan
+from parallax.plan.simulation.calibrate import seconds_by_term
+from parallax.report.ranks import load_snapshots
+from parallax.run.feedback import check_spans, measured_spans
+from parallax.train.record import WARM_UP
+from parallax.train.repeats import METRICS, numbers_of
+
+COMPUTE, BUBBLE, STALL = "computing", "waiting for other ranks (bubble)", "waiting for swapped data"
+REDUCE, UPDATE = "summing gradients over replicas", "optimizer step, and agreeing on it"
+INPUT, CHECKPOINT, OTHER = "waiting for rows", "checkpoints", "between steps: reports, evaluation"
+TERMS = (COMPUTE, BUBBLE, STALL, REDUCE, UPDATE, INPUT, CHECKPOINT, OTHER)
+
+_OF_TERM = {
+    **{"forward": COMPUTE, "backward": COMPUTE, "stall": STALL, "reduce": REDUCE},
+    **{"update": UPDATE, "receive": BUBBLE, "idle": BUBBLE},
+}
+_MIDDLE = 0.5  # share of the steps, those of about median length, whose spans count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The steps of a run: ``seconds`` of a step from its first action to its last, and ``period`` from one step to the
+    next. ``spans``: of all ranks in the steps of about median length; reading of rows inside an action counts as its
+    wait. ``read_seconds`` and ``fetch_seconds`` by rank: reading inside the actions of a step, and waiting for rows
+    before it. ``terms``: rank → term → seconds; the terms of a rank add up to the period."""
+
+    plan: Plan
+    seconds: float
+    period: float
+    spans: tuple[Span, ...]
+    read_seconds: tuple[float, ...]
+    fetch_seconds: tuple[float, ...]
+    terms: Mapping[int, Mapping[str, float]]
+
+    @property
+    def mean(self) -> dict[str, float]:
+        """Return the mean of each term over the ranks."""
+        return {
+            term: statistics.fmean(each[term] for each in self.terms.values()) for term in TERMS
+        }
+
+    @classmethod
+    def read(cls, directory: Path, plan: Plan) -> Measured:
+        """Read the files of the run in ``directory``. Raises :class:`ConfigError` if it has recorded no steps."""
+        spans = measured_spans(directory, plan.world_size)
+        if not spans:
+            raise ConfigError(
+                f"{printable(str(directory))} has recorded no steps after the first {WARM_UP}: train longer, with "
+                "logger.events=true"
+            )
+        check_spans(spans, directory, plan)
+        status = {each.rank: each for each in load_snapshots(directory)}
+        ranks = range(plan.world_size)
+        reads = [(status[r].read_seconds if r in status else None) or 0.0 for r in ranks]
+        fetches = [(status[r].fetch_seconds if r in status else None) or 0.0 for r in ranks]
+        saving = numbers_of(directory / METRICS, "checkpoint_seconds")[WARM_UP:]
+        checkpoint = statistics.fmean(saving) if saving else 0.0
+        return cls.of(plan, spans, reads, fetches, checkpoint)
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        spans: Sequence[Span],
+        reads: Sequence[float],
+        fetches: Sequence[float],
+        checkpoint: float = 0.0,
+    ) -> Measured:
+        """Return the measurements in ``spans``; the other seconds are of each rank, and of saving, in a mean step."""
+        middle = _middle_steps(spans)
+        middle, reads = _without_reading(middle, reads, {0, len(plan.stages) - 1})
+        lengths = [end - start for start, end in _bounds(middle).values()]
+        seconds, gap = statistics.fmean(lengths), _mean_gap(spans)
+        between = max(0.0, gap - max(fetches))
+        steps = {span.step for span in middle}
+        found = {rank: dict.fromkeys(TERMS, 0.0) for rank in range(plan.world_size)}
+        for step in steps:
+            by_rank = seconds_by_term(span for span in middle if span.step == step)
+            for rank, terms in by_rank.items():
+                for term, spent in terms.items():
+                    found[rank][_OF_TERM[term]] += spent / len(steps)
+        for rank, terms in found.items():
+            # The wait in an action is for rows or for swapped data.
+            terms[STALL] = max(0.0, terms[STALL] - reads[rank])
+            terms[INPUT] = reads[rank] + fetches[rank]
+            terms[CHECKPOINT] = min(checkpoint, between)
+            terms[OTHER] = between - terms[CHECKPOINT] + max(fetches) - fetches[rank]
+        return cls(
+            plan=plan,
+            seconds=seconds,
+            period=seconds + max(fetches) + between,
+            spans=tuple(middle),
+            read_seconds=tuple(reads),
+            fetch_seconds=tuple(fetches),
+            terms=found,
+        )
+
+
+def predicted_terms(spans: Sequence[Span]) -> dict[str, float]:
+    """Return the mean of each term over the ranks, of the spans that the planner predicts."""
+    found = dict.fromkeys(TERMS, 0.0)
+    by_rank = seconds_by_term(spans)
+    for terms in by_rank.values():
+        for term, spent in terms.items():
+            found[_OF_TERM[term]] += spent / len(by_rank)
+    return found
+
+
+def _bounds(spans: Sequence[Span]) -> dict[int, tuple[float, float]]:
+    """Return step → first start and last end."""
+    bounds: dict[int, tuple[float, float]] = {}
+    for span in spans:
+        start, end = bounds.get(span.step, (span.start, span.end))
+        bounds[span.step] = min(start, span.start), max(end, span.end)
+    return bounds
+
+
+def _middle_steps(spans: Sequence[Span]) -> list[Span]:
+    bounds = _bounds(spans)
+    order = sorted(bounds, key=lambda step: bounds[step][1] - bounds[step][0])
+    cut = int(len(order) * (1 - _MIDDLE) / 2)
+    kept = set(order[cut : len(order) - cut])
+    return [span for span in spans if span.step in kept]
+
+
+def _without_reading(
+    spans: Sequence[Span], reads: Sequence[float], ends: Collection[int]
+) -> tuple[list[Span], list[float]]:
+    """Return the spans with the reading of rows as waits of the forwards of the stages ``ends``, evenly, and the
+    seconds that each rank read in a step."""
+
+    def key(span: Span) -> tuple[int, int] | None:
+        reading = span.kind == "forward" and span.stage in ends
+        return (span.rank, span.step) if reading else None
+
+    forwards: defaultdict[object, int] = defaultdict(int)
+    for span in spans:
+        forwards[key(span)] += 1
+    found, taken = list[Span](), defaultdict[int, float](float)
+    for span in spans:
+        if (place := key(span)) is not None and reads[span.rank]:
+            share = min(reads[span.rank] / forwards[place], span.end - span.start - span.wait)
+            taken[span.rank] += share
+            found.append(span._replace(wait=span.wait + share))
+        else:
+            found.append(span)
+    steps = len({span.step for span in spans})
+    return found, [taken[rank] / steps for rank in range(len(reads))]
+
+
+def _mean_gap(spans: Sequence[Span]) -> float:
+    """Return the mean seconds from the end of a step to the start of the next; 0 if there is no next."""
+    bounds = _bounds(spans)
+    gaps = [bounds[step + 1][0] - end for step, (_, end) in bounds.items() if step + 1 in bounds]
+    return max(0.0, statistics.fmean(gaps)) if gaps else 0.0
