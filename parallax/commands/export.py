@@ -1,4 +1,4 @@
-"""``parallax export``: the weights of a run's last checkpoint in the formats of other libraries."""
+"""``parallax export``: the weights of a run's checkpoint in the formats of other libraries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parallax.commands.options import (
     trusting,
 )
 from parallax.common.units import format_bytes
-from parallax.run.export import FORMS, export
+from parallax.run.export import FORMS, CheckpointChoice, export
 from parallax.run.resume import StoredRun
 
 _SHOWN = 12  # files
@@ -24,7 +24,10 @@ EXAMPLES = """examples:
   parallax export deeper --to huggingface --out ~/model
   parallax export deeper --to safetensors --out ~/weights   the weights alone, under the model's own names
   parallax export deeper --to dcp                       weights and optimizer states: torch.distributed.checkpoint.load
+  parallax export deeper --to huggingface --best        the checkpoint with the best checkpoint.metric, not the last
+  parallax export deeper --to safetensors --step 400    the checkpoint of a step
   parallax export tuned --to peft                       the adapters of a run with model.adapter
+  parallax export tuned --to huggingface --merge        its base, with the adapters merged into the weights
   parallax export theirs --to safetensors model.target=mymodel:build   a run made elsewhere
 """
 
@@ -39,8 +42,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="huggingface: a folder of transformers, with tokenizer; safetensors: the weights alone; dcp: weights and "
         "optimizer states, for torch.distributed.checkpoint; peft: adapters",
     )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--best",
+        action="store_true",
+        help="the checkpoint with the best checkpoint.metric, or else validation loss; by default the last",
+    )
+    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N")
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="merge the run's adapters into the weights of their base",
+    )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="a new or empty folder; one of the run's by default"
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("trained", "ema"),
+        default="trained",
+        help="trained: the weights of the last step; ema: their averages, of a run with ema=on or ema=average",
     )
     add_class_paths(parser)
     add_json(parser)
@@ -53,7 +74,15 @@ def run(parsed: argparse.Namespace) -> int:
     out = parsed.out.expanduser() if parsed.out is not None else None
     found = StoredRun.read(directory, trusting(class_paths_of(parsed)))
     with console.status("exporting"):
-        exported = export(found, FORMS[parsed.to], out)
+        choice = CheckpointChoice(step=parsed.step, best=parsed.best)
+        exported = export(
+            found,
+            FORMS[parsed.to],
+            out,
+            choice=choice,
+            merge=parsed.merge,
+            averaged=parsed.weights == "ema",
+        )
     if parsed.json:
         print_json(
             {

@@ -12,6 +12,7 @@ from parallax.run.sweep.results import find_folder, read_results
 
 EXAMPLES = """examples:
   parallax report scaling                               the sweep in runs/scaling: runs/scaling/report/report.html
+  parallax report rates --metric validation_accuracy     the best point by a number of summary.json or metrics.jsonl
   parallax report runs/deeper                           one run, as a sweep of one point
 """
 
@@ -24,6 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SWEEP",
         help="the name or the directory of a sweep, or of a run",
     )
+    parser.add_argument(
+        "--metric",
+        default="",
+        metavar="NAME",
+        help="the metric that is shown and by which the best point is chosen: a number of the runs' summary.json, or a "
+        "column of their metrics.jsonl (its last value); default: checkpoint.metric",
+    )
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -32,7 +40,7 @@ def run(parsed: argparse.Namespace) -> int:
     if not console.is_terminal:
         console = safe_console(width=WIDTH)
     folder = find_folder(parsed.results)
-    results = read_results(folder)
+    results = read_results(folder, parsed.metric)
     if not results.points:
         raise ConfigError(f"{folder} has no points yet: run the sweep first")
     console.print(results_table(results))

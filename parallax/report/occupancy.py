@@ -18,7 +18,7 @@ from parallax.report.timeline import COLOURS
 
 DEVICE, TIER, LIMIT = "#2b5c8a", "#c77f1a", "#b03a2e"
 DEVICE_COLUMN, TIER_COLUMN = 1, 2  # of a sample
-MOST_STAGES = 6  # that a picture has room for
+MOST_STAGES = 6  # that fit a figure
 _STRIP = 0.05  # height of the actions below the curves, as a share of the panel
 _ACTIONS = ("forward", "backward", "backward_weight", "update")
 

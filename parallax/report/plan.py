@@ -70,7 +70,7 @@ def plan_table(plan: Plan, profile: ModelProfile | None = None) -> Table:
 
 
 def _unused(plan: Plan) -> str:
-    """Return a line for each kind of device of which the plan leaves some unused."""
+    """Return a line for each kind of device with devices that the plan does not use."""
     used, text = plan.world_size, ""
     if plan.spare_devices:
         text = f"\n{used} of {used + plan.spare_devices} devices are used: with more the step would be no shorter"

@@ -48,7 +48,26 @@ def summary_table(summary: Mapping[str, Any]) -> RenderableType:
             _size(rank.get("offloaded_bytes_per_step")),
             _cell(rank.get("stall_seconds_per_step"), "{:.3f} s"),
         )
-    return Group(Text(_outcome(summary)), run, ranks)
+    return Group(Text(_outcome(summary)), *map(Text, _utilization(summary)), run, ranks)
+
+
+def _utilization(summary: Mapping[str, Any]) -> list[str]:
+    """Return a line on the model FLOP utilization, none if it is unknown. One above 100% is impossible: the peak is too
+    low then."""
+    share, peak = summary.get("mfu"), summary.get("peak_flops")
+    if not share or not peak:
+        return []
+    wrong = "; more than all of it: the peak was measured on a busy machine" if share > 1 else ""
+    return [
+        f"MFU {share:.1%} of {peak / 1e12:.3g} TFLOP/s per rank: {summary.get('peak_source')}{wrong}"
+    ]
+
+
+_ENDS = {
+    "rows": "; the rows ended there",
+    "patience": "; the validation stopped improving",
+    "target": "; the target was reached",
+}
 
 
 def _outcome(summary: Mapping[str, Any]) -> str:
@@ -59,13 +78,26 @@ def _outcome(summary: Mapping[str, Any]) -> str:
         for key in ("loss_first", "loss_last", "validation_loss", "unigram_entropy")
     )
     baseline = f" (unigram entropy {entropy})" if summary.get("unigram_entropy") else ""
-    ended = "; the rows ended there" if summary.get("ended") == "rows" else ""
+    ended = _ENDS.get(str(summary.get("ended")), "")
+    if summary.get("ended") == "callback":
+        ended = f"; ended by {summary.get('callback')}"
     restarts = summary.get("restarts") or 0
     again = f"; restarts: {restarts}, steps taken again: {summary.get('lost_steps') or 0}"
     return (
-        f"{_cell(summary.get('steps'), '{}')} steps{ended}: loss {first} to {last}, validation {validation}{baseline}, "
+        f"{_cell(summary.get('steps'), '{}')} steps{ended}: loss {first} to {last}, "
+        f"validation {validation}{baseline}{_metrics(summary)}, "
         f"{_speed(summary)}{again if restarts else ''}"
     )
+
+
+def _metrics(summary: Mapping[str, Any]) -> str:
+    """Return the metrics of the held-out rows as text."""
+    found = {
+        key.removeprefix("validation_"): n
+        for key, n in summary.items()
+        if key.startswith("validation_")
+    }
+    return "".join(f", {key} {_cell(n, '{:.4f}')}" for key, n in found.items() if key != "loss")
 
 
 def _speed(summary: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ Row = Mapping[str, Any]
 
 
 def swaps(statistics: SwapStatistics) -> bool:
-    """Whether a stage saved activations that could be offloaded, even if all were kept, or offloaded anything else."""
+    """Return whether a stage offloaded anything, or saved activations that it could have offloaded."""
     return (
         bool(statistics.decisions)
         or statistics.limit_bytes + statistics.bytes_out + statistics.bytes_in > 0

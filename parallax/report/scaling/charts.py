@@ -7,10 +7,12 @@ matplotlib takes text between two dollars for mathematics.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from parallax.common.metrics import larger_is_better
 from parallax.common.units import format_bytes
 from parallax.errors import printable
 from parallax.report.figure import new_figure
@@ -18,15 +20,17 @@ from parallax.report.scaling.points import PointResult, Series, SweepResults
 
 COLOURS = ("#2b5c8a", "#c77f1a", "#57a773", "#b03a2e", "#7d5ba6", "#4d4d4d", "#1aa3a3", "#d16ba5")
 MARKERS = "osD^vP*X"
-MOST_SERIES = 12  # that a legend has room for
+MOST_SERIES = 12  # that fit a legend
 _LONGEST_LABEL = 48
 _MOST_LINEAR = 30  # times the smallest rate: more can be read on a logarithmic scale alone
+METRIC_FILES = "metric-"  # the beginning of names of files
 _MOST_NOTES = 24  # points that have their name beside them
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart: its file name, its title, the data it needs, and the function that draws it."""
+    """A chart: its file name, its title, the data it needs, and the function that draws it. ``from_zero``: whether a
+    linear scale starts at zero."""
 
     file: str
     title: str
@@ -34,6 +38,7 @@ class Chart:
     needs: str
     series: Callable[[SweepResults], list[Series]]
     draw: Callable[[Any, list[Series]], None]
+    from_zero: bool = True
 
     def figure(self, found: list[Series]) -> Any:
         figure = new_figure()
@@ -43,10 +48,10 @@ class Chart:
         more = (
             f" (the first {MOST_SERIES} of {len(found)} series)" if len(found) > len(shown) else ""
         )
-        axes.set_title(self.title + more, loc="left", fontsize=17)
+        axes.set_title(_short(self.title) + more, loc="left", fontsize=17).set_parse_math(False)
         axes.tick_params(labelsize=13)
         axes.grid(alpha=0.25)
-        if axes.get_yscale() == "linear":
+        if self.from_zero and axes.get_yscale() == "linear":
             axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
         lines, names = axes.get_legend_handles_labels()
         if lines:
@@ -145,7 +150,7 @@ def _draw_frontier(axes: Any, found: list[Series]) -> None:
     if max(rates) > _MOST_LINEAR * min(rates):
         axes.set_yscale("log")
     most = max(each.peak.measured for series in found for each in series.points if each.peak)
-    axes.set_xlim(0, 1.25 * most)
+    axes.set_xlim(0, 1.25 * most or 1)  # small models use no block of memory
     axes.set_xlabel("peak of the fullest rank", fontsize=14)
     units = sorted({series.points[0].unit for series in found})
     axes.set_ylabel(f"{' or '.join(units)} per second", fontsize=14)
@@ -184,8 +189,94 @@ def _note(axes: Any, text: str, place: tuple[float, float], index: int) -> None:
 
 def _text(text: str) -> str:
     """Return a user's text as a label; matplotlib leaves labels with a leading underscore out of legends."""
-    short = text if len(text) <= _LONGEST_LABEL else f"{text[: _LONGEST_LABEL - 3]}..."
-    return printable(f" {short}" if short.startswith("_") else short)
+    short = _short(text)
+    return f" {short}" if short.startswith("_") else short
+
+
+def _short(text: str) -> str:
+    return printable(text if len(text) <= _LONGEST_LABEL else f"{text[: _LONGEST_LABEL - 3]}...")
+
+
+def metric_charts(results: SweepResults) -> list[Chart]:
+    """Return a chart of the metric over each swept setting that has several values."""
+    if not results.metric:
+        return []
+    found: dict[str, list[str]] = {}
+    for point in results.points:
+        for key, value in point.swept.items():
+            found.setdefault(key, []).append(value)
+    keys = [key for key, values in found.items() if len(set(values)) > 1]
+    return [_metric_chart(results, key, number) for number, key in enumerate(keys, start=1)]
+
+
+def _metric_chart(results: SweepResults, key: str, number: int) -> Chart:
+    better = "highest" if larger_is_better(results.metric) else "lowest"
+
+    def series(results: SweepResults) -> list[Series]:
+        found = results.by_key(key)
+        points = tuple(point for each in found for point in each.points)
+        if (
+            len(found) > MOST_SERIES
+        ):  # as of a random search: no two points differ in one setting alone
+            found = [Series({}, points)]
+        return found if len(points) > 1 else []
+
+    def draw(axes: Any, found: list[Series]) -> None:
+        _draw_metric(axes, found, results, key)
+
+    slug = re.sub(r"[^A-Za-z0-9_-]+", "-", key)[:_LONGEST_LABEL]
+    return Chart(
+        f"{METRIC_FILES}{number}-{slug}",
+        f"{results.metric} by {key}",
+        f"The metric of points that differ in {key}; lines join points whose other settings are equal, and the star is "
+        f"the {better} of the sweep.",
+        f"at least two points that record {results.metric}",
+        series,
+        draw,
+        from_zero=False,
+    )
+
+
+def _draw_metric(axes: Any, found: list[Series], results: SweepResults, key: str) -> None:
+    values = list(dict.fromkeys(point.swept[key] for series in found for point in series.points))
+    places = _numbers(values)
+    for index, series in enumerate(found):
+        colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
+        dots = [(places[p.swept[key]], results.value(p)) for p in series.points]
+        dots.sort(key=lambda dot: dot[0])
+        rest = " ".join(f"{k}={v}" for k, v in series.common.items() if k != key)
+        others = {tuple((k, v) for k, v in p.swept.items() if k != key) for p in series.points}
+        style = {"color": colour, "marker": marker, "markersize": 9, "zorder": 3}
+        label = {"label": _text(rest)} if rest else {}
+        axes.plot(*zip(*dots), **style, **label, linewidth=2 if len(others) == 1 else 0)
+    best = results.best
+    if best is not None and key in best.swept and best.swept[key] in places:
+        star = {"color": "none", "markeredgecolor": "#222222", "markersize": 20, "marker": "*"}
+        axes.plot([places[best.swept[key]]], [results.value(best)], **star, zorder=4)
+    axes.set_xlabel(_text(key), fontsize=14).set_parse_math(False)
+    axes.set_ylabel(_text(results.metric), fontsize=14).set_parse_math(False)
+    if any(_number(value) is None for value in values):
+        axes.set_xticks(list(places.values()))
+        for text in axes.set_xticklabels([_text(value) for value in places]):
+            text.set_parse_math(False)
+    elif min(places.values()) > 0 and max(places.values()) > _MOST_LINEAR * min(places.values()):
+        axes.set_xscale("log")
+
+
+def _numbers(values: Sequence[str]) -> dict[str, float]:
+    """Return value → its place on the axis: the number that it is, or its index if any value is not a number."""
+    found = {value: _number(value) for value in values}
+    if any(number is None for number in found.values()):
+        return {value: float(index) for index, value in enumerate(values)}
+    return {value: number for value, number in found.items() if number is not None}
+
+
+def _number(value: str) -> float | None:
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 CHARTS = (

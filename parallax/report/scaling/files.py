@@ -8,7 +8,7 @@ from pathlib import Path
 
 from parallax.common.files import replace_text
 from parallax.report.figure import save_png
-from parallax.report.scaling.charts import CHARTS, Chart
+from parallax.report.scaling.charts import CHARTS, METRIC_FILES, Chart, metric_charts
 from parallax.report.scaling.page import page
 from parallax.report.scaling.points import SweepResults
 from parallax.report.scaling.table import results_csv
@@ -27,7 +27,10 @@ def write_report(results: SweepResults, folder: Path) -> Written:
     folder.mkdir(parents=True, exist_ok=True)
     drawn: dict[Chart, str] = {}
     missing: dict[str, str] = {}
-    for chart in CHARTS:
+    charts = metric_charts(results)
+    for path in folder.glob(f"{METRIC_FILES}*.png"):
+        path.unlink()
+    for chart in (*charts, *CHARTS):
         path = folder / f"{chart.file}.png"
         if found := chart.series(results):
             figure = chart.figure(found)

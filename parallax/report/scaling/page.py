@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from parallax.errors import printable
 from parallax.report.scaling.charts import Chart
 from parallax.report.scaling.points import SweepResults
-from parallax.report.scaling.table import TableCell, headings, rows
+from parallax.report.scaling.table import TableCell, best_line, headings, rows
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _STYLE = """
@@ -63,6 +63,13 @@ def page(results: SweepResults, charts: Mapping[Chart, str], missing: Mapping[st
     lacking = "\n".join(
         f"<li>{_shown(title)}: it needs {_shown(reason)}.</li>" for title, reason in missing.items()
     )
+    remarks = "\n".join(
+        f"<p>{_shown(line)}</p>"
+        for line in (
+            *best_line(results),
+            *(f"{point}: {why}" for point, why in results.doubts().items()),
+        )
+    )
     command = f"<p><code>{_shown(results.command)}</code></p>" if results.command else ""
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -78,6 +85,7 @@ def page(results: SweepResults, charts: Mapping[Chart, str], missing: Mapping[st
 {command}
 <p>{done} of {len(results.points)} point(s) done. Speed-up and efficiency are against the smallest of the same work;
 peaks are of each rank, measured / predicted. A click on a heading sorts.</p>
+{remarks}
 <div class="table"><table>
 <thead><tr>{"".join(f'<th tabindex="0">{_shown(each)}</th>' for each in [*headings(results), "why"])}</tr></thead>
 <tbody>

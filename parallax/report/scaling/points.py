@@ -15,6 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from math import isfinite
+
+from parallax.common.metrics import larger_is_better
+
+_TOLERANCE = 0.02  # of an efficiency: medians of one run differ by as much from those of the next
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,8 @@ class RankPeak:
 class PointResult:
     """The result of one point. ``swept``: those of its settings that differ between points. ``workload``: all settings
     that define the work of a step; ``model``: those of model and data. ``layout``: its stages and replicas as text.
-    ``per_second``: speed in ``unit`` per second. ``seconds``: duration of the whole run. Unknown values, as for failed
-    points, are None."""
+    ``per_second``: speed in ``unit`` per second. ``seconds``: duration of the whole run. ``metrics``: name → number of
+    the run's summary, and the metric that was asked for. Unknown values, as for failed points, are None."""
 
     name: str
     number: int = 0
@@ -49,6 +54,12 @@ class PointResult:
     per_second: float | None = None
     validation_loss: float | None = None
     peaks: tuple[RankPeak, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> str:
+        """Return the swept settings as they are typed."""
+        return " ".join(f"{key}={value}" for key, value in self.swept.items())
 
     @property
     def timed(self) -> bool:
@@ -77,7 +88,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one series, ordered by number of devices. ``common``: the swept settings that are equal in all of
+    """Points of one series, ordered by number of devices. ``common``: the swept settings with equal values in all of
     them."""
 
     common: Mapping[str, str]
@@ -89,7 +100,7 @@ class Series:
         return " ".join(f"{key}={value}" for key, value in self.common.items())
 
     def point_label(self, point: PointResult) -> str:
-        """Return as text the swept settings in which ``point`` differs from others of the series."""
+        """Return the swept settings in which ``point`` differs from other points of the series, as text."""
         own = {key: value for key, value in point.swept.items() if key not in self.common}
         return " ".join(f"{k.rpartition('.')[2]}={v}" for k, v in own.items()) or point.layout
 
@@ -113,14 +124,54 @@ class Series:
         speedup = (point.per_second or 0.0) / (first.per_second or 1.0)
         return Gain(speedup, speedup * (first.devices or 1) / (point.devices or 1))
 
+    def doubt(self, point: PointResult) -> str:
+        """Return why the rate of ``point`` is doubtful: it is more than its devices can give; empty if it is not."""
+        first, gain = self.smallest, self.gain(point)
+        if gain.efficiency <= 1 + _TOLERANCE or first.devices == point.devices:
+            return ""
+        devices = f"{first.devices} device{'s' if first.devices != 1 else ''}"
+        return (
+            f"{gain.speedup:.2f} times the rate of {devices} is more than {point.devices} devices can give: compare "
+            "medians of longer runs; caches or swapping differ"
+        )
+
 
 @dataclass(frozen=True)
 class SweepResults:
-    """The points of a sweep. ``command``: the command of the sweep; empty for a single run."""
+    """The points of a sweep. ``command``: the command of the sweep; empty for a single run. ``metric``: the name of the
+    metric by which points are compared; empty if no point has one."""
 
     name: str
     command: str
     points: tuple[PointResult, ...]
+    metric: str = ""
+
+    def value(self, point: PointResult) -> float | None:
+        """Return the metric of ``point``; None if it is unknown."""
+        return point.metrics.get(self.metric)
+
+    @property
+    def best(self) -> PointResult | None:
+        """Return the point with the best finite metric; of several equal ones the first."""
+        known = [(p, v) for p in self.points if (v := self.value(p)) is not None and isfinite(v)]
+        if not known:
+            return None
+        sign = -1 if larger_is_better(self.metric) else 1
+        return min(known, key=lambda pair: sign * pair[1])[0]
+
+    def by_key(self, key: str) -> list[Series]:
+        """Return the series of points with a metric that differ in the swept setting ``key`` alone."""
+        known = [p for p in self.points if key in p.swept and self.value(p) is not None]
+        return _series(known, lambda p: tuple(item for item in p.swept.items() if item[0] != key))
+
+    def doubts(self) -> dict[str, str]:
+        """Return name of point → why its rate is doubtful."""
+        found: dict[str, str] = {}
+        for series in (*self.strong(), *self.weak()):
+            for point in series.points:
+                if why := series.doubt(point):
+                    found.setdefault(point.name, why)
+        return found
 
     @property
     def timed(self) -> list[PointResult]:

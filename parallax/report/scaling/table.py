@@ -36,7 +36,9 @@ def headings(results: SweepResults) -> list[str]:
     weak = ["weak efficiency"] if _has_weak(results) else []
     return [
         *("point", "devices", "layout", "rows", "step", "predicted", "off by", "rate"),
-        *("speed-up", "efficiency", *weak, "peak by rank / predicted", "state"),
+        *("speed-up", "efficiency", *weak, "peak by rank / predicted"),
+        *([printable(results.metric)] if results.metric else []),
+        "state",
     ]
 
 
@@ -61,12 +63,13 @@ def rows(results: SweepResults) -> Iterator[list[TableCell]]:
             _share(gain.efficiency if gain else None),
             *([_share(weak_gain.efficiency if weak_gain else None)] if has_weak else []),
             _peaks(point),
+            *([_metric(results.value(point))] if results.metric else []),
             TableCell(printable(point.status)),
         ]
 
 
 def results_table(results: SweepResults) -> RenderableType:
-    """Return the table for the terminal, with the reasons of unfinished points below."""
+    """Return the table for the terminal; below it the reasons of unfinished points, doubts, and the best point."""
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     longest = max((len(point.name) for point in results.points), default=0)
     for name in headings(results):
@@ -80,7 +83,20 @@ def results_table(results: SweepResults) -> RenderableType:
     reasons = [
         printable(f"{point.name}: {point.reason}") for point in results.points if point.reason
     ]
-    return Group(table, *(Text(reason) for reason in reasons))
+    doubts = [printable(f"{name}: {why}") for name, why in results.doubts().items()]
+    return Group(table, *(Text(line) for line in (*reasons, *doubts, *best_line(results))))
+
+
+def best_line(results: SweepResults) -> list[str]:
+    """Return a line with the best point and its overrides; nothing if the sweep has no metric."""
+    best = results.best
+    if best is None or len(results.points) < 2:
+        return []
+    value = results.value(best)
+    text = (
+        f"best {results.metric}: {value:.5g}, {best.name}: {best.settings or 'no setting differs'}"
+    )
+    return [printable(text)]
 
 
 def results_csv(results: SweepResults) -> str:
@@ -89,6 +105,7 @@ def results_csv(results: SweepResults) -> str:
     strong, weak = _gains(results, weak=False), _gains(results, weak=True)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
+    metric = [results.metric] if results.metric not in ("", "validation_loss") else []
     writer.writerow(
         [
             *("point", "status", "reason", *map(_plain, keys), "devices", "layout"),
@@ -96,6 +113,7 @@ def results_csv(results: SweepResults) -> str:
             *("step_seconds", "predicted_step_seconds", "per_second", "unit"),
             *("speedup", "efficiency", "weak_efficiency", "measured_peak_bytes"),
             *("predicted_peak_bytes", "validation_loss", "run_seconds"),
+            *(f"metric {_plain(name)}" for name in metric),
         ]
     )
     for point in results.points:
@@ -111,6 +129,7 @@ def results_csv(results: SweepResults) -> str:
                 " ".join(str(rank.measured) for rank in point.peaks),
                 " ".join(str(rank.predicted) for rank in point.peaks),
                 *(point.validation_loss, point.seconds),
+                *(results.value(point) for _ in metric),
             ]
         )
     return out.getvalue()
@@ -142,6 +161,10 @@ def _count(count: int | None) -> TableCell:
 
 def _seconds(seconds: float | None) -> TableCell:
     return TableCell(NONE if seconds is None else format_seconds(seconds), seconds)
+
+
+def _metric(value: float | None) -> TableCell:
+    return TableCell(NONE if value is None else f"{value:.5g}", value)
 
 
 def _share(share: float | None) -> TableCell:

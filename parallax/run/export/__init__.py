@@ -1,14 +1,15 @@
-"""``parallax export``: the last checkpoint of a run in the formats of other libraries, one module each.
+"""``parallax export``: a checkpoint of a run in the formats of other libraries, one module each.
 
-=============  =========================================================================================
-huggingface    a folder of transformers, with tokenizer
+=============  ==========================================================================================
+huggingface    a folder of transformers, with tokenizer; adapters that are not merged in the format of peft
 safetensors    the weights alone, under the model's own names
 dcp            torch's distributed checkpoint format: weights and optimizer states, by the model's names
 peft           adapters
-=============  =========================================================================================
+=============  ==========================================================================================
 """
 
 from parallax.run.export.adapters import PeftForm
+from parallax.run.export.choice import CheckpointChoice
 from parallax.run.export.distributed import DistributedForm
 from parallax.run.export.exporting import export
 from parallax.run.export.form import Exported, ExportForm
@@ -20,4 +21,4 @@ FORMS: dict[str, ExportForm] = {
     for form in (HuggingFaceForm(), SafetensorsForm(), DistributedForm(), PeftForm())
 }
 
-__all__ = ["FORMS", "ExportForm", "Exported", "export"]
+__all__ = ["FORMS", "CheckpointChoice", "ExportForm", "Exported", "export"]

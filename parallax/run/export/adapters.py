@@ -12,7 +12,7 @@ from parallax.run.export.form import Contents, Trained
 class PeftForm:
     """A folder with the adapters alone, which ``PeftModel.from_pretrained(base, folder)`` loads."""
 
-    name, takes_adapters = "peft", True
+    name, takes_adapters, takes_merged = "peft", True, False
 
     def contents(self, trained: Trained) -> Contents:
         """See :class:`~parallax.run.export.form.ExportForm`."""

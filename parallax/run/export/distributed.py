@@ -31,6 +31,7 @@ from torch.futures import Future
 
 from parallax.run.export.form import Contents, Trained
 from parallax.runtime.checkpoint import PART_BYTES
+from parallax.runtime.optim.builder import OptimizerBuilder
 
 _PLACE = torch.device("cpu")
 
@@ -38,7 +39,7 @@ _PLACE = torch.device("cpu")
 class DistributedForm:
     """A folder for ``torch.distributed.checkpoint``, or for ``dcp_to_torch_save``, which makes one file of it."""
 
-    name, takes_adapters = "dcp", False
+    name, takes_adapters, takes_merged = "dcp", False, False
 
     def contents(self, trained: Trained) -> Contents:
         """See :class:`~parallax.run.export.form.ExportForm`."""
@@ -136,12 +137,15 @@ def _groups(trained: Trained) -> Iterator[dict[str, Any]]:
     names = {names[0] for names in trained.names()}
     parameters = {n: p for n, p in trained.model.named_parameters() if n in names}
     stand_ins = {
-        nn.Parameter(torch.empty((0,) * p.dim(), device=_PLACE)): name
+        name: nn.Parameter(
+            torch.empty((0,) * p.dim(), device=_PLACE), requires_grad=p.requires_grad
+        )
         for name, p in parameters.items()
-        if p.requires_grad
     }
     settings = trained.settings
-    rate = settings.optimizer.rate(trained.reader.step, settings.trainer.steps)
-    for group in settings.optimizer.build(stand_ins, _PLACE).param_groups:
-        members = [stand_ins[p] for p in group["params"] if p in stand_ins]
-        yield {**group, "lr": rate, "params": members}
+    found = {parameter: name for name, parameter in stand_ins.items()}
+    factor = settings.schedule.factor(trained.reader.step, settings.trainer.steps)
+    builder = OptimizerBuilder.of(settings.optimizer, trained.model)
+    for group in builder.build(stand_ins).param_groups:
+        members = [found[p] for p in group["params"] if p in found]
+        yield {**group, "lr": group["lr"] * factor, "params": members}

@@ -1,4 +1,4 @@
-"""Write the last checkpoint of a run in another format.
+"""Write a checkpoint of a run in another format.
 
 Tensors are read, converted and written one by one. Only tensors that are converted together, such as the experts of one
 layer, are in memory at once. The contents of the files follow from the checkpoint's headers, so they are known before
@@ -13,30 +13,46 @@ from safetensors import SafetensorError
 
 from parallax.common.files import disk_free_bytes, making_folder
 from parallax.common.units import format_bytes
+from parallax.config import RunConfig
 from parallax.errors import CheckpointError, ConfigError, printable
 from parallax.model.construction.deferred import deferred_init
-from parallax.run.export.form import Exported, ExportForm, Trained
-from parallax.run.job import built_model
+from parallax.model.factory.adapters import AdaptableModelConfig
+from parallax.model.source import ModelConfig
+from parallax.run.export.choice import CheckpointChoice
+from parallax.run.export.form import CheckpointTensors, Exported, ExportForm, Trained
+from parallax.run.export.merging import MergedTensors
+from parallax.run.job import built_model, model_factory
 from parallax.run.resume import StoredRun
-from parallax.runtime.checkpoint import CheckpointReader, list_checkpoints
+from parallax.runtime.checkpoint import CheckpointReader
 
 
-def export(run: StoredRun, form: ExportForm, out: Path | None) -> Exported:
-    """Write the last checkpoint of ``run`` in the format ``form`` to the folder ``out``; by default, to a folder in the
-    run's directory named after the step. The folder is either written completely or not at all."""
-    checkpoint = _last(run)
-    out = out or run.directory / form.name / checkpoint.name
+def export(
+    run: StoredRun,
+    form: ExportForm,
+    out: Path | None,
+    *,
+    choice: CheckpointChoice | None = None,
+    merge: bool = False,
+    averaged: bool = False,
+) -> Exported:
+    """Write a checkpoint of ``run``, the last unless ``choice`` is another, in the format ``form`` to the folder
+    ``out``; by default, to a folder in the run's directory named after the step. ``merge``: write the base with the
+    run's adapters merged into its weights. ``averaged``: write averages in place of the weights that have one. The
+    folder is either written completely or not at all."""
+    checkpoint, chosen = (choice or CheckpointChoice()).find(run)
+    which = f"{'-merged' if merge else ''}{'-ema' if averaged else ''}"
+    out = out or run.directory / form.name / f"{checkpoint.name}{which}"
     _check_free(out)
     config = built_model(run.config)
-    model = deferred_init(config.build, run.config.seed).model
-    adapting = config.base(run.config.seed) != ""
-    if adapting and not form.takes_adapters:
-        raise ConfigError(
-            f"--to {form.name}: the run trains adapters, and its checkpoints do not hold their base; use --to peft"
-        )
-    reader = CheckpointReader(checkpoint)
+    _check_merge(form, merge=merge, adapting=config.base(run.config.seed) != "")
+    reader = CheckpointReader(checkpoint, averaged=averaged)
     reader.check_whole()
-    contents = form.contents(Trained(model, reader, run.config))
+    if averaged and not reader.averages.get("updates"):
+        raise ConfigError(
+            f"--weights ema: {checkpoint.name} has no averaged weights (ema={run.config.ema.name}); use --weights "
+            "trained, or train with ema=on"
+        )
+    contents = form.contents(_trained(run.config, config, reader, merge=merge))
     _check_room(out, contents.size)
     try:
         with making_folder(out) as folder:
@@ -48,25 +64,39 @@ def export(run: StoredRun, form: ExportForm, out: Path | None) -> Exported:
             f"--out {printable(str(out))}: cannot write {format_bytes(contents.size)} there: {reason}, "
             f"{format_bytes(disk_free_bytes(out))} free; nothing is left of it"
         ) from error
+    if chosen and not averaged and run.config.ema.evaluates:
+        chosen += "; that is the value of the averaged weights: add --weights ema to write these"
+    remarks = [chosen, *remarks] if chosen else remarks
     return Exported(out, reader.step, contents.size, tuple(files), tuple(remarks))
 
 
-def _last(run: StoredRun) -> Path:
-    found = list_checkpoints(run.config.checkpoint.folder(run.directory, run.config.name))
-    if not found:
+def _trained(
+    settings: RunConfig, config: ModelConfig, reader: CheckpointReader, *, merge: bool
+) -> Trained:
+    deferred = deferred_init(model_factory(settings), settings.seed)
+    if not merge:
+        return Trained(deferred.model, reader, settings, CheckpointTensors(reader))
+    assert isinstance(config, AdaptableModelConfig)
+    base = deferred_init(config.create, settings.seed).model
+    identity, dtype = config.base(settings.seed), settings.precision.parameter_dtype
+    weights = MergedTensors(base, deferred, reader, identity, dtype)
+    return Trained(base, reader, settings, weights)
+
+
+def _check_merge(form: ExportForm, *, merge: bool, adapting: bool) -> None:
+    """Raise :class:`ConfigError` if ``form`` can hold neither the adapters nor the merged base that is wanted."""
+    if merge and not adapting:
+        raise ConfigError("--merge: the run trains no adapters (model.adapter); leave it out")
+    if merge and not form.takes_merged:
         raise ConfigError(
-            f"{printable(str(run.directory))} has no checkpoint yet: a run saves every trainer.checkpoint_every "
-            "steps, at its end, and where SIGTERM or Ctrl-C ends it"
+            f"--merge: --to {form.name} cannot hold a base with merged adapters; use --to huggingface or safetensors"
         )
-    return max(found, key=_history)
-
-
-def _history(checkpoint: Path) -> tuple[float, str]:
-    """Return a sort key for checkpoints: the latest start comes last, and within a start the last step."""
-    try:
-        return CheckpointReader(checkpoint).started, checkpoint.name
-    except CheckpointError:
-        return -1.0, checkpoint.name
+    if adapting and not merge and not form.takes_adapters:
+        merged = "; with --merge it gets the weights of both" if form.takes_merged else ""
+        raise ConfigError(
+            f"--to {form.name}: the run trains adapters, and its checkpoints do not hold their base; use --to peft"
+            f"{merged}"
+        )
 
 
 def _check_free(out: Path) -> None:

@@ -1,4 +1,4 @@
-"""The parts of an export: the last checkpoint of a run, its model, and the output format."""
+"""The parts of an export: a checkpoint of a run, its model, and the output format."""
 
 from __future__ import annotations
 
@@ -35,13 +35,40 @@ class Contents:
     write: Callable[[Path], list[str]]
 
 
+class Weights(Protocol):
+    """The values of a model's tensors, by the model's names."""
+
+    def held(self) -> dict[str, Tensor]:
+        """Return name → tensor, without values."""
+        ...
+
+    def read(self, name: str) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class CheckpointTensors:
+    """The values that the checkpoint of ``reader`` holds."""
+
+    reader: CheckpointReader
+
+    def held(self) -> dict[str, Tensor]:
+        """See :class:`Weights`."""
+        return self.reader.model_tensors()
+
+    def read(self, name: str) -> Tensor:
+        """See :class:`Weights`."""
+        return self.reader.read(f"model/{name}")
+
+
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint with its model, which is on the meta device. ``settings``: those of the run."""
+    """A checkpoint with its model, which is on the meta device, and the ``weights`` to export. ``settings``: those of
+    the run."""
 
     model: nn.Module
     reader: CheckpointReader
     settings: Any
+    weights: Weights
 
     @property
     def config(self) -> ModelConfig:
@@ -61,7 +88,7 @@ class Trained:
     def tensors(self) -> dict[str, Tensor]:
         """Return name → tensor, without values, for the model's tensors in the checkpoint. Raises
         :class:`CheckpointError` for a checkpoint of another model."""
-        known, found = self.model.state_dict(keep_vars=True), self.reader.model_tensors()
+        known, found = self.model.state_dict(keep_vars=True), self.weights.held()
         due = {names[0]: known[names[0]].shape for names in self.names()}
         wrong = [
             name
@@ -78,15 +105,16 @@ class Trained:
 
     def read(self, name: str) -> Tensor:
         """Return the values of one tensor of the model."""
-        return self.reader.read(f"model/{name}")
+        return self.weights.read(name)
 
 
 class ExportForm(Protocol):
     """A file format of another library. ``takes_adapters``: the format can hold adapters, whose checkpoints lack the
-    base."""
+    base. ``takes_merged``: it can hold a base with merged adapters, which has no optimizer states."""
 
     name: str
     takes_adapters: bool
+    takes_merged: bool
 
     def contents(self, trained: Trained) -> Contents:
         """Return the contents of an export of ``trained``. Raises :class:`ConfigError` if the model cannot be exported

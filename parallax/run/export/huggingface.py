@@ -13,11 +13,13 @@ from torch import Tensor
 
 from parallax.errors import ConfigError
 from parallax.model.construction.deferred import deferred_init
+from parallax.model.factory.adapters import has_adapters
 from parallax.model.files.conversions import (
     PretrainedLayout,
     class_of_transformers,
     is_pretrained,
 )
+from parallax.run.export.adapters import PeftForm
 from parallax.run.export.form import Contents, Trained, all_names
 from parallax.run.export.shards import Shards
 
@@ -36,9 +38,10 @@ _PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 
 
 class HuggingFaceForm:
-    """A folder for ``from_pretrained``, with the tokenizer's files from the folder that the run started from."""
+    """A folder for ``from_pretrained``, with the tokenizer's files from the folder that the run started from. Adapters
+    that are not merged are in peft's form."""
 
-    name, takes_adapters = "huggingface", False
+    name, takes_adapters, takes_merged = "huggingface", True, True
 
     def contents(self, trained: Trained) -> Contents:
         """See :class:`~parallax.run.export.form.ExportForm`."""
@@ -46,8 +49,10 @@ class HuggingFaceForm:
         if not is_pretrained(model):
             raise ConfigError(
                 f"--to huggingface: the run's model is a {type(model).__name__}, which is no model of transformers; "
-                "use --to safetensors"
+                f"use --to {'peft' if has_adapters(model) else 'safetensors'}"
             )
+        if has_adapters(model):
+            return _adapters(trained)
         _check_as_configured(model)
         shards = Shards(trained, PretrainedLayout(model))
 
@@ -57,6 +62,22 @@ class HuggingFaceForm:
             return _write_beside(model, trained.beginning, folder)
 
         return Contents(shards.size, write)
+
+
+def _adapters(trained: Trained) -> Contents:
+    """Return the contents of a folder with adapters, in peft's form, and the tokenizer of their base."""
+    adapters = PeftForm().contents(trained)
+
+    def write(folder: Path) -> list[str]:
+        remarks = adapters.write(folder)
+        if trained.beginning is not None:
+            _carry(trained.beginning, folder)
+        return [
+            *remarks,
+            "the folder holds adapters in peft's form: --merge adds them to the weights of the base",
+        ]
+
+    return Contents(adapters.size, write)
 
 
 def _write_beside(model: Any, source: Path | None, folder: Path) -> list[str]:

@@ -12,7 +12,7 @@ from parallax.run.export.shards import Shards
 class SafetensorsForm:
     """The weights alone, under the model's own names. ``model=custom model.weights=`` reads such files."""
 
-    name, takes_adapters = "safetensors", False
+    name, takes_adapters, takes_merged = "safetensors", False, True
 
     def contents(self, trained: Trained) -> Contents:
         """See :class:`~parallax.run.export.form.ExportForm`."""

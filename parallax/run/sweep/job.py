@@ -196,8 +196,8 @@ class _PointSignals:
 
 def _bind_to_parent() -> Callable[[], object] | None:
     """Return a function to run first in the child process, or None. It makes the child save and end if its parent is
-    killed. It also ignores a signal that a batch system sends to all processes of a job, and that only the launcher
-    handles."""
+    killed. It also ignores a signal that a batch system sends to all processes of a job, because only the launcher
+    handles it."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)

@@ -27,13 +27,15 @@ SWEEP, POINT, OUTPUT = "sweep.json", "point.json", "output.log"
 _LONGEST_NAME = 80
 _NO_WONDER = re.compile(r"[A-Za-z0-9._-]+")
 
+_COMPLETE = ("steps", "rows", "patience", "target", "callback")  # ends of a run that is done
+
 
 class PointStatus(StrEnum):
     """The status of a point."""
 
     RUNNING = "running"
     DONE = "done"
-    STOPPED = "stopped"  # it was asked to end, and can be resumed
+    STOPPED = "stopped"  # it was requested to end, and can be resumed
     FAILED = "failed"
 
 
@@ -139,5 +141,6 @@ def _damaged(path: Path, error: Exception) -> ConfigError:
 
 
 def is_complete(summary: Mapping[str, Any] | None) -> bool:
-    """Whether a run with this summary has run all its steps, or used all its rows."""
-    return summary is not None and summary.get("ended") in ("steps", "rows")
+    """Whether a run with this summary has run all its steps, used all its rows, or was ended early by its metric or a
+    callback."""
+    return summary is not None and summary.get("ended") in _COMPLETE

@@ -5,14 +5,15 @@ No class path in the files is imported, so a directory of another user can be re
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallax.common.documents import leaves, plain_yaml
-from parallax.errors import ConfigError, ParallaxError, printable
+from parallax.common.documents import any_json, leaves, plain_yaml, read_lines
+from parallax.errors import ConfigError, ParallaxError, nearest, printable
 from parallax.plan.plan import Plan
 from parallax.report.scaling import PointResult, RankPeak, SweepResults
 from parallax.run.prepare import RUNS
@@ -27,10 +28,12 @@ from parallax.run.sweep.points import (
     read_json,
     summary_of,
 )
+from parallax.train.repeats import METRICS
 
 _HOW_MANY = ("cluster.devices", "plan.stages", "plan.replicas", "trainer.global_batch")
 # What neither the time of a step nor its memory depends on.
 _BESIDES = ("name", "seed", "logger.", "trainer.", "checkpoint.")
+_SHOWN = 12  # names of metrics in an error
 _STILL = ("trainer.microbatch", "trainer.gather_loss")
 
 
@@ -47,28 +50,86 @@ def find_folder(name: Path) -> Path:
     )
 
 
-def read_results(folder: Path) -> SweepResults:
-    """Return the results of all points of the sweep in ``folder``, or of the run there."""
+def read_results(folder: Path, metric: str = "") -> SweepResults:
+    """Return the results of all points of the sweep in ``folder``, or of the run there. ``metric``: a number of the
+    runs' summaries, or a column of their metrics.jsonl, of which the last value counts; by default checkpoint.metric,
+    if points have it. Raises :class:`ConfigError` for a metric that no point has."""
     name = folder.resolve().name
     tree = read_json(folder / SWEEP)
     if tree is None:
         run = PointOutcome.load(folder) or PointOutcome(Point(1, (), {}), _status(folder))
-        return SweepResults(name, "", (_result(name, folder, run),))
-    typed = tree.get("overrides") if isinstance(tree, dict) else None
-    command = ["parallax", "train", "-m", *(map(str, typed) if isinstance(typed, list) else ())]
-    found = [_result(each, folder / each, outcome) for each, outcome in outcomes(folder).items()]
-    return SweepResults(name, printable(shlex.join(command)), tuple(found))
+        places, command = {name: (folder, run)}, ""
+    else:
+        typed = tree.get("overrides") if isinstance(tree, dict) else None
+        words = ["parallax", "train", "-m", *(map(str, typed) if isinstance(typed, list) else ())]
+        places = {each: (folder / each, outcome) for each, outcome in outcomes(folder).items()}
+        command = printable(shlex.join(words))
+    wanted = metric or _configured_metric(directory for directory, _ in places.values())
+    found = [_result(each, *place, wanted) for each, place in places.items()]
+    if not any(wanted in point.metrics for point in found):
+        if metric:
+            raise ConfigError(_no_metric(metric, found, [place for place, _ in places.values()]))
+        wanted = ""
+    return SweepResults(name, command, tuple(found), wanted)
+
+
+def _configured_metric(directories: Iterable[Path]) -> str:
+    """Return ``checkpoint.metric`` of the first point whose settings can be read; empty if there is none."""
+    for directory in directories:
+        with contextlib.suppress(ParallaxError, OSError, ValueError):
+            settings = leaves(plain_yaml(read_stored(directory)))
+            return str(settings.get("checkpoint.metric", ""))
+    return ""
+
+
+def _no_metric(metric: str, found: Sequence[PointResult], directories: Iterable[Path]) -> str:
+    names = {name for point in found for name in point.metrics}
+    for directory in directories:
+        names |= set(_last_values(directory))
+    known = sorted(names)
+    shown = [name for name in known if name.startswith("validation")] or known[:_SHOWN]
+    more = f" and {len(known) - len(shown)} others" if len(known) > len(shown) else ""
+    accepted = f"accepted are {', '.join(shown)}{more}" if known else "no point has recorded any"
+    return printable(
+        f"--metric {metric}: no finished point records it; {accepted}{nearest(metric, known)}"
+    )
+
+
+def _metrics(directory: Path, summary: Mapping[str, Any], wanted: str) -> dict[str, float]:
+    """Return the numbers of a summary by name, those in groups as GROUP.NAME, and the metric ``wanted``."""
+    groups = [("", summary), *((f"{k}.", v) for k, v in summary.items() if isinstance(v, dict))]
+    found = {
+        f"{group}{name}": float(value)
+        for group, held in groups
+        for name, value in held.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    if wanted and wanted not in found:
+        found |= {name: v for name, v in _last_values(directory).items() if name == wanted}
+    return found
+
+
+def _last_values(directory: Path) -> dict[str, float]:
+    """Return the last number of each column of a run's metrics.jsonl."""
+    found: dict[str, float] = {}
+    with contextlib.suppress(OSError, ValueError):
+        for line in read_lines(directory / METRICS):
+            record = any_json(line)
+            if isinstance(record, dict):
+                numbers = {k: v for k, v in record.items() if isinstance(v, int | float)}
+                found |= {str(name): float(value) for name, value in numbers.items()}
+    return found
 
 
 def _status(folder: Path) -> PointStatus:
     return PointStatus.DONE if is_complete(summary_of(folder)) else PointStatus.STOPPED
 
 
-def _result(name: str, directory: Path, outcome: PointOutcome) -> PointResult:
+def _result(name: str, directory: Path, outcome: PointOutcome, metric: str) -> PointResult:
     """Return the result of a point; for a failed point it has at least the reason."""
     swept = dict(outcome.point.swept)
     try:
-        measured = dict(_measured(directory))
+        measured = dict(_measured(directory, metric))
     except (ParallaxError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"its files cannot be read ({type(error).__name__}: {printable(str(error))[:200]})"
         return PointResult(name=name, swept=swept, status=str(PointStatus.FAILED), reason=reason)
@@ -94,7 +155,7 @@ def _result(name: str, directory: Path, outcome: PointOutcome) -> PointResult:
 _PLANNED = ("workload", "model", "unit", "global_batch", "devices", "layout")
 
 
-def _measured(directory: Path) -> Iterator[tuple[str, Any]]:
+def _measured(directory: Path, metric: str) -> Iterator[tuple[str, Any]]:
     """Yield the fields of a point's result from its settings, plan and summary, as far as they exist."""
     if not (directory / STORED).is_file():
         return
@@ -116,6 +177,7 @@ def _measured(directory: Path) -> Iterator[tuple[str, Any]]:
         tokens = _number(summary, "tokens_per_second")
         yield "per_second", _number(summary, "rows_per_second") if tokens is None else tokens
         yield "validation_loss", _number(summary, "validation_loss")
+        yield "metrics", _metrics(directory, summary, metric)
         yield (
             "peaks",
             tuple(

@@ -1,0 +1,90 @@
+"""Choose the checkpoint of a run to export: the last, the best, or that of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallax.errors import CheckpointError, ConfigError, printable
+from parallax.run.resume import StoredRun
+from parallax.runtime.checkpoint import CheckpointReader, list_checkpoints, step_of
+from parallax.runtime.checkpoint.reading import read_metrics
+from parallax.runtime.metrics.config import MetricsConfig
+
+_USUAL = "validation_loss"  # the metric of checkpoints that lack ``checkpoint.metric``
+_SHOWN = 12  # steps that an error lists
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointChoice:
+    """The checkpoint to use: that of ``step``, or the ``best`` by ``checkpoint.metric``; by default the last."""
+
+    step: int | None = None
+    best: bool = False
+
+    def find(self, run: StoredRun) -> tuple[Path, str]:
+        """Return the folder of the checkpoint, and a remark on the choice. Raises :class:`ConfigError` with the
+        existing steps if there is no such checkpoint."""
+        found = list_checkpoints(run.config.checkpoint.folder(run.directory, run.config.name))
+        if not found:
+            raise ConfigError(
+                f"{printable(str(run.directory))} has no checkpoint yet: a run saves every trainer.checkpoint_every "
+                "steps, at its end, and where SIGTERM or Ctrl-C ends it"
+            )
+        if self.step is not None:
+            return _of_step(found, self.step), ""
+        last = max(found, key=_history)
+        if not self.best:
+            return last, ""
+        return _best(found, last, run.config.checkpoint.metric, run.config.metrics_config)
+
+
+def _of_step(found: Sequence[Path], step: int) -> Path:
+    for path in found:
+        if step_of(path) == step:
+            return path
+    raise ConfigError(f"--step {step}: accepted are the existing checkpoints, {_steps(found)}")
+
+
+def _best(
+    found: Sequence[Path], last: Path, metric: str, metrics: MetricsConfig
+) -> tuple[Path, str]:
+    """Return the checkpoint with the best value of ``metric``, one of ``metrics`` or a loss, of several the latest.
+    Checkpoints after ``last`` are ignored: the run did not resume from them."""
+    found = [path for path in found if path.name <= last.name]
+    for name in dict.fromkeys((metric, _USUAL)):
+        values = {path: _value(path, name) for path in found}
+        known = {path: value for path, value in values.items() if value is not None}
+        if known:
+            sign = 1 if metrics.higher_is_better(name) else -1
+            best = max(known, key=lambda path: (sign * known[path], path.name))
+            return (
+                best,
+                f"step {step_of(best)} has the best {name}, {known[best]:.4g}, of {_steps(list(known))}",
+            )
+    raise ConfigError(
+        f"--best: no checkpoint records {metric}; name one of them with --step: {_steps(found)}. checkpoint.best=1 "
+        "evaluates before each checkpoint"
+    )
+
+
+def _value(path: Path, metric: str) -> float | None:
+    value = read_metrics(path).get(metric)
+    usable = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if usable and value is not None else None
+
+
+def _steps(found: Sequence[Path]) -> str:
+    steps = [str(step_of(path)) for path in found]
+    more = f" and {len(steps) - _SHOWN} more" if len(steps) > _SHOWN else ""
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(steps[-_SHOWN:])}{more}"
+
+
+def _history(checkpoint: Path) -> tuple[float, str]:
+    """Return a sort key for checkpoints: the latest start comes last, and within a start the last step."""
+    try:
+        return CheckpointReader(checkpoint).started, checkpoint.name
+    except CheckpointError:
+        return -1.0, checkpoint.name
