@@ -181,8 +181,8 @@ def take_options(
     tree: dict[str, Any], groups: list[str], plain: dict[str, Any], fresh: dict[str, Any]
 ) -> None:
     """Apply options to ``tree``. ``plain``: the configuration without the options; ``fresh``: with them. The
-    ``groups``, and groups whose kind changes, are replaced as a whole. In other groups only the values that the options
-    set are changed."""
+    ``groups``, and groups whose kind changes, are replaced as a whole. In other groups, only values set by the options
+    change."""
     for group, value in fresh.items():
         if group in groups or _kind(value) != _kind(plain[group]):
             tree[group] = value

@@ -68,7 +68,7 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[Span]:
-    """Yield the spans of a file in order; a last line cut short by a crash is skipped. Raises :class:`ConfigError`
+    """Yield the spans of a file in order; a last line truncated by a crash is skipped. Raises :class:`ConfigError`
     for invalid lines."""
     read = 0
     try:

@@ -151,8 +151,8 @@ def _new_folder(base: Path, prefix: str) -> tuple[int, str]:
 
 
 def _own(make: Callable[[], tuple[int, str]]) -> tuple[int, str]:
-    """Return the handle and name from ``make``, with the handle locked as long as it is open, so that other processes
-    know that its maker lives."""
+    """Return the handle and the name that ``make`` returned. The handle is locked until it is closed, so that other
+    processes know that its owner is alive."""
     while True:
         handle, name = make()
         # on a file system without locks, nothing is removed either

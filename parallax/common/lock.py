@@ -19,7 +19,7 @@ from parallax.errors import ConfigError, printable
 
 LOCK = ".lock"
 PRIVATE = 0o700  # mode of a run's folder: only its owner reads checkpoints and settings
-_ROOT_USERS = 0, 65534  # root, and nobody, to which file servers map root
+_ROOT_USERS = 0, 65534  # root, and the user nobody, to which file servers map root
 _POLL_SECONDS = 0.1
 _log = logging.getLogger(__name__)
 

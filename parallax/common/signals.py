@@ -25,8 +25,8 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised when signal ``number`` requests the end of the process. Like KeyboardInterrupt it is not an error, and
-    passes ``except Exception``."""
+    """Raised when signal ``number`` requests the end of the process. It is not an error: like KeyboardInterrupt, it is
+    not caught by ``except Exception``."""
 
     def __init__(self, number: int) -> None:
         super().__init__(stopped_by(number))
@@ -34,13 +34,14 @@ class Stopped(KeyboardInterrupt):
 
 
 def stopped_by(number: int) -> str:
-    """Return the first words of the message about an end by signal ``number``."""
+    """Return the beginning of the message about an end by signal ``number``."""
     return f"stopped by {signal.Signals(number).name}"
 
 
 def exit_code(number: int, *, saved: bool = False) -> int:
-    """Return the exit code of a process that ends because of signal ``number``: the shell's, or 0 if the request is
-    fulfilled. SIGUSR1 requests only an end, SIGTERM an end without loss of progress (``saved``)."""
+    """Return the exit code of a process that ends because of signal ``number``: the shell's code for this signal, or 0
+    if the request was fulfilled. SIGUSR1 only requests an end; SIGTERM requests an end without loss of progress
+    (``saved``)."""
     done = number == signal.SIGUSR1 or (saved and number == signal.SIGTERM)
     return 0 if done else 128 + number
 
@@ -89,9 +90,9 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def exit_on_request(code: int) -> None:
-    """End the process, whose work is done, at once with ``code`` if a signal requests its end. Python's shutdown takes
-    a moment, and would print a traceback if it were interrupted. The last part of the shutdown runs no handlers and is
-    not interrupted."""
+    """End the process at once with ``code`` if a signal requests its end. Call it when all work is done: Python's
+    shutdown takes a moment and would print a traceback if it were interrupted. The last part of the shutdown runs no
+    handlers and is not interrupted."""
     if threading.current_thread() is not threading.main_thread():
         return
     for stream in (sys.stdout, sys.stderr):
@@ -222,7 +223,7 @@ def interrupt(number: int, frame: FrameType | None = None) -> None:
 
 
 class _KeptHandler:
-    """A signal handler that defers the first Ctrl-C and handles a second one at once."""
+    """A signal handler that postpones the first Ctrl-C and handles a second one immediately."""
 
     def __init__(self, before: Handler) -> None:
         self.before, self.requests = before, Requests()
@@ -235,9 +236,9 @@ class _KeptHandler:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """A context that defers Ctrl-C to its end, so that no data structure is left half updated. A second Ctrl-C
-    interrupts at once, unless it follows within a moment. No-op on other threads, because Python handles signals on the
-    main thread only."""
+    """A context that postpones Ctrl-C until its end, so that no data structure is left half updated. A second Ctrl-C,
+    unless it follows within a moment, interrupts immediately. No-op on other threads, because Python handles signals on
+    the main thread only."""
     before = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
     if not main or not callable(before) or isinstance(before, _KeptHandler):

@@ -7,6 +7,7 @@ signature before the call.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import re
@@ -46,16 +47,17 @@ def load_target(key: str, target: str) -> Callable[..., Any]:
     return found
 
 
-def call_target(group: str, target: str, kwargs: Mapping[str, Any]) -> Any:
-    """Call the function of the setting ``group.target`` with ``group.kwargs`` and return its result.
+def call_target(group: str, target: str, kwargs: Mapping[str, Any], *given: Any) -> Any:
+    """Call the function of the setting ``group.target`` with the arguments ``given`` and ``group.kwargs``, and return
+    its result.
 
     Raises :class:`ConfigError` for a missing argument, and, with the most similar name, for a keyword that is accepted
     neither by the function nor by a function to which it passes ``**kwargs``.
     """
     function = load_target(f"{group}.target", target)
-    _check_keywords(group, target, function, kwargs)
+    _check_keywords(group, target, function, kwargs, given)
     try:
-        return function(**kwargs)
+        return function(*given, **kwargs)
     except TypeError as error:
         found = _UNEXPECTED.match(str(error))
         frames = [each for each, _ in traceback.walk_tb(error.__traceback__)][
@@ -68,6 +70,33 @@ def call_target(group: str, target: str, kwargs: Mapping[str, Any]) -> Any:
             f"{group}.kwargs.{name}: {target} passes it to {found[1]} ({place}), which takes no such argument"
             f"{_choice(name, accepted)}"
         ) from error
+
+
+def bound_target(
+    group: str, target: str, kwargs: Mapping[str, Any], *names: str
+) -> Callable[..., Any]:
+    """Return the function of the setting ``group.target`` with ``group.kwargs`` bound, to be called with as many
+    positional arguments as ``names``. Of a class, return the object made with ``group.kwargs``.
+
+    Raises :class:`ConfigError` if it does not accept them."""
+    function = load_target(f"{group}.target", target)
+    if inspect.isclass(function):
+        made: Callable[..., Any] = call_target(group, target, kwargs)
+        check_call(f"{group}.target={target}", getattr(made, "forward", made), *names)
+        return made
+    signature = _signature(function)
+    if signature is not None:
+        accepted = _keywords(signature)[len(names) :]
+        try:
+            signature.bind(*names, **kwargs)
+        except TypeError as error:
+            raise ConfigError(
+                f"{group}.kwargs={printable(str(dict(kwargs)))}: {target}{signature} is called with "
+                f"({', '.join(names)}) and these; {error}{_choice('', accepted)}"
+            ) from None
+    bound = functools.update_wrapper(functools.partial(function, **kwargs), function)
+    bound.__qualname__ = f"{getattr(function, '__qualname__', target)}({sorted(kwargs.items())})"
+    return bound
 
 
 def check_call(what: str, function: Callable[..., Any], *names: str) -> None:
@@ -84,13 +113,17 @@ def check_call(what: str, function: Callable[..., Any], *names: str) -> None:
 
 
 def _check_keywords(
-    group: str, target: str, function: Callable[..., Any], kwargs: Mapping[str, Any]
+    group: str,
+    target: str,
+    function: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+    given: Sequence[Any],
 ) -> None:
     signature = _signature(function)
     if signature is None:
         return
     try:
-        signature.bind(**kwargs)
+        signature.bind(*given, **kwargs)
     except TypeError as error:
         accepted = _keywords(signature)
         for name in kwargs:
@@ -120,9 +153,9 @@ def _keywords(signature: inspect.Signature) -> list[str]:
 
 
 def _handed_on(name: str, frames: Sequence[FrameType]) -> bool:
-    """Whether the keyword ``name`` in the call of the last frame may come from the user: that frame is the target's
-    own, or received the keyword through the ``**kwargs`` of all frames above. Otherwise the library passes the
-    argument."""
+    """Return whether the user passed the keyword ``name`` in the call of the last frame. That is so if this frame is
+    the target's own, or if all frames above passed the keyword on through ``**kwargs``. Otherwise the library passes
+    the argument."""
     if len(frames) < 2:
         return True
     *above, last = frames

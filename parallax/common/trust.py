@@ -11,14 +11,25 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from parallax.common.documents import DOCUMENT_BYTES, plain_yaml, read_bytes
 from parallax.common.files import cache_directory
 from parallax.errors import ConfigError, printable
 
-KEYS = ("model.target", "data.target", "plan.schedule")
+_OF_DATA = ("target", "transform", "collate")
+KEYS = (
+    "model.target",
+    *(f"data.{name}" for name in _OF_DATA),
+    "loss.target",
+    "optimizer.target",
+    "schedule.target",
+    "plan.schedule",
+    "callbacks",
+)
 """Settings that name functions."""
 _WRITABLE_BY_OTHERS = 0o022
 
@@ -27,12 +38,53 @@ def class_paths(text: str) -> dict[str, str]:
     """Return key → class path in the text of a stored configuration; nothing is imported."""
     tree, found = plain_yaml(text), {}
     for key in KEYS:
-        group, name = key.split(".")
-        node = tree.get(group) if isinstance(tree, dict) else None
-        value = node.get(name) if isinstance(node, dict) else None
+        value: Any = tree
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if isinstance(value, list):
+            value = f"[{','.join(_targets(value))}]"
         if isinstance(value, str) and ":" in value:
             found[key] = value
-    return found
+    return found | _metrics(tree) | _validation_sets(tree)
+
+
+def _metrics(tree: Any) -> dict[str, str]:
+    """Return ``metrics.N.target`` → class path, for those that are not torchmetrics' own."""
+    entries = tree.get("metrics") if isinstance(tree, dict) else None
+    targets = [
+        (number, entry.get("target"))
+        for number, entry in enumerate(entries if isinstance(entries, list) else [])
+        if isinstance(entry, dict)
+    ]
+    return {
+        f"metrics.{number}.target": target
+        for number, target in targets
+        if isinstance(target, str) and ":" in target and not re.match(r"torchmetrics[.:]", target)
+    }
+
+
+def _validation_sets(tree: Any) -> dict[str, str]:
+    """Return ``data.validation.NAME.KEY`` → class path, for sets of held-out rows with settings of their own."""
+    data = tree.get("data") if isinstance(tree, dict) else None
+    sets = data.get("validation") if isinstance(data, dict) else None
+    return {
+        f"data.validation.{name}.{key}": own[key]
+        for name, own in (sets.items() if isinstance(sets, dict) else ())
+        for key in _OF_DATA
+        if isinstance(own, dict) and isinstance(own.get(key), str) and ":" in own[key]
+    }
+
+
+def is_key(key: str) -> bool:
+    """Whether ``key`` names a function in a stored configuration."""
+    several = rf"metrics\.[0-9]{{1,3}}\.target|data\.validation\.[^.]+\.({'|'.join(_OF_DATA)})"
+    return key in KEYS or re.fullmatch(several, key) is not None
+
+
+def _targets(entries: Sequence[Any]) -> list[str]:
+    """Return the class paths in a list of class paths, or of keys and values."""
+    found = [each.get("target") if isinstance(each, dict) else each for each in entries]
+    return [str(each) for each in found]
 
 
 def remember(folder: Path, named: Mapping[str, str]) -> None:
@@ -55,7 +107,7 @@ def remember(folder: Path, named: Mapping[str, str]) -> None:
 
 def check_named(file: Path, found: Mapping[str, str], typed: Collection[str] = ()) -> None:
     """Raise :class:`ConfigError` if ``file`` names class paths that the user has not typed. ``typed``: ``key=value``
-    words of this command."""
+    arguments of this command."""
     known = _known()
     named = {f"{key}={target}" for key, target in found.items()}
     unknown = [

@@ -174,8 +174,7 @@ def _read_as(kind: Any, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` if YAML restores it exactly; raise ValueError otherwise. Used for fields that accept any
-    type."""
+    """Return ``value``; raise ValueError if YAML would not restore it exactly. Used for fields that accept any type."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -218,6 +217,8 @@ def convert_exactly(hint: Any, value: Any, where: str = "") -> Any:
     """Return ``value``, plain data from a file, converted to the annotation ``hint``. Lists are converted to tuples,
     and mappings to dataclasses; any other mismatch raises a ValueError that names the location."""
     origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin is types.UnionType and inner[-1] is types.NoneType:
+        return None if value is None else convert_exactly(inner[0], value, where)
     if dataclasses.is_dataclass(origin) and isinstance(origin, type):
         return origin(**_convert_fields(origin, value, where))
     if origin is tuple and isinstance(value, list | tuple):

@@ -16,7 +16,7 @@ import hashlib
 import re
 import typing
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -43,17 +43,22 @@ from parallax.common.typed import (
 )
 from parallax.config.options import OptionFolders
 from parallax.config.session import Nodes, opened
-from parallax.config.words import field_word, remark
+from parallax.config.synonyms import counterpart, remark
 from parallax.errors import ConfigError, UnknownKeyError, check_choice, nearest, printable
 from parallax.machine.local import ClusterConfig
+from parallax.model.loss_kinds import LossConfig
 from parallax.model.precision import PrecisionConfig
 from parallax.model.source import ModelConfig
 from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.config import PlanConfig
 from parallax.runtime.checkpoint.config import CheckpointConfig
-from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.metrics.config import MetricsConfig
+from parallax.runtime.optim.config import OptimizerConfig
+from parallax.runtime.optim.ema import EmaConfig
+from parallax.runtime.optim.schedule import ScheduleConfig
 from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.swap.config import SwapConfig
+from parallax.train.callbacks import callback_configs
 from parallax.train.data.source import DataConfig
 from parallax.train.debug import DebugConfig
 from parallax.train.loop import TrainerConfig
@@ -68,7 +73,11 @@ if TYPE_CHECKING:
 class RunConfig:
     """The settings of a run. ``name``: its directory is ``runs/<name>``. ``seed``: of initial weights, dropout and the
     order of rows. ``compile``: compile the forward of each block with torch.compile, which takes a while at the
-    first step."""
+    first step. ``metrics``: numbers of the held-out rows, by torchmetrics, and of the rows of each step if they need
+    only sums: a list of names such as accuracy, top5, f1, auroc and perplexity, or of {name: NAME, kwargs: {KEY:
+    VALUE}, target: package.module:Class}. ``callbacks``: your own code in the training loop, a list of
+    ``package.module:factory`` or of ``{target: package.module:factory, kwargs: {...}, on_error: note}``; an error of a
+    callback ends the run unless ``on_error`` is note."""
 
     name: str = "auto"
     seed: int = 1
@@ -77,14 +86,19 @@ class RunConfig:
     cluster: ClusterConfig | CatalogClusterConfig
     plan: PlanConfig
     swap: SwapConfig
+    loss: LossConfig
     optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    ema: EmaConfig
     replicas: ReplicasConfig
     precision: PrecisionConfig
     compile: bool = False
+    metrics: list[Any] = dataclasses.field(default_factory=list)
     trainer: TrainerConfig
     checkpoint: CheckpointConfig
     logger: LoggerConfig
     debug: DebugConfig
+    callbacks: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not is_name(self.name):
@@ -95,6 +109,21 @@ class RunConfig:
             )
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed}: accepted are whole numbers from 0 to {2**63 - 1}")
+        if self.trainer.steps:
+            self.ema.check(self.trainer.steps)
+        self.metrics_config.check_key("checkpoint.metric", self.checkpoint.metric)
+        self.trainer.check_metric(self.checkpoint.metric)
+        callback_configs(self.callbacks)
+
+    @property
+    def metrics_config(self) -> MetricsConfig:
+        """The metrics, with the targets that the loss takes."""
+        return MetricsConfig(
+            metrics=MetricsConfig.read(self.metrics),
+            ignored=self.loss.ignore_index,
+            probabilities=self.loss.takes_probabilities,
+            mixed=self.loss.takes_mixed_classes,
+        )
 
 
 def is_name(text: str) -> bool:
@@ -136,7 +165,7 @@ def composed_tree(overrides: Sequence[str], *, resolve: bool) -> dict[str, Any]:
     return tree
 
 
-def said(overrides: Sequence[str], key: str) -> str:
+def override_value(overrides: Sequence[str], key: str) -> str:
     """Return the value that ``overrides`` set for ``key``, as text; of several, the last. Empty if there is none."""
     options, others = OptionFolders.of(overrides)
     parsed = [parse(word, options) for word in others]
@@ -258,7 +287,7 @@ def elsewhere(key: str, accepted: Collection[str] = ()) -> str:
         ]
         for part in (slice(1), slice(1, None))
     )
-    found = next(filter(None, [*usual, field_word(leaf), *others]), "")
+    found = next(filter(None, [*usual, counterpart(leaf), *others]), "")
     if group and found.startswith(f"{group}.") and found.partition(".")[2] not in accepted:
         return ""
     if found:
@@ -374,7 +403,8 @@ def nodes() -> Nodes:
 def _onto(base: RunConfig, requested: _Requested) -> dict[str, Any]:
     """Return ``base`` as plain data, changed by the overrides: groups whose option was chosen, and values.
 
-    Hydra gets only the numbers of ``base``, for interpolations, and never its texts, which may come from a file.
+    Hydra gets only the numbers of ``base``, for interpolations. It never gets its texts, which may come from an
+    untrusted file.
     """
     tree: dict[str, Any] = yaml.safe_load(dump(base))
     if requested.chosen:

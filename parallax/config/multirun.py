@@ -49,8 +49,8 @@ class Multirun:
     """A requested sweep.
 
     ``name``: the value of ``name=``, or auto. ``overrides``: all other overrides, in Hydra's form. ``points``: the
-    overrides of each point, if they are known before the sweep. ``alike``: keys that are equal in all points.
-    ``in_turn``: points run one after another in this process.
+    overrides of each point, if they are known before the sweep. ``alike``: keys with equal values in all points.
+    ``in_turn``: whether points run one after another in this process.
     """
 
     name: str
@@ -125,7 +125,7 @@ class Multirun:
 
 
 def _settings(folder: Path, typed: Sequence[str]) -> list[str]:
-    """Return the overrides of Hydra's own settings: those that the user ``typed`` and Parallax's. Hydra is told to
+    """Return the overrides of Hydra's own settings: those that the user ``typed`` and Parallax's. Hydra is set to
     create no folders and logs, because runs create their own."""
     ours = {
         "hydra.sweep.dir": quoted(str(folder)),
@@ -193,7 +193,8 @@ def _hydra_config(config: DictConfig) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Task:
-    """The function that Hydra calls with a point's configuration; it ignores this, because the run composes its own."""
+    """The function that Hydra calls for each point. It ignores the configuration that Hydra passes, because the run
+    composes its own."""
 
     job: Job
 
@@ -205,7 +206,8 @@ class _Task:
 
 
 def _own(word: str) -> str:
-    """Return an override of Hydra's own settings if users may give it; raise otherwise."""
+    """Return an override of one of Hydra's own settings. Raises :class:`ConfigError` for a setting that users must not
+    change."""
     if word.lstrip("+~").startswith(_FOLDERS):
         refuse(word, "a point is a run of its own, in runs/SWEEP/POINT; accepted is name=SWEEP")
     return word

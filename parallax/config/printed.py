@@ -27,13 +27,13 @@ def settings_text(overrides: Sequence[str], cfg: str, *, resolve: bool, package:
         tree |= composed_tree(job, resolve=resolve)
     if package in (None, "_global_"):
         return yaml.safe_dump(tree, sort_keys=False)
-    found = _below(tree, str(package))
+    found = _selected(tree, str(package))
     if not isinstance(found, dict | list):
         return f"{found}\n"
     return f"# @package {package}\n{yaml.safe_dump(found, sort_keys=False)}"
 
 
-def _below(tree: Any, key: str) -> Any:
+def _selected(tree: Any, key: str) -> Any:
     for part in key.split("."):
         if not isinstance(tree, dict) or part not in tree:
             held = list(tree) if isinstance(tree, dict) else []

@@ -24,19 +24,30 @@ _SAME = {
     "trainer.eval_batches": "eval_iters limit_val_batches val_batches validation_batches",
     "trainer.checkpoint_every": "save_steps save_interval save_every save_freq checkpoint_interval ckpt_every",
     "checkpoint.keep": "save_total_limit save_top_k keep_latest_k keep_checkpoints max_checkpoints",
+    "trainer.patience": "early_stopping_patience early_stopping early_stopping_rounds stop_patience",
+    "checkpoint.metric": "metric_for_best_model monitor best_metric",
+    "metrics": "metric compute_metrics eval_metrics",
+    "loss": "criterion loss_fn loss_function loss_type label_smoothing label_smoothing_factor class_weights",
     "trainer.resume": "resume_from_checkpoint resume_from load_checkpoint ckpt_path",
     "trainer.max_restarts": "restarts retries",
     "logger.print_every": "logging_steps log_every log_every_n_steps log_interval log_freq print_freq print_interval",
-    "logger.tensorboard": "wandb report_to log_dir tensorboard_dir logging_dir",
+    "logger.to": "loggers report_to log_with tensorboard csv mlflow trackio log_dir tensorboard_dir logging_dir",
+    "logger=wandb": "wandb use_wandb wandb_log weights_and_biases",
+    "logger.project": "wandb_project mlflow_experiment",
+    "callbacks": "callback hooks trainer_callbacks add_callback",
+    "logger.tags": "wandb_tags run_tags",
     "optimizer.lr": "learning_rate max_lr peak_lr base_lr init_lr rate learningrate",
-    "optimizer.final_rate": "min_lr end_lr lr_end min_lr_ratio lr_min final_lr",
-    "optimizer.warmup_steps": "warmup num_warmup_steps warmup_iters warmup_ratio lr_scheduler scheduler",
+    "schedule.final": "final_rate min_lr end_lr lr_end min_lr_ratio lr_min final_lr",
+    "schedule.warmup": "warmup_steps num_warmup_steps warmup_iters warmup_ratio",
     "optimizer.weight_decay": "wd decay l2",
     "optimizer.betas": "beta1 beta2 adam_beta1 adam_beta2 beta",
     "optimizer.eps": "adam_epsilon epsilon adam_eps",
     "optimizer.clip_norm": (
         "max_grad_norm grad_clip clip_grad gradient_clip_val gradient_clip gradient_clipping clip max_norm"
     ),
+    "optimizer.clip_value": "clip_grad_value grad_clip_value max_grad_value",
+    "ema=on": "use_ema model_ema with_ema ema_decay model_ema_decay ema_rate",
+    "ema=average": "swa use_swa",
     "optimizer=adamw": "optim opt optimizer_name optim_name",
     "cluster.devices": (
         "gpus gpu num_gpus n_gpus n_gpu ngpu ngpus num_devices n_devices world_size nproc nproc_per_node num_processes "
@@ -93,22 +104,22 @@ _NONE = {
     "start one torchrun on each node, or use `parallax launch`": "nodes num_nodes nnodes n_nodes node_rank master_addr",
 }
 
-_HERE = {word: key for key, words in _SAME.items() for word in words.split()}
-_REMARKS = {word: remark for remark, words in _NONE.items() for word in words.split()}
+_HERE = {word: key for key, terms in _SAME.items() for word in terms.split()}
+_REMARKS = {word: remark for remark, terms in _NONE.items() for word in terms.split()}
 
 
-def field_word(word: str) -> str:
+def counterpart(word: str) -> str:
     """Return Parallax's counterpart of another trainer's term: a key such as ``trainer.global_batch``, or an option
     such as ``precision=mixed_bf16``; empty if there is none.
 
-        >>> field_word("batch_size"), field_word("batch-sizes"), field_word("lyers")
+        >>> counterpart("batch_size"), counterpart("batch-sizes"), counterpart("lyers")
         ('trainer.global_batch', 'trainer.global_batch', '')
     """
     return _HERE.get(_known(word), "")
 
 
 def remark(word: str) -> str:
-    """Return advice for another trainer's term without a counterpart; empty for unknown words."""
+    """Return advice for another trainer's term without a counterpart; empty for unknown terms."""
     return _REMARKS.get(_known(word), "")
 
 
