@@ -21,11 +21,12 @@ _ENDS = StopIteration, IndexError, EmptyBatchError
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The mean ``loss`` over ``batches`` batches. ``truncated``: the source has more batches. ``bad``: index and loss
-    of the first batch whose loss is not finite."""
+    """The mean ``loss`` over ``batches`` batches, and the ``metrics`` of their rows. ``truncated``: the source has
+    further batches. ``bad``: index and loss of the first batch with a non-finite loss."""
 
     loss: float
     batches: int
+    metrics: dict[str, float]
     truncated: bool = False
     bad: tuple[int, float] | None = None
 
@@ -47,6 +48,7 @@ class HeldOut:
         """Return the validation loss; all ranks call it. ``progress(done, count)`` is called after each batch;
         ``count`` is None if unknown. If it returns False, the evaluation stops and the result is None."""
         total, weights, done, bad = 0.0, 0.0, 0, None
+        self._engine.metrics.begin(training=False)
         known = self._known_batches()
         batches = self._batches() if known is None else self._known(known)
         while (batch := self._agreed(next(batches, None))) is not None:
@@ -57,10 +59,16 @@ class HeldOut:
             if not progress(done, known if known is not None else self._most):
                 return None
         truncated = known is None and self._most is None and done == MOST_BATCHES
-        return Evaluated(total / weights if weights else math.nan, done, truncated, bad)
+        loss, metrics = total / weights if weights else math.nan, self._engine.metrics.evaluated()
+        return Evaluated(loss, done, metrics, truncated, bad)
+
+    def first_batch(self) -> Rows | None:
+        """Return the first batch that :meth:`evaluate` evaluates; None if there is none."""
+        known = self._known_batches()
+        return next(self._batches() if known is None else self._known(known), None)
 
     def _known_batches(self) -> int | None:
-        """Return the number of batches of a source with ``validation_rows``; None for other sources."""
+        """Return the number of held-out batches; None if the source does not define ``validation_rows``."""
         rows = getattr(self._source, "validation_rows", None)
         if rows is None:
             return None

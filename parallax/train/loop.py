@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from parallax.common.events import EventLog
@@ -17,26 +18,33 @@ from parallax.errors import (
     check_count,
     check_positive,
 )
+from parallax.plan.profile import Utilization
 from parallax.plan.tier import AUTO
 from parallax.runtime.batch import Rows
 from parallax.runtime.checkpoint import state_text
-from parallax.runtime.checkpoint.config import CHECKPOINTS, CheckpointConfig
+from parallax.runtime.checkpoint.config import CHECKPOINTS, TRAINING_LOSS, CheckpointConfig
 from parallax.runtime.engine import Engine
 from parallax.runtime.meters.step import StepResult
+from parallax.runtime.metrics.config import VALIDATION
 from parallax.swap.statistics import SwapStatistics
+from parallax.train.callbacks import Callback, Callbacks, CallbackStop, NamedCallback, TrainingRun
 from parallax.train.data.source import Source
 from parallax.train.debug import DebugConfig, Recorder, recorder
-from parallax.train.evaluation import HeldOut
+from parallax.train.early import OutOfPatience, TargetReached, TrackedMetric
+from parallax.train.evaluation import Evaluated, HeldOut
 from parallax.train.health.monitor import HealthMonitor
 from parallax.train.logger import RankZeroLogger, open_logger
+from parallax.train.loggers.destination import LoggedRun
 from parallax.train.monitor import LoggerConfig, StepLine, Unwritten, finite
 from parallax.train.nodes import NodeRecords, events_path
 from parallax.train.record import RunRecord
 from parallax.train.rows_end import ENDED, RowsEnd
 from parallax.train.saving.saves import Saves
+from parallax.train.status import NoStepObserver, StepObserver
 from parallax.train.stop import Drifted, Requested, Stopping, StopReason, drift
 from parallax.train.watchdog import NoWatchdog, Watchdog
 
+OFF = "off"
 _MOST_SKIPS = 10  # consecutive steps with a non-finite loss or gradient
 
 
@@ -45,21 +53,23 @@ class TrainerConfig:
     """Length and batch of a training run.
 
     ``steps``: optimizer steps to train for; ``epochs``: the same in passes over the training rows. There is no default,
-    so a run without one of them is rejected (0: not set).
-    ``global_batch``: rows per optimizer step over all replicas. ``microbatch``: rows per micro-batch; with auto the
-    planner chooses. ``gather_loss``: compute one loss over the outputs of the whole batch, gathered from all
-    micro-batches and replicas, for losses over the whole batch, such as contrastive ones. ``eval_every``,
-    ``checkpoint_every``: steps between evaluations or checkpoints; 0: only at the end. ``eval_batches``: maximum global
-    batches per evaluation; auto is all held-out rows.
-    ``resume``: auto resumes from the run directory's last checkpoint; with never the run restarts from the beginning.
-    ``watchdog_seconds``: seconds after which a rank ends the run, and is named, if it stays in one action, does not
-    answer or, outside of steps, shows no sign of life (never less than two predicted steps); 0 disables this.
-    ``phase_seconds``: limit of every other phase, such as loading data, building the engine, the first steps with
-    ``compile``, an evaluation, a checkpoint; 0 sets no limit. ``grace_seconds``: seconds in which a run that is asked
-    to end must have saved its checkpoint; after that it ends without; 0 sets no limit. ``max_restarts``: how often all
-    ranks restart from the last checkpoint after a rank has died, crashed, hung, or failed with an error that may be
-    transient; 0 is never. Under your own torchrun, its ``--max-restarts`` applies instead. ``nonfinite``: the reaction
-    to a step with a non-finite loss or gradient: stop, or skip it, at most ten in a row.
+    so a run without one of them is rejected (0: not set). ``global_batch``: rows per optimizer step over all replicas.
+    ``microbatch``: rows per micro-batch; with auto the planner chooses. ``gather_loss``: compute one loss over the
+    outputs of the whole batch, gathered from all micro-batches and replicas, for losses over the whole batch, such as
+    contrastive ones. ``eval_every``, ``checkpoint_every``: steps between evaluations or checkpoints; 0: only at the
+    end. ``eval_batches``: maximum global batches per evaluation; auto is all held-out rows. ``resume``: auto resumes
+    from the run directory's last checkpoint; with never the run restarts from the beginning. ``watchdog_seconds``:
+    seconds after which a rank ends the run, and is named, if it stays in one action, does not answer or, outside of
+    steps, shows no sign of life (never less than two predicted steps); 0 disables this. ``phase_seconds``: limit of
+    every other phase, such as loading data, building the engine, the first steps with ``compile``, an evaluation, a
+    checkpoint; 0 sets no limit. ``grace_seconds``: after a request to end, the seconds within which the run must save
+    its checkpoint; later it ends without one; 0 sets no limit. ``max_restarts``: how often all ranks restart from the
+    last checkpoint after a rank has died, crashed, hung, or failed with an error that may be transient; 0 is never.
+    Under your own torchrun, its ``--max-restarts`` applies instead. ``nonfinite``: the reaction to a step with a
+    non-finite loss or gradient: stop, or skip it, at most ten in a row. ``patience``: the run ends, with
+    a checkpoint, after this many evaluations in a row that do not improve ``checkpoint.metric``; 0 is never.
+    ``target``: the run ends, with a checkpoint, after an evaluation in which ``checkpoint.metric`` reaches this value;
+    off is never.
     """
 
     steps: int = 0
@@ -76,6 +86,8 @@ class TrainerConfig:
     grace_seconds: float = 60.0
     max_restarts: int = 3
     nonfinite: str = "stop"
+    patience: int = 0
+    target: float | str = OFF
 
     def __post_init__(self) -> None:
         check_positive("trainer.global_batch", self.global_batch)
@@ -88,14 +100,40 @@ class TrainerConfig:
             "phase_seconds",
             "grace_seconds",
             "max_restarts",
+            "patience",
         ):
             check_positive(f"trainer.{key}", getattr(self, key), zero=True)
         check_choice("trainer.resume", self.resume, ["auto", "never"])
         check_choice("trainer.nonfinite", self.nonfinite, ["stop", "skip"])
         check_count("trainer.microbatch", self.microbatch)
+        if isinstance(self.target, str) and self.target != OFF:
+            raise ConfigError(f"trainer.target={self.target}: accepted is a number, or {OFF}")
         check_count(
             "trainer.eval_batches", AUTO if self.eval_batches is None else self.eval_batches
         )
+
+    @property
+    def ends_by_metric(self) -> bool:
+        """Whether a metric of the held-out rows may end the run."""
+        return self.patience > 0 or self.target != OFF
+
+    def check_metric(self, metric: str) -> None:
+        """Raise :class:`ConfigError` if the run ends by ``metric``, and no evaluation gives it."""
+        if not self.ends_by_metric:
+            return
+        key = (
+            f"trainer.patience={self.patience}"
+            if self.patience
+            else f"trainer.target={self.target}"
+        )
+        if metric == TRAINING_LOSS:
+            raise ConfigError(
+                f"{key}: checkpoint.metric={metric} is not of held-out rows; use checkpoint.metric=validation_loss"
+            )
+        if not self.eval_every:
+            raise ConfigError(
+                f"{key}: no evaluation precedes the end of the run; set trainer.eval_every"
+            )
 
     def check_steps(self) -> None:
         """Raise :class:`ConfigError` if neither the number of steps nor that of epochs is set."""
@@ -106,8 +144,8 @@ class TrainerConfig:
             )
 
     def with_steps(self, count: Callable[[int, int], int]) -> TrainerConfig:
-        """Return the settings with the steps of their epochs; ``count(epochs, rows)`` is the number of batches of
-        ``rows`` rows."""
+        """Return the settings with the number of steps that their epochs need. ``count(epochs, rows)`` returns the
+        number of batches of ``rows`` rows."""
         if not self.epochs:
             return self
         steps = count(self.epochs, self.global_batch)
@@ -120,7 +158,7 @@ class TrainerConfig:
 
     @property
     def nonfinite_skips(self) -> int:
-        """Consecutive steps that may be skipped because loss or gradients are non-finite."""
+        """How many consecutive steps with a non-finite loss or gradient may be skipped."""
         return _MOST_SKIPS if self.nonfinite == "skip" else 0
 
 
@@ -146,16 +184,23 @@ def train(
     checkpoint: CheckpointConfig | None = None,
     debug: DebugConfig | None = None,
     watchdog: Watchdog | None = None,
+    parameters: Mapping[str, Any] = MappingProxyType({}),
+    callbacks: Sequence[Callback | NamedCallback] = (),
+    status: StepObserver | None = None,
+    utilization: Utilization | None = None,
 ) -> dict[str, Any]:
     """Train to ``trainer.steps`` in the run directory, and return the summary, which rank 0 also writes there; every
     rank calls it. ``checkpoints`` is the folder of checkpoints, by default one in the run directory; ``checkpoint``
-    configures them.
+    configures them. ``parameters`` are the run's settings for loggers, of which ``name`` is its name.
+    ``callbacks`` are called on every rank (:mod:`parallax.train.callbacks`), the same ones everywhere.
 
-    ``watchdog`` receives the phases outside of steps, and knows whether this rank was asked to end. If there is a
+    ``status`` receives the figures of each step, and ``utilization`` compares its operations with the devices' peak.
+    ``watchdog`` receives the phases outside of steps, and knows whether this rank was requested to end. If there is a
     reason to end early (:mod:`parallax.train.stop`), all ranks end after the same step, with a checkpoint.
 
     The summary's ``ended`` is "steps", "rows" if the source has no more rows, or the name of the reason: "drift", with
-    the explanation in ``drift``, or "stopped", with the signal's number in ``stopped``.
+    the explanation in ``drift``, "stopped", with the signal's number in ``stopped``, "patience", "target", or
+    "callback", with its reason in ``callback``.
     """
     trainer.check_steps()
     recording = recorder(debug or DebugConfig(), directory, engine.mesh.rank, engine.mesh.device)
@@ -171,6 +216,10 @@ def train(
         on_drift,
         recording,
         watchdog or NoWatchdog(),
+        parameters,
+        callbacks,
+        status or NoStepObserver(),
+        utilization or Utilization(),
     )
     return run.run()
 
@@ -191,20 +240,37 @@ class _Run:
         on_drift: OnDrift,
         recording: Recorder,
         watchdog: Watchdog,
+        parameters: Mapping[str, Any],
+        callbacks: Sequence[Callback | NamedCallback],
+        status: StepObserver,
+        utilization: Utilization,
     ) -> None:
+        self._status, self._utilization = status, utilization
         self._engine, self._source, self._trainer = engine, source, trainer
         self._watchdog, self._unfinished, self._recording = watchdog, False, recording
         self._health = HealthMonitor(engine, getattr(source, "why_slow", lambda: ""))
+        metric = checkpoint.metric
+        trainer.check_metric(metric)
+        self._tracked = TrackedMetric(metric, higher=engine.metrics.config.higher_is_better(metric))
+        target = None if isinstance(trainer.target, str) else trainer.target
+        self._early = (
+            OutOfPatience(self._tracked, trainer.patience),
+            TargetReached(self._tracked, target),
+        )
+        self._unwritten = Unwritten()
+        seen = TrainingRun(engine, directory, trainer.steps)
+        self._callbacks = Callbacks(callbacks, seen, watchdog, self._unwritten.add)
         self._stopping = Stopping(self._reasons(on_drift), engine.mesh)
         self._logger, self._directory, self._tokens = logger, directory, tokens_per_row
+        self._parameters = parameters
         self._rank, self._mesh = engine.mesh.rank, engine.mesh
         self._checkpoints, self._checkpoint = checkpoints, checkpoint
         ranks = range(engine.plan.world_size)
         self._budgets = [engine.plan.allocator_bytes(rank) for rank in ranks]
         self._saves = Saves(engine, checkpoints, checkpoint, watchdog)
         self._refused: list[str] = []
-        self._unwritten = Unwritten()
-        self._record = RunRecord(engine.mesh, engine.plan, directory, self._unwritten)
+        names = [f"{VALIDATION}{name}" for name in ("loss", *engine.metrics.names)]
+        self._record = RunRecord(engine.mesh, engine.plan, directory, self._unwritten, names)
         self._nodes = NodeRecords(engine.mesh, directory)
         self._rows_end = RowsEnd(engine.mesh, trainer.global_batch)
         most = trainer.eval_batches if isinstance(trainer.eval_batches, int) else None
@@ -218,6 +284,7 @@ class _Run:
 
     def run(self) -> dict[str, Any]:
         phase = self._watchdog.phase
+        self._callbacks.check_equal(self._mesh)
         with phase("loading a checkpoint"):
             resumed = self._resume()
             state_text(
@@ -228,40 +295,75 @@ class _Run:
         with (
             EventLog(events_path(self._directory, self._rank)) as events,
             contextlib.closing(self._recording),
-            open_logger(
-                self._rank,
-                self._directory,
-                self._logger,
-                total,
-                self._engine.completed_steps,
-                self._unwritten,
-            ) as logger,
+            open_logger(self._rank, self._logger, self._logged(), total, self._unwritten) as logger,
         ):
             for refused in self._refused:
                 logger.note(f"skipped: {refused}")
             if resumed:
                 logger.note(f"continuing after step {self._engine.completed_steps} from {resumed}")
+            self._callbacks.call("on_run_start")
             self._stopping.exchange()  # requests that arrived while the engine was built
+            if not self._stopping.ends_run:
+                self._begin_evaluations(logger)
+            self._agree_requests(logger)
             while self._engine.completed_steps < total and not self._stopping.ends_run:
                 if (batch := self._next_batch()) is None:
                     self._end_of_rows(logger)
                     break
+                self._callbacks.call("on_step_start")
                 with self._recording.step(), self._saves.saved_before(logger):
                     result = self._nodes.on_common_clock(self._engine.step(batch))
                 self._health.stepped(result)
                 with self._unwritten.trying(self._directory / "debug"):
                     self._recording.add(result)
                 self._record.add(result)
+                self._status.stepped(result, self._engine.completed_steps, self._health.waits)
                 if self._logger.events:
                     with self._unwritten.trying(events.path):
                         events.extend(result.spans)
                         events.flush()
                 with phase("reporting a step"):
                     self._report(logger, result)
+                self._tell_checkpoints()
+                self._callbacks.call("on_step_end")
+                self._agree_requests(logger)
                 self._evaluate_and_save(logger, result, total)
             self._saves.end(logger)
+            self._watchdog.served()
+            self._tell_checkpoints()
+            self._callbacks.run.ended = self._ended["ended"]
+            self._callbacks.call("on_run_end")
+            with phase("closing the loggers"):
+                logger.close_loggers()
         with phase("writing the report"):
             return self._end()
+
+    def _begin_evaluations(self, logger: RankZeroLogger) -> None:
+        """Raise :class:`ConfigError` before a step if the metrics do not take outputs and targets, or have no rows to
+        end the run by. Repeat the evaluation in which the last start was requested to end."""
+        with self._watchdog.phase("evaluating"):
+            main = next(iter(self._held_out.values()), None)
+            if self._trainer.ends_by_metric and (main is None or main.first_batch() is None):
+                raise ConfigError(
+                    "trainer.patience, trainer.target: the data has no held-out rows whose metric could end the run; "
+                    "hold some out (data.validation), or leave them out"
+                )
+            if self._engine.completed_steps < self._trainer.steps:
+                for held_out in self._held_out.values():
+                    if self._engine.metrics.names and (batch := held_out.first_batch()) is not None:
+                        self._engine.check_metrics(batch)
+            if self._unfinished:
+                self._evaluate(logger, self._engine.completed_steps)
+
+    def _logged(self) -> LoggedRun:
+        return LoggedRun(
+            directory=self._directory,
+            name=str(self._parameters.get("name", self._directory.name)),
+            project=self._logger.project,
+            tags=self._logger.tags,
+            parameters=self._parameters,
+            done=self._engine.completed_steps,
+        )
 
     def _next_batch(self) -> Rows | None:
         """Return the next rows; None on all ranks if the rows of any rank have ended."""
@@ -277,7 +379,7 @@ class _Run:
             logger.note(f"the rows end after step {step} of {self._trainer.steps}: training ends")
             if step and self._evaluated != step:
                 with self._watchdog.phase("evaluating"):
-                    metrics = finite({"validation_loss": self._evaluate(logger, step)})
+                    metrics = finite(self._evaluate(logger, step))
             self._saves.save(logger, self._state(), metrics, last=True)
         self._rows_end.refuse(step)
 
@@ -286,15 +388,41 @@ class _Run:
 
     def _state(self) -> dict[str, Any]:
         """Return the part of a checkpoint's state that is not the engine's."""
-        return {"source": self._source.state_dict()}
+        states = self._callbacks.state()
+        return {
+            "source": self._source.state_dict(),
+            "tracked": self._tracked.state_dict(),
+            "unfinished": self._unfinished,
+            **({"callbacks": states} if states else {}),
+        }
+
+    def _tell_checkpoints(self) -> bool:
+        """Tell the callbacks of each checkpoint that became complete; return whether there was one."""
+        completed, self._saves.completed = self._saves.completed, []
+        for path in completed:
+            self._callbacks.run.checkpoint = path
+            self._callbacks.call("on_checkpoint")
+        return bool(completed)
+
+    def _agree_requests(self, logger: RankZeroLogger) -> None:
+        """Exchange the requests of callbacks, if there are any; all ranks call it."""
+        if not self._callbacks:
+            return
+        known = self._callbacks.reason
+        columns = self._mesh.gather_columns(self._stopping.columns() | self._callbacks.columns())
+        self._stopping.agree(columns)
+        self._callbacks.agree(columns, self._mesh)
+        if self._callbacks.reason and not known:
+            step = self._engine.completed_steps
+            logger.note(f"step {step}: training ends: {self._callbacks.reason}")
 
     def _end(self) -> dict[str, Any]:
-        self._watchdog.served()
         # Written before the ranks synchronise, so that every run with a summary has it.
         self._record.write_occupancy(self._engine.completed_steps)
         self._nodes.gather(self._unwritten)
         summary = self._summary()
-        self._record.write(summary, picture=not self._stopping.is_last_step)
+        hurries = self._stopping.is_last_step and summary["ended"] != CallbackStop.name
+        self._record.write(summary, picture=not hurries)
         lines = [
             line
             for found in self._mesh.all_gather_object(self._unwritten.lines())
@@ -314,6 +442,8 @@ class _Run:
 
         return [
             Requested(self._watchdog),
+            *self._early,
+            *([CallbackStop(self._callbacks)] if self._callbacks else []),
             Drifted(evaluate, at_checkpoints=at_checkpoints, ends=ends),
         ]
 
@@ -332,6 +462,9 @@ class _Run:
                 self._refused.append(str(error))
                 continue
             self._source.load_state_dict(state["source"])
+            self._tracked.load_state_dict(state.get("tracked", {}))
+            self._unfinished = state.get("unfinished", False)
+            self._callbacks.load_state(state.get("callbacks", {}))
             self._saves.resumed(path)
             return path
         if first is not None:
@@ -347,6 +480,7 @@ class _Run:
             self._saves.columns(),
             self._health.columns(),
             self._stopping.columns(),
+            {f"{_OF_ROWS}{name}": number for name, number in result.metrics.items()},
         )
         mine = {name: number for each in contributed for name, number in each.items()}
         assert len(mine) == sum(map(len, contributed)), "two contributors use one name"
@@ -374,14 +508,21 @@ class _Run:
             skipped=result.skipped_steps,
             input_share=self._health.input_share,
             learning_rate=result.learning_rate,
+            utilization=self._utilization.share(
+                self._trainer.global_batch / result.seconds, len(budgets)
+            ),
         )
         moved = {
             "offloaded_bytes": offloaded,
             "fetched_bytes": fetched,
             "swap_overlap": line.overlap if swapping else None,
             "checkpoint_seconds": max(columns["checkpoint_seconds"]),
+            "mfu": line.utilization,
         }
-        logger.step(line, _metrics(line, result) | moved | self._health.metrics())
+        of_rows = {name: sum(columns[f"{_OF_ROWS}{name}"]) for name in result.metrics}
+        metrics = _metrics(line, result) | of_rows | moved | self._health.metrics()
+        self._callbacks.run.metrics = metrics
+        logger.step(line, metrics, _of_ranks(columns, budgets))
         for message in filter(None, (_trouble(result), *messages)):
             logger.note(f"step {line.step}{message}")
         self._saves.advance(logger, columns)
@@ -389,42 +530,63 @@ class _Run:
     def _report_unwritten(self, logger: RankZeroLogger) -> None:
         for rank, lines in enumerate(self._mesh.all_gather_object(self._unwritten.news())):
             for line in lines:
-                logger.note(f"rank {rank} {line}; training continues without it")
+                who = f"rank {rank} " if line.startswith("cannot ") else ""
+                logger.note(f"{who}{line}; training continues without it")
 
     def _evaluate_and_save(self, logger: RankZeroLogger, result: StepResult, total: int) -> None:
         step = self._engine.completed_steps
         last, trainer = step == total, self._trainer
-        saves, found = last or _due(trainer.checkpoint_every, step), None
-        if last or _due(trainer.eval_every, step) or (saves and self._checkpoint.needs_validation):
+        wanted, evaluates = self._callbacks.take_agreed()
+        saves = last or _due(trainer.checkpoint_every, step) or wanted
+        evaluates = last or _due(trainer.eval_every, step) or evaluates
+        found = dict[str, float]()
+        if evaluates or (saves and self._checkpoint.needs_validation):
             with self._watchdog.phase("evaluating"):
                 found = self._evaluate(logger, step)
+            self._agree_requests(logger)
+            wanted, _ = self._callbacks.take_agreed()
+            saves = saves or wanted
         if saves or self._stopping.is_last_step:
             with self._watchdog.phase("saving a checkpoint"):
                 state = self._state()
             self._saves.save(
                 logger,
                 state,
-                finite({"loss": result.loss, "validation_loss": found}),
+                finite({"loss": result.loss, **found}),
                 last=last or self._stopping.is_last_step,
             )
             self._stopping.exchange()
+            if self._tell_checkpoints():
+                self._agree_requests(logger)
             for message in self._stopping.evaluate() if not last else ():
                 logger.note(f"step {step}: {message}")
 
-    def _evaluate(self, logger: RankZeroLogger, step: int) -> float | None:
-        """Return the loss of the first set of held-out rows, and report all; None if there are none or a rank has been
-        asked to end."""
-        first: float | None = None
-        for number, (name, held_out) in enumerate(self._held_out.items()):
-            loss = self._evaluate_set(logger, step, name if number else "", held_out)
-            if self._unfinished:
-                return None
-            first = loss if not number else first
-        return first
+    def _evaluate(self, logger: RankZeroLogger, step: int) -> dict[str, float]:
+        """Return loss and metrics of the first set of held-out rows, and report all; empty if a rank has been requested
+        to end. May end the run by its metric."""
+        first: Evaluated | None = None
+        self._callbacks.run.validation = {}
+        averages = self._engine.evaluates_averages and not self._stopping.is_last_step
+        with self._engine.averaged() if averages else contextlib.nullcontext():
+            for number, (name, held_out) in enumerate(self._held_out.items()):
+                found = self._evaluate_set(logger, step, name if number else "", held_out)
+                if found is None:
+                    return {}
+                first = first or found
+        if first is None:
+            return {}
+        numbers = {"loss": first.loss, **first.metrics}
+        named = {f"{VALIDATION}{name}": number for name, number in numbers.items()}
+        self._callbacks.call("on_evaluate")
+        self._tracked.add(named.get(self._tracked.metric))
+        self._stopping.exchange()
+        for message in filter(None, (reason.message() for reason in self._early)):
+            logger.note(f"step {step}: {message}")
+        return named
 
     def _evaluate_set(
         self, logger: RankZeroLogger, step: int, name: str, held_out: HeldOut
-    ) -> float | None:
+    ) -> Evaluated | None:
         def progress(done: int, count: int | None) -> bool:
             logger.evaluating(step, done, count)
             self._stopping.exchange()
@@ -435,9 +597,9 @@ class _Run:
         if found is None:
             return None
         self._evaluated = step
-        if not name:
-            self._record.validation_loss = found.loss
-        logger.evaluation(step, found.loss, name)
+        self._record.evaluated(found, name)
+        figures = logger.evaluation(step, found.loss, name, found.metrics)
+        self._callbacks.run.validation = {**self._callbacks.run.validation, **figures}
         of = f" of {name}" if name else ""
         if found.bad is not None:
             index, loss = found.bad
@@ -449,7 +611,7 @@ class _Run:
                 f"step {step}: the validation loss{of} is of the first {found.batches} held-out batches, and there are "
                 "more: set trainer.eval_batches, or give the source validation_rows, their number of rows"
             )
-        return found.loss
+        return found
 
     def _summary(self) -> dict[str, Any]:
         """Return how the run ended, and prediction against measurement; equal on every rank, except for its own
@@ -458,16 +620,24 @@ class _Run:
         return {
             "steps": self._engine.completed_steps,
             "checkpoint_seconds": self._saves.seconds,
-            **self._stopping.summary(complete=self._complete),
-            **({"ended": ENDED} if self._rows_end.everywhere else {}),
+            **self._ended,
             "unigram_entropy": getattr(self._source, "unigram_entropy", None) if first else None,
             **self._health.summary(),
-            **self._record.summary(self._trainer.global_batch, self._tokens),
+            **self._record.summary(self._trainer.global_batch, self._tokens, self._utilization),
         }
+
+    @property
+    def _ended(self) -> dict[str, Any]:
+        """Return the summary's entries that tell why the run ended."""
+        ended = {"ended": ENDED} if self._rows_end.everywhere else {}
+        return self._stopping.summary(complete=self._complete) | ended
 
     @property
     def _complete(self) -> bool:
         return not self._unfinished and self._engine.completed_steps >= self._trainer.steps
+
+
+_OF_ROWS = "of_rows/"  # before the names of metrics, among the numbers that ranks exchange
 
 
 def _metrics(line: StepLine, result: StepResult) -> dict[str, Any]:
@@ -482,6 +652,19 @@ def _metrics(line: StepLine, result: StepResult) -> dict[str, Any]:
         "peak_bytes": line.peak_bytes,
         "stall_seconds": line.stall_seconds,
     }
+
+
+def _of_ranks(columns: Mapping[str, Sequence[float]], budgets: Sequence[int]) -> dict[str, float]:
+    """Return the memory and the utilisation of each rank; a rank's computing time may be unknown, which is 0."""
+    figures: dict[str, float] = {}
+    for rank, budget in enumerate(budgets):
+        peak, busy = columns["peak_bytes"][rank], columns["busy_seconds"][rank]
+        whole = columns["whole_seconds"][rank]
+        figures[f"rank/{rank}/peak_bytes"] = peak
+        figures[f"rank/{rank}/memory"] = peak / budget if budget else 0.0
+        figures[f"rank/{rank}/utilisation"] = min(1.0, busy / whole) if whole else 0.0
+        figures[f"rank/{rank}/stall_seconds"] = columns["stall_seconds"][rank]
+    return figures
 
 
 def _trouble(result: StepResult) -> str:

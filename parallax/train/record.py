@@ -6,7 +6,7 @@ import json
 import os
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,14 @@ from parallax.common.events import EventLog, Span, bubble_fraction, read_events
 from parallax.errors import ConfigError
 from parallax.mesh import Mesh
 from parallax.plan.plan import Plan
+from parallax.plan.profile import Utilization
 from parallax.plan.simulation.calibrate import seconds_by_term
 from parallax.report import timeline_png
 from parallax.report.occupancy import Occupancy, computed, occupancy_path
 from parallax.report.swap import SwapRecord, swaps
 from parallax.runtime.meters.step import StepResult
+from parallax.runtime.metrics.config import VALIDATION
+from parallax.train.evaluation import Evaluated
 from parallax.train.monitor import Unwritten, finite
 from parallax.train.nodes import events_path
 from parallax.train.repeats import (
@@ -38,9 +41,17 @@ RECENT = 25  # steps whose spans are kept, among which is the step of median len
 
 
 class RunRecord:
-    """The steps recorded so far. Rank 0 writes for all ranks; failed writes are added to ``unwritten``."""
+    """The steps recorded so far. Rank 0 writes for all ranks; failed writes are added to ``unwritten``. ``validated``:
+    the names of the numbers of each evaluation."""
 
-    def __init__(self, mesh: Mesh, plan: Plan, directory: Path, unwritten: Unwritten) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        plan: Plan,
+        directory: Path,
+        unwritten: Unwritten,
+        validated: Sequence[str],
+    ) -> None:
         self._mesh, self._plan, self._directory = mesh, plan, directory
         self._unwritten = unwritten
         # Seconds and spans of steps.
@@ -51,7 +62,7 @@ class RunRecord:
         self._peak = 0
         self._measured: list[Span] = []
         self.seconds: list[float] = []
-        self.validation_loss: float | None = None
+        self._validated: dict[str, float | None] = dict.fromkeys(validated)
 
     def begin(self, done: int) -> None:
         """Resume after step ``done``: remove later steps from the run's files, because they are repeated."""
@@ -74,7 +85,15 @@ class RunRecord:
         self._swap.add(result.swap)
         self._last = result
 
-    def summary(self, rows_per_step: int, tokens_per_row: int) -> dict[str, Any]:
+    def evaluated(self, found: Evaluated, name: str) -> None:
+        """Keep the numbers of the set ``name`` of held-out rows; "" is the first."""
+        numbers = {"loss": found.loss, **found.metrics} if not name else found.metrics
+        of = f"/{name}" if name else ""
+        self._validated |= {f"{VALIDATION}{key}{of}": value for key, value in numbers.items()}
+
+    def summary(
+        self, rows_per_step: int, tokens_per_row: int, utilization: Utilization
+    ) -> dict[str, Any]:
         """Return predicted and measured figures, equal on all ranks. ``tokens_per_row``: 1 for rows without tokens."""
         plan = self._plan
         measured, predicted_spans = self._typical_spans(), self._predicted_spans()
@@ -106,8 +125,14 @@ class RunRecord:
                 }
             )
         restarts, lost_steps = noted_restarts(self._directory)
+        results = self._results(rows_per_step, tokens_per_row)
+        rate = results["rows_per_second"]
         return {
-            **self._results(rows_per_step, tokens_per_row),
+            **results,
+            "mfu": utilization.share(rate, plan.world_size) if rate else None,
+            "flops_per_row": utilization.flops_per_row or None,
+            "peak_flops": utilization.peak_flops or None,
+            "peak_source": utilization.peak_source or None,
             "restarts": restarts,
             "lost_steps": lost_steps,
             "refused_hosts": noted_refusals(self._directory),
@@ -124,14 +149,17 @@ class RunRecord:
         metrics = self._directory / METRICS
         losses = self._losses or numbers_of(metrics, "loss")
         seconds = self.seconds or numbers_of(metrics, "step_seconds")
-        validated = [] if self._losses else numbers_of(metrics, "validation_loss")
+        validated = dict(self._validated)
+        for key in validated if not self._losses else ():
+            if known := numbers_of(metrics, key):
+                validated[key] = known[-1]
         timed = seconds[WARM_UP:] or seconds
         median = statistics.median(timed) if timed else None
         rate = rows_per_step / median if median else None
         return {
             "loss_first": losses[0] if losses else None,
             "loss_last": losses[-1] if losses else None,
-            "validation_loss": validated[-1] if validated else self.validation_loss,
+            **validated,
             "step_seconds_median": median,
             "rows_per_second": rate,
             "tokens_per_second": rate * tokens_per_row if rate and tokens_per_row > 1 else None,

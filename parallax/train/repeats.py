@@ -41,6 +41,18 @@ def numbers_of(path: Path, key: str) -> list[float]:
     return [float(each) for line in lines if isinstance(each := _value(line, key), int | float)]
 
 
+def records_between(path: Path, after: int, last: int) -> Iterator[dict[str, Any]]:
+    """Yield the records of the steps from ``after`` + 1 to ``last`` in a file of JSON lines."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        step = _number(line, "step")
+        if step is not None and after < step <= last:
+            yield json.loads(line)
+
+
 def forget_steps(path: Path, first: int) -> int:
     """Remove the records of step ``first`` and later ones from the end of a file, and a partial line. Return how many
     steps were removed."""

@@ -21,8 +21,8 @@ ENDED = "rows"  # the summary's ``ended`` of such a run
 
 
 class RowsEnd:
-    """Detects the end of one rank's data source. ``everywhere``: after :meth:`fetch` returned None, whether no rank has
-    rows."""
+    """Detects the end of one rank's data source. ``everywhere``: whether no rank has rows, known after :meth:`fetch`
+    returned None."""
 
     def __init__(self, mesh: Mesh, rows: int) -> None:
         self._mesh, self._rows = mesh, rows

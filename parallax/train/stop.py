@@ -59,7 +59,7 @@ class StopReason(Protocol):
 
 
 class Requested:
-    """A rank was asked to end by a signal; the number is the signal's."""
+    """A rank was requested to end by a signal; the number is the signal's."""
 
     name, at_checkpoints, ends, then = "stopped", False, True, ""
 
@@ -78,8 +78,8 @@ class Requested:
 
 
 class Drifted:
-    """Steps differ from the plan's prediction, or a rank stays slow, as found by ``evaluate``; if the reason ``ends``
-    the run, it resumes under another plan."""
+    """The step times differ from the plan's prediction, or a rank stays slow, as ``evaluate`` finds. If the reason
+    ``ends`` the run, the run resumes under another plan."""
 
     name, then = "drift", "another plan continues from here"
 
@@ -99,8 +99,7 @@ class Drifted:
 
 
 def drift(seconds: Sequence[float], predicted: float) -> str:
-    """Return why the step times ``seconds``, in order, show that the prediction is wrong; empty if they do not, or not
-    yet."""
+    """Return why the step ``seconds``, in order, show that the prediction is wrong; "" if they do not, or not yet."""
     timed = seconds[WARM_UP:]
     if len(timed) < STEPS_TO_EVALUATE or predicted <= 0:
         return ""
@@ -111,8 +110,8 @@ def drift(seconds: Sequence[float], predicted: float) -> str:
 
 
 def contradiction(measured: float, predicted: float, steps: int) -> str:
-    """Return why ``steps`` steps of typically ``measured`` seconds show that the profile behind ``predicted`` is wrong;
-    empty if they do not."""
+    """Return why the measured steps show that the profile behind the prediction ``predicted`` is wrong; "" if they do
+    not. ``steps``: their number; ``measured``: their typical seconds."""
     if steps < WARM_UP + STEPS_TO_EVALUATE or min(measured, predicted) <= 0:
         return ""
     ratio = measured / predicted

@@ -11,7 +11,7 @@ class Watchdog(Protocol):
     """Watches a training loop from another thread."""
 
     def stop_requested(self) -> int:
-        """Return the number of the signal that asked this rank to end, or 0."""
+        """Return the number of the signal that requested this rank to end, or 0."""
 
     def served(self) -> None:
         """Record that everything is saved, as the signal demands."""

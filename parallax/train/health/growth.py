@@ -1,4 +1,4 @@
-"""Whether a series of bytes keeps growing: a leak, and neither noise nor a cache that fills.
+"""Detect a series of bytes that keeps growing: a leak, in contrast to noise and to a cache that fills up.
 
 A value is added after each step. A series grows if each of three consecutive windows grows, and the last not much
 slower than the first. The slope of a window is the Theil–Sen estimate, the median over all pairs of points (Sen 1968),
@@ -9,9 +9,9 @@ which is robust to jumps and outliers; it must exceed the scatter about the line
           │  ╱╱                        ╭─╯
           └──┴──┴──┴─▶ steps           └──┴──┴──┴─▶
 
-Growth that would soon fill the memory is reported at the second check. Other growth is reported after as many further
-steps. If it has slowed down meanwhile, it is reported after as many steps as it has lasted. Slower leaks show in a
-second series of minima over 4, 8, 16, ... steps, which get longer with the run.
+Growth that would soon fill the memory is reported at the second check. Other growth is observed for as many further
+steps as it has lasted, and reported then. If it has slowed down meanwhile, the observation is extended by the same
+rule. Slower leaks show in a second series of minima over 4, 8, 16, ... steps, which get longer with the run.
 """
 
 from __future__ import annotations

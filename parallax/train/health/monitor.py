@@ -56,6 +56,8 @@ class HealthMonitor:
         self._fetching = self._seconds = self._busy = 0.0
         self._growth: Growth | None = None
         self._waited = self._total = 0.0
+        self.waits = (0.0, 0.0)
+        """Seconds of the last step: fetching rows before it, and reading rows inside of its actions."""
         self._input_seconds = self.input_share = 0.0
         self.stragglers: list[Straggler] = []
         self._growths: list[str] = []
@@ -73,6 +75,7 @@ class HealthMonitor:
         """Record the step that used the rows."""
         on_demand = self._batch.seconds if self._batch is not None else 0.0
         self._busy = self._own_seconds(busy_seconds(result.spans), on_demand)
+        self.waits = self._fetching, on_demand
         self._input_seconds, self._seconds = self._fetching + on_demand, result.seconds
         self._alarm.mark(STEP)
         self._growth = self._alarm.find_growth()
@@ -85,8 +88,8 @@ class HealthMonitor:
         return busy if on_demand <= _HIDDEN * busy else 0.0
 
     def columns(self) -> dict[str, float]:
-        """Return this rank's seconds of waiting for rows, of the step with these, and of computing, and whether its
-        memory grows."""
+        """Return this rank's figures for the other ranks: seconds of waiting for rows, of the step, and of computing,
+        and whether its memory grows."""
         return {
             "input_seconds": self._input_seconds,
             "whole_seconds": self._seconds + self._fetching,
@@ -95,8 +98,8 @@ class HealthMonitor:
         }
 
     def agree(self, columns: Mapping[str, Sequence[float]], *, saving: bool = False) -> list[str]:
-        """Return the messages to print after "step n", given the columns of all ranks; all ranks call it. ``saving``: a
-        checkpoint was written in parallel with the step, which slows the writing ranks down."""
+        """Return the messages to print after "step n", given the columns of all ranks. All ranks call it. ``saving``: a
+        checkpoint was written during the step, which slows the writing ranks down."""
         waited, busy = columns["input_seconds"], columns["busy_seconds"]
         # Of all ranks, so that all decide alike whether to gather why.
         step = max(columns["whole_seconds"])
@@ -131,7 +134,8 @@ class HealthMonitor:
         }
 
     def _gather_starvation(self, waited: Sequence[float]) -> list[str]:
-        """Return, once, why the rank that waits longest for rows waits, if some step after step did."""
+        """Return, once, which rank waits longest for rows, and why, after several steps in a row that waited for
+        rows."""
         self._starved = self._starved + 1 if self.input_share > _STARVED else min(0, self._starved)
         if self._starved < _STARVED_STEPS:
             return []

@@ -61,8 +61,8 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankWork:
-    """The work of a rank in a step: the number of its micro-batches that have rows; its rows; the predicted seconds if
-    they grow with the rows (``least``) and if they are equal for every micro-batch (``most``); and the seconds that
+    """The work of a rank in a step: the number of its micro-batches that have rows; its rows; ``least``: the predicted
+    seconds if they grow with the rows; ``most``: if they are equal for every micro-batch; and the seconds that
     dispatching its actions may take."""
 
     micro_batches: int
@@ -72,7 +72,7 @@ class _RankWork:
     dispatch: float
 
     def share_of(self, other: _RankWork) -> float:
-        """Return the largest acceptable ratio of this rank's seconds to those of another replica."""
+        """Return the largest acceptable ratio of this rank's seconds to another replica's."""
         return max(self.micro_batches / other.micro_batches, self.rows / other.rows)
 
 
@@ -162,7 +162,7 @@ class StragglerDetector:
         )
 
     def _expected(self, rank: int, busy: Sequence[float]) -> float:
-        """Return the seconds that the rank would compute at the speed of the others; 0 if there is no reference."""
+        """Return the seconds that the rank would need at the speed of the others; 0 if there is no reference."""
         mine = self._work[rank]
         if peers := self._peers[rank]:
             return statistics.median_low([busy[p] * mine.share_of(self._work[p]) for p in peers])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,12 @@ class Saves:
         watchdog: Watchdog,
     ) -> None:
         self._engine, self._directory, self._config = engine, directory, config
-        self._retention, self._watchdog = config.retention, watchdog
+        higher = engine.metrics.config.higher_is_better(config.metric)
+        self._retention, self._watchdog = replace(config.retention, higher=higher), watchdog
         self.seconds = 0.0
         """Seconds for which training has waited for checkpoints so far."""
+        self.completed: list[Path] = []
+        """Checkpoints that became complete; whoever handles one removes it."""
         self._reported = 0.0  # part of :attr:`seconds` that :meth:`columns` has returned
         # The step of the last checkpoint; 0, because before the first step there is nothing to save.
         self._saved: int | None = 0
@@ -104,8 +108,8 @@ class Saves:
 
     @contextlib.contextmanager
     def saved_before(self, logger: RankZeroLogger) -> Iterator[None]:
-        """Finish the current write if the step inside ends all ranks because of a non-finite number: that checkpoint is
-        from before the step."""
+        """A context that completes the current write if the step inside ends all ranks because of a non-finite number.
+        That checkpoint is from before the step."""
         try:
             yield
         except NonFiniteError:
@@ -124,4 +128,5 @@ class Saves:
 
     def _log_saved(self, logger: RankZeroLogger, path: Path | None) -> None:
         if path is not None:
+            self.completed.append(path)
             logger.note(f"step {step_of(path)}: checkpoint {path}")
