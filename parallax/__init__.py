@@ -19,24 +19,43 @@ if TYPE_CHECKING:
     from parallax.run.planning import plan_model, plan_together
     from parallax.runtime.batch import Rows, TensorRows
     from parallax.runtime.engine import Engine
-    from parallax.runtime.optim.optimizer import OptimizerConfig
+    from parallax.runtime.optim.kinds.adamw import AdamWConfig
+    from parallax.runtime.optim.kinds.lion import LionConfig
+    from parallax.runtime.optim.kinds.muon import MuonConfig
+    from parallax.runtime.optim.kinds.sgd import SGDConfig
+    from parallax.runtime.optim.schedules.constant import ConstantSchedule
+    from parallax.runtime.optim.schedules.cosine import CosineSchedule
+    from parallax.runtime.optim.schedules.linear import LinearSchedule
+    from parallax.runtime.optim.schedules.step import StepSchedule
+    from parallax.runtime.optim.schedules.wsd import WSDSchedule
     from parallax.swap.config import SwapConfig
     from parallax.swap.lms.scope import swap
     from parallax.swap.stores.tiers import register_tier
+    from parallax.train.callbacks import Callback, TrainingRun
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdamWConfig",
+    "Callback",
     "ClusterConfig",
+    "ConstantSchedule",
+    "CosineSchedule",
     "Engine",
-    "OptimizerConfig",
+    "LinearSchedule",
+    "LionConfig",
+    "MuonConfig",
     "ParallaxError",
     "Plan",
     "PlanConfig",
     "PrecisionConfig",
     "Rows",
+    "SGDConfig",
+    "StepSchedule",
     "SwapConfig",
     "TensorRows",
+    "TrainingRun",
+    "WSDSchedule",
     "describe",
     "plan_model",
     "plan_together",
@@ -46,16 +65,26 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AdamWConfig": "runtime.optim.kinds.adamw",
+    "Callback": "train.callbacks",
     "ClusterConfig": "machine.local",
+    "ConstantSchedule": "runtime.optim.schedules.constant",
+    "CosineSchedule": "runtime.optim.schedules.cosine",
     "Engine": "runtime.engine",
-    "OptimizerConfig": "runtime.optim.optimizer",
+    "LinearSchedule": "runtime.optim.schedules.linear",
+    "LionConfig": "runtime.optim.kinds.lion",
+    "MuonConfig": "runtime.optim.kinds.muon",
     "ParallaxError": "errors",
     "Plan": "plan.plan",
     "PlanConfig": "plan.config",
     "PrecisionConfig": "model.precision",
     "Rows": "runtime.batch",
+    "SGDConfig": "runtime.optim.kinds.sgd",
+    "StepSchedule": "runtime.optim.schedules.step",
     "SwapConfig": "swap.config",
     "TensorRows": "runtime.batch",
+    "WSDSchedule": "runtime.optim.schedules.wsd",
+    "TrainingRun": "train.callbacks",
     "describe": "model.describe",
     "plan_model": "run.planning",
     "plan_together": "run.planning",

@@ -1,4 +1,4 @@
-"""The command line: words before the first ``key=value`` belong to the command; all others are overrides in Hydra's
+"""The command line: arguments before the first ``key=value`` belong to the command; all others are overrides in Hydra's
 grammar.
 
 Few modules are imported here; the others inside of :func:`main`, where Ctrl-C is handled.
@@ -40,6 +40,8 @@ COMMANDS = {
     "estimate": "print the memory that training a model needs, without any device",
     "simulate": "print, draw or trace the timeline of every rank of a plan",
     "explain": "print the reasons for a plan, its bytes and seconds, and what a run offloaded",
+    "top": "show all ranks of a run while it trains: speed, memory, waits",
+    "why": "show where the seconds of a run's steps went, and which change would help most",
     "report": "report a sweep or a run: table, CSV, charts, and a page",
     "calibrate": "correct a profile by a run's measurements; the next plan uses it",
     "export": "write the weights of a run's last checkpoint in the format of another library",
@@ -134,8 +136,8 @@ def _refused(code: int) -> int:
 
 @contextlib.contextmanager
 def _no_collection(*, own_process: bool) -> Iterator[None]:
-    """A context that disables the garbage collector during imports, where it takes a fifth of the time and frees hardly
-    anything. ``own_process``: freeze the imported objects at the end."""
+    """A context that disables the garbage collector during imports, where it takes a fifth of the time and frees almost
+    nothing. ``own_process``: at the end, exclude the imported objects from later collections."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -182,7 +184,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(typed: list[str]) -> argparse.Namespace:
-    """Return the parsed arguments. Settings may stand anywhere; argparse alone misreads those after an option."""
+    """Return the parsed arguments. Settings (``key=value``) may stand anywhere; argparse alone misreads settings after
+    an option."""
     parser = _parser(next((word for word in typed if word in COMMANDS), None))
     parsed, left = parser.parse_known_args(typed)
     settings = [word for word in left if "=" in word and not word.startswith("-")]

@@ -19,6 +19,7 @@
     ├── SwapError                     a tier failed to write or read (path and bytes)
     ├── TransportError                a channel between stages broke its contract
     │   └── AbsentError               ranks that never started
+    ├── CallbackError                 a callback of the user raised an exception
     ├── DeadlockError                 action lists that can never finish
     ├── HangError                     work before the first step shows no sign of life
     └── NonFiniteError                the loss, a gradient or a weight is NaN or infinite
@@ -36,6 +37,7 @@ class ParallaxError(Exception):
     exit_code = 1
     common = False  # every rank raises the same, so any one may report it
     may_pass = False  # the fault is a machine's, so another attempt may succeed
+    traced = False  # code of the user raised it, so its traceback is printed
 
 
 class HangError(ParallaxError):
@@ -137,6 +139,16 @@ class AbsentError(TransportError):
     """Some ranks never started."""
 
     common = True
+
+
+class CallbackError(ParallaxError):
+    """A callback of the user raised an exception, the cause of this one."""
+
+    traced = True
+
+    def __init__(self, message: str, *, may_pass: bool = False) -> None:
+        super().__init__(message)
+        self.may_pass = may_pass
 
 
 class DeadlockError(ParallaxError):

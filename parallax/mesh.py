@@ -22,8 +22,8 @@ from parallax.plan.plan import Coordinate, Plan
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A direction between two ranks at the ends of an edge: messages from rank ``sender`` to rank ``receiver``, which
-    are gradients if ``backward``."""
+    """One direction between two ranks that exchange messages: from rank ``sender`` to rank ``receiver``. The messages
+    are gradients if ``backward``, otherwise activations."""
 
     sender: int
     receiver: int
@@ -212,8 +212,8 @@ def _replica_groups(
 
 @dataclass(frozen=True, slots=True)
 class RankDevices:
-    """The device of each rank, all of one kind, identified uniquely among all hosts, because ranks may see and number
-    devices differently."""
+    """The device of each rank; all are of one kind. A device is identified uniquely among all hosts, because ranks may
+    see different devices or number them differently."""
 
     kind: str
     identities: tuple[str | None, ...]

@@ -11,7 +11,7 @@ from parallax.plan.cost.estimate import estimate
 from parallax.plan.search.contradiction import check_rows
 from parallax.report import estimate_table
 from parallax.run.job import model_work
-from parallax.run.planning import stepped_by
+from parallax.run.stepping import stepped_by
 from parallax.run.working import working
 
 EXAMPLES = """examples:
@@ -35,7 +35,7 @@ def run(parsed: argparse.Namespace) -> int:
         config = compose(parsed.overrides)
         work.limit(config.trainer)
         check_rows(config.trainer.global_batch, config.trainer.microbatch)
-        costs = stepped_by(model_work(config, work), config.optimizer)
+        costs = stepped_by(model_work(config, work), config.optimizer, averages=config.ema.averages)
         found = estimate(
             costs, global_batch=config.trainer.global_batch, microbatch=config.trainer.microbatch
         )

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from parallax.common.targets import load_target
 from parallax.common.terminal import safe_console
-from parallax.common.trust import KEYS, check_named
+from parallax.common.trust import KEYS, check_named, is_key
 from parallax.config.options import folder_of_options, searchpath
 from parallax.errors import ConfigError, printable
 from parallax.plan.cluster import Cluster
@@ -66,7 +66,7 @@ def class_paths_of(parsed: argparse.Namespace) -> dict[str, str]:
     named: dict[str, str] = {}
     for word in parsed.overrides:
         key, _, value = word.partition("=")
-        if key not in KEYS or ":" not in value:
+        if not is_key(key) or ":" not in value:
             raise ConfigError(
                 f"{printable(word)}: the files have the settings; accepted are the class paths that they name, "
                 f"{', '.join(KEYS)}=package.module:name"

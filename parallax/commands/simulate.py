@@ -94,8 +94,8 @@ def _spans(forecast: Forecast, plan: Plan) -> list[Span]:
 def simulation_table(
     plan: Plan, ranks: Sequence[RankPrediction], stages: Sequence[StagePrediction]
 ) -> Table:
-    """Return a table with a row for each rank: its memory, and the seconds by term of the fullest rank of its pipeline
-    rank."""
+    """Return a table with a row for each rank: its memory, and seconds by term. Seconds are known only for the fullest
+    rank of each pipeline rank, and shown for all its ranks."""
     terms = list(dict.fromkeys(term for stage in stages for term in stage.seconds))
     shown = [term for term in terms if any(stage.seconds.get(term) for stage in stages)]
     table = Table(

@@ -11,7 +11,7 @@ from parallax.commands.options import add_overrides, class_paths_of, trusting
 from parallax.common.lock import locked
 from parallax.common.signals import handling_requests, interrupt, under_torchrun
 from parallax.common.terminal import safe_console
-from parallax.common.trust import KEYS
+from parallax.common.trust import is_key
 from parallax.config.multirun import wants_sweep
 from parallax.config.printed import CFG, settings_text
 from parallax.errors import ConfigError, printable
@@ -119,7 +119,7 @@ def _trusts(parsed: argparse.Namespace) -> Trusts:
     if parsed.run_dir is None:
         return trusting({})
     for word in parsed.overrides:
-        if word.partition("=")[0] not in KEYS:
+        if not is_key(word.partition("=")[0]):
             raise ConfigError(
                 f"{printable(word)}: --run-dir is prepared already; leave out one of them"
             )

@@ -48,7 +48,7 @@ class Accelerator:
 
     @property
     def reserve_bytes(self) -> int:
-        """Bytes of torch's allocator beside the model's tensors: allocations are multiples of 512 bytes, and
+        """Bytes that torch's allocator uses besides the model's tensors: allocations are multiples of 512 bytes, and
         optimizers keep a scalar per parameter."""
         return SMALL_TENSORS_BYTES
 
@@ -78,6 +78,10 @@ class Accelerator:
             return 0
         free, total = self.module.mem_get_info(device)
         return max(0, int(total - free) - torch.accelerator.memory_reserved(device))
+
+    def sensors(self, device: torch.device) -> tuple[float | None, float | None]:  # noqa: ARG002
+        """Return the temperature of ``device`` in degrees Celsius and its power in watts; None for what is unknown."""
+        return None, None
 
     @property
     def environment(self) -> dict[str, str]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +36,13 @@ def register_accelerator(accelerator: Accelerator) -> None:
 def accelerator_of(device: torch.device) -> Accelerator:
     """Return the registered accelerator of ``device``, which is not a CPU."""
     return accelerator_named(device.type)
+
+
+def device_sensors(device: torch.device) -> Callable[[], tuple[float | None, float | None]]:
+    """Return a function that reads temperature and power of ``device``; a CPU tells neither."""
+    if device.type == "cpu":
+        return lambda: (None, None)
+    return partial(accelerator_of(device).sensors, device)
 
 
 def accelerator_named(kind: str) -> Accelerator:
@@ -108,8 +116,9 @@ class OwnDevice(NamedTuple):
 class RanksDevices:
     """Devices of ``kind`` of the ranks of a run.
 
-    ``present``: how many are on this host. ``apart``: whether any two ranks have different devices. ``shares``:
-    for each rank here, the bytes of its device and the number of ranks that share it."""
+    ``present``: the number of devices on this host. ``apart``: whether at least two ranks have different devices.
+    ``shares``: for each rank here, the bytes of its device and the number of ranks that share it.
+    """
 
     kind: str
     present: int

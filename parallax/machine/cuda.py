@@ -33,13 +33,13 @@ class Cuda(Accelerator):
 
     @property
     def reserve_bytes(self) -> int:
-        """Bytes of cuBLAS workspaces, one per handle (of the forward and of the backward thread), and of the unused
-        part of the allocator's last segment, which counts towards its limit."""
+        """Bytes of cuBLAS workspaces (one per handle: of the forward and of the backward thread) and of the unused part
+        of the allocator's last segment, which counts towards the allocator's limit."""
         return super().reserve_bytes + _HANDLES * _WORKSPACE_BYTES + _PIECES_BYTES
 
     @property
     def flattens_recurrent_weights(self) -> bool:
-        """For cuDNN and MIOpen."""
+        """True: cuDNN and MIOpen keep all weights of a recurrent module in one buffer."""
         return True
 
     @property
@@ -92,6 +92,13 @@ class Cuda(Accelerator):
             remedy=remedy,
         )
 
+    def sensors(self, device: torch.device) -> tuple[float | None, float | None]:
+        """Ask NVML, through torch; it needs the package nvidia-ml-py."""
+        try:
+            return float(torch.cuda.temperature(device)), torch.cuda.power_draw(device) / 1000
+        except Exception:  # of torch, NVML or its package: the thread of the watch must go on
+            return None, None
+
     def hold(self, seconds: float) -> None:
         if seconds:
             torch.cuda._sleep(int(seconds * _CYCLES_PER_SECOND))
@@ -124,8 +131,8 @@ class Cuda(Accelerator):
 
 
 def pin(runtime: Any, address: int, size: int) -> int:
-    """Pin host memory; return the runtime's error code, 0 for success. The runtime would report a failure again at the
-    next kernel launch, so a kernel is launched here to clear it."""
+    """Pin host memory; return the runtime's error code, 0 for success. After a failure, a kernel is launched to clear
+    the error, because the runtime would report it again at the next launch."""
     code = int(runtime.cudaHostRegister(address, size, _ALL_CONTEXTS))
     if code and torch.cuda.is_initialized():
         with contextlib.suppress(RuntimeError):

@@ -208,8 +208,8 @@ _WAITED_FOR = (
 
 
 class StagingRing:
-    """Pinned host buffers, one per thread, allocated once because pinning takes milliseconds. Tensors that are not on
-    ``device``, such as optimizer states, are passed without a buffer and without a wait."""
+    """Pinned host buffers, one per thread. They are allocated only once, because pinning takes milliseconds. Tensors
+    that are not on ``device``, such as optimizer states, are passed through without a buffer and without a wait."""
 
     def __init__(
         self, copies: CopyEngine, device: torch.device, buffers: int, piece_bytes: int

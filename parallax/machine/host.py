@@ -255,7 +255,7 @@ class MemoryBound:
     """
 
     def __init__(self, growth_bytes: int) -> None:
-        """Allow ``growth_bytes`` more than the present memory; negative if present memory counts against the bound."""
+        """Allow ``growth_bytes`` more than the present memory; negative to allow less."""
         if not _bounds:
             _freed.start()
         self.growth_bytes, self.before_bytes = growth_bytes, data_bytes()
@@ -348,11 +348,12 @@ def memory_is_bounded() -> bool:
 
 
 def relieve_memory(handled: int | None = None, *, coming: int = 0) -> None:
-    """Trim freed memory if a :class:`MemoryBound` is open and the memory of this process is near its line.
+    """Return freed memory to the system if a :class:`MemoryBound` is open and the memory of this process is near the
+    bound.
 
-    Call it often while memory grows: when autograd saves a tensor, when one is loaded, after a block.
-    ``handled``: bytes of tensors since the last call, if known; memory is then checked once per MiB of them, and
-    less often far from the line. ``coming``: bytes that other threads are about to allocate.
+    Call it often while memory grows: when autograd saves a tensor, when one is loaded, after a block. ``handled``:
+    bytes of tensors since the last call, if known; memory is then checked once per MiB of them, and less often far from
+    the bound. ``coming``: bytes that other threads are about to allocate.
     """
     if _bounds and _freed.is_due(handled):
         _freed.check(coming)
@@ -431,8 +432,7 @@ def _update_meters() -> None:
 
 @contextlib.contextmanager
 def outside_device_memory(change: int) -> Iterator[None]:
-    """A context that excludes ``change`` bytes from the meters. They become resident inside (or are freed, if
-    negative).
+    """A context in which ``change`` bytes become resident (or are freed, if negative) that the meters must not count.
 
     The bytes belong to the host and not to the device, on a machine whose RAM serves as both. Memory that other threads
     allocate and free meanwhile may be missed, up to the same amount.

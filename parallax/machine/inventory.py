@@ -68,8 +68,8 @@ def write_cluster(path: Path) -> list[str]:
 
 
 def _found() -> tuple[list[Host], str]:
-    """Return all hosts, and the source of the list. Inside a Slurm job, only the host itself knows its part of the
-    devices."""
+    """Return all hosts, and the source of this list. Inside a Slurm job the host itself is examined, because only it
+    knows its part of the devices."""
     if shutil.which("sinfo") is None or "SLURM_JOB_ID" in os.environ:
         return [this_host()], "this host"
     return slurm_hosts(_sinfo()), "Slurm"

@@ -62,7 +62,7 @@ class ClusterConfig:
     link: int | str = AUTO
 
     def __post_init__(self) -> None:
-        asked_link(self)
+        requested_link(self)
         check_choice("cluster.kind", self.kind, [AUTO, "cpu", *known_kinds()])
         for key in ("devices", "threads"):
             check_count(f"cluster.{key}", getattr(self, key))
@@ -73,17 +73,17 @@ class ClusterConfig:
 
     def memory_of(self, kind: str) -> int | None:
         """Return the budget of a device of ``kind``; None for auto."""
-        asked = self.device_memory
-        if isinstance(asked, str) and asked.startswith(_ON_CPU):
-            asked = asked.removeprefix(_ON_CPU) if kind == "cpu" else AUTO
-        return None if asked == AUTO else parse_bytes(asked, "cluster.device_memory")
+        wanted = self.device_memory
+        if isinstance(wanted, str) and wanted.startswith(_ON_CPU):
+            wanted = wanted.removeprefix(_ON_CPU) if kind == "cpu" else AUTO
+        return None if wanted == AUTO else parse_bytes(wanted, "cluster.device_memory")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """The devices of a run on this machine: kind, number, and cores per device. For accelerators: ``present``
-    devices on the host; ``shares``: for each rank, the bytes of its device and the number of ranks that share it;
-    ``apart``: whether any two ranks of the run have different devices."""
+    """The devices of a run on this machine: kind, number, and cores per device. For accelerators also ``present``: the
+    number of devices on the host; ``shares``: for each rank, the bytes of its device and the number of ranks that share
+    it; ``apart``: whether at least two ranks of the run have different devices."""
 
     kind: str
     count: int
@@ -93,7 +93,7 @@ class DeviceChoice:
     shares: tuple[tuple[int, int], ...] = ()
 
 
-def asked_link(config: ClusterConfig) -> Link | None:
+def requested_link(config: ClusterConfig) -> Link | None:
     """Return the link between nodes that ``config`` sets; None if it must be measured."""
     if config.link == AUTO:
         return None
@@ -122,16 +122,16 @@ def choose_devices(config: ClusterConfig, *, at_least: int = 1) -> DeviceChoice:
     kind = chosen_kind(config)
     known, seen = ranks_devices(kind), present_devices(kind) if kind != "cpu" else ()
     present = known.present if known else len(seen)
-    cores, threads = usable_cores(), _asked_threads(config)
+    cores, threads = usable_cores(), _requested_threads(config)
     usual = present if kind != "cpu" else min(MOST_PROCESSES, int(cores) // (threads or 1))
     count = max(at_least, usual)
     if config.devices != AUTO:
         count = int(config.devices)
     if kind != "cpu" and not 0 < count <= RANKS_PER_GPU * present:
-        asked = f"cluster.kind={kind}" if config.devices == AUTO else f"cluster.devices={count}"
+        wanted = f"cluster.kind={kind}" if config.devices == AUTO else f"cluster.devices={count}"
         remedy = f"use {RANKS_PER_GPU * present} or fewer" if present else "use cluster.kind=cpu"
         raise ConfigError(
-            f"{asked}: torch {torch.__version__} sees {present} {kind} devices here; {remedy}"
+            f"{wanted}: torch {torch.__version__} sees {present} {kind} devices here; {remedy}"
         )
     return DeviceChoice(
         kind,
@@ -145,7 +145,7 @@ def choose_devices(config: ClusterConfig, *, at_least: int = 1) -> DeviceChoice:
     )
 
 
-def _asked_threads(config: ClusterConfig) -> int:
+def _requested_threads(config: ClusterConfig) -> int:
     """Return the threads per rank set by ``cluster.threads`` or ``OMP_NUM_THREADS``; 0 if neither is set."""
     if config.threads != AUTO:
         return int(config.threads)
@@ -191,8 +191,8 @@ def build_cluster(
     ``tier``: auto, or a tier's name (``swap.tier``). ``together``: the result of :func:`probe_together`.
     ``copying_threads``: threads of a rank that copy in one direction at the same time (``swap.threads``).
 
-    A budget left at auto keeps a margin for memory that no plan counts: the allocator's gaps (a twentieth of the
-    device), the interpreter and torch itself (a fifth of the available RAM).
+    A budget of auto keeps a margin for memory that no plan counts: a twentieth of the device for the allocator's gaps,
+    and a fifth of the available RAM for the interpreter and torch itself.
     """
     target = offload_tier(choice, tier)
     copying = _copying_share(choice) if target.copied_by_threads else 1.0
@@ -216,7 +216,7 @@ def build_cluster(
             kept_share=KEPT if choice.kind == "cpu" else 0.0,
             overlap_loss=1 - computing,
             tier_share=copying,
-            host_update_seconds=_host_update_seconds(target, probes, write, read),
+            host_update_seconds=_host_update_seconds(target, probes),
         )
         for memory in _device_memory(config, choice)
     )
@@ -278,22 +278,18 @@ def _computing_share(choice: DeviceChoice, copying: int) -> float:
     return min(1.0, usable_cores() / (choice.count * (choice.threads + copying)))
 
 
-def _host_update_seconds(tier: Tier, probes: Probes, write: float, read: float) -> float:
-    """Return the seconds of a host optimizer step per byte of weights, in full precision with AdamW.
-
-    The time is the memory traffic of one thread (copies read and write each byte), plus, if states cannot be stepped in
-    place in the tier, reading and writing two bytes of states per byte of weights. The planner adds gradients and
-    weights (:func:`parallax.plan.cost.stage.load_states`).
-    """
+def _host_update_seconds(tier: Tier, probes: Probes) -> float:
+    """Return the seconds of a host optimizer step per byte of weights, in full precision with AdamW: the memory traffic
+    of one thread (copies read and write each byte). The planner adds the transfers of the tier
+    (:func:`parallax.plan.cost.states.load_states`)."""
     if not tier.exists:
         return 0.0
-    stepping = UPDATE_BYTES / torch.float32.itemsize / (2 * probes.copy)
-    return stepping + (0.0 if tier.steps else 1 / write + 1 / read)
+    return UPDATE_BYTES / torch.float32.itemsize / (2 * probes.copy)
 
 
 def _device_memory(config: ClusterConfig, choice: DeviceChoice) -> list[int]:
-    if (asked := config.memory_of(choice.kind)) is not None:
-        return [asked] * choice.count
+    if (wanted := config.memory_of(choice.kind)) is not None:
+        return [wanted] * choice.count
     if choice.kind != "cpu":
         return [total * 19 // 20 // ranks for total, ranks in choice.shares]
     free = available_memory(choice.count)
@@ -305,7 +301,7 @@ def _tier_bytes(config: ClusterConfig, tier: Tier, probes: Probes) -> int:
     programs."""
     if not tier.exists:
         return 0
-    asked = getattr(config, tier.key)
-    if asked == AUTO:
+    wanted = getattr(config, tier.key)
+    if wanted == AUTO:
         return tier.free_bytes(Path(probes.directory), available_memory()) * 8 // 10
-    return parse_bytes(asked, f"cluster.{tier.key}")
+    return parse_bytes(wanted, f"cluster.{tier.key}")

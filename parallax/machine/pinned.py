@@ -94,10 +94,10 @@ class RegisteredArena:
     of the runtime.
 
     Huge pages are used if possible. The kernel places a page in the memory of the processor that touches it first, so
-    several threads touch the pages, on ``cpus`` near the device if these are known. If the owner fails without calling
-    :meth:`close`, the finalizer calls ``synchronize``, because the owner has not waited for its copies, and then
-    ``unregister``. A forked child does not inherit the pages: the kernel would copy pinned pages for each child or,
-    before 5.10, give this process other pages than the device writes to.
+    several threads first write to the pages, on ``cpus`` near the device if these are known. If the owner fails without
+    calling :meth:`close`, the finalizer calls ``synchronize``, because the owner has not waited for its copies, and
+    then ``unregister``. A forked child does not inherit the pages: the kernel would copy pinned pages for each child
+    or, before 5.10, give this process other pages than the device writes to.
     """
 
     def __init__(

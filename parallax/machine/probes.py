@@ -311,7 +311,7 @@ ALONE = HostSpeeds()
 
 
 def measure_together(count: int, threads: int, *, fresh: bool = False) -> HostSpeeds:
-    """Return the speeds of 1 to ``count`` processes, each of ``threads`` threads, that compute at once. Measured once
+    """Return the speeds of 1 to ``count`` concurrent processes of ``threads`` threads each. They are measured once
     (about six seconds), then read from the cache."""
     count = min(count, TOGETHER)
     known = [
@@ -339,8 +339,9 @@ def measure_together(count: int, threads: int, *, fresh: bool = False) -> HostSp
 
 
 def shared_speeds(seconds: list[float], able: float) -> tuple[float, ...]:
-    """Return the speed of each of k processes, for each k, given the processor ``seconds`` of equal work, and cores for
-    ``able`` processes. The speed never increases with k: an increase in the measurement is noise."""
+    """Return the speed of each of k concurrent processes, for k = 1, 2, …. ``seconds``: processor seconds of equal work
+    for each k. ``able``: the number of processes that have cores. The speed never increases with k: an increase in the
+    measurement is noise."""
     speeds: list[float] = []
     for together, taken in enumerate(seconds, 1):
         speed = min(1.0, able / together) * min(1.0, seconds[0] / taken)

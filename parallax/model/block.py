@@ -36,9 +36,9 @@ _PADDING = {
 class Block:
     """A part of the model: its name, and the module that runs it, on the meta device.
 
-    The module is one of the model's own, or one that holds some of these; its parameters are always the model's.
-    ``unbatched``: indices of outputs whose dimension 0 is not the micro-batch's rows (position tables, biases made from
-    parameters). Each peer receives them whole, and their gradients are summed.
+    The module is a module of the model, or a new module that contains modules of the model. Its parameters are always
+    the model's. ``unbatched``: indices of outputs whose dimension 0 is not the micro-batch's rows (position tables,
+    biases made from parameters). Each peer receives them whole, and their gradients are summed.
     """
 
     name: str
@@ -185,7 +185,8 @@ def pinned(part: Tensor) -> Tensor:
 
 
 def comes_pinned(part: Tensor, device: torch.device) -> bool:
-    """Return whether moving ``part`` to ``device`` is a host-to-accelerator copy that can use pinned memory."""
+    """Return whether moving ``part`` to ``device`` is a copy from host to accelerator that benefits from pinned
+    memory."""
     plain = part.layout is torch.strided and not part.is_nested and not part.is_quantized
     return device.type != "cpu" and part.is_cpu and plain
 

@@ -97,8 +97,8 @@ class Chain:
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def arguments(self, value: Any) -> tuple[Tensor, ...]:
-        """Return the model's inputs as a tuple of tensors for the first block. ``value`` is a tensor, a sequence or a
-        mapping of tensors, or nested like the sample."""
+        """Return the model's inputs as a tuple of tensors for the first block. ``value``: a tensor, a sequence or
+        mapping of tensors, or a value nested like the sample."""
         found = self._tensors(value)
         for tensor, sizes in zip(found, self.sizes):
             wrong = len(sizes) != tensor.ndim or any(

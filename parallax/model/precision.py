@@ -70,8 +70,8 @@ class PrecisionConfig:
 
     @property
     def masters(self) -> str:
-        """The type in which the optimizer updates weights: that of the parameters or of the master copies. A run can
-        resume in any number format with the same one."""
+        """The dtype in which the optimizer updates weights: that of the parameters or of the master copies. A run can
+        resume in any number format with the same dtype of masters."""
         return "fp32" if self.parameters in _SHORT else self.parameters
 
     @property

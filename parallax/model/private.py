@@ -93,6 +93,7 @@ without_function_modes = torch._C.DisableTorchFunction
 """A context that disables all function modes and ``__torch_function__``."""
 
 add_to_each = torch._foreach_add_
+clamp_each_above, clamp_each_below = torch._foreach_clamp_min_, torch._foreach_clamp_max_
 copy_to_each = torch._foreach_copy_
 lerp_each, lerp_each_in_place = torch._foreach_lerp, torch._foreach_lerp_
 multiply_each = torch._foreach_mul_
@@ -189,8 +190,8 @@ def current_node() -> int | None:
 
 
 class NestedSizes:
-    """Repeats the symbols that torch assigns to the row lengths of nested tensors. Torch numbers them with a counter,
-    so a recomputed forward must start from the same count, or its saved tensors would not match."""
+    """Repeats the symbols that torch assigns to the row lengths of nested tensors. Torch numbers these symbols with a
+    counter. A recomputed forward must start from the same count, otherwise its saved tensors would not match."""
 
     def __init__(self) -> None:
         self._first: int | None = None
@@ -214,8 +215,8 @@ class NestedSizes:
 
 def _metadata(tensor: Tensor) -> dict[str, Any]:
     """Return the metadata of a saved tensor that a recomputed forward must reproduce. Row lengths of a jagged nested
-    tensor are new symbols each time, and a strided nested tensor has none, so only its number of dimensions and
-    elements is compared."""
+    tensor are new symbols in each forward, and a strided nested tensor has no symbols. So of a nested tensor, only the
+    numbers of dimensions and elements are compared."""
     nested = tensor.is_nested
     shape = (tensor.dim(), tensor.numel()) if nested else tensor.shape
     return {"shape": shape, "dtype": tensor.dtype, "device": tensor.device}

@@ -133,8 +133,9 @@ def _has_history(tensor: Tensor) -> bool:
 
 
 def _of_leaf(tensor: Tensor) -> bool:
-    """Return whether the tensor is a leaf with a gradient, or a view of one or of any parameter. FSDP gathers
-    parameters, also frozen ones, into memory that it empties between uses, so they are not recognized by address."""
+    """Return whether the tensor is a leaf with a gradient, a view of such a leaf, or a view of a parameter. FSDP
+    gathers parameters, also frozen ones, into memory that it empties between uses, so they are not recognized by
+    address."""
     base, trained = tensor._base, tensor.requires_grad
     if trained and tensor.is_leaf:
         return True

@@ -18,9 +18,10 @@ BYTES = 256  # values that a byte can have
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Registered):
-    """Settings of a model, from which it is built: the base class of the dataclasses of ``model=``.
+    """The base class of the options of ``model=``: settings that build a model.
 
-    Each dataclass is in its own module of :mod:`parallax.model.factory` and overrides the methods that differ."""
+    Each option is a dataclass in its own module of :mod:`parallax.model.factory`, and overrides methods of this class.
+    """
 
     package: ClassVar[str] = "parallax.model.factory"
 

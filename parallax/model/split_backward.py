@@ -51,7 +51,8 @@ class WeightGradStore:
 
     @contextlib.contextmanager
     def splitting(self) -> Iterator[None]:
-        """A context in which products with parameters defer their weight gradients."""
+        """A context in which products with parameters store the operands of their weight gradients instead of computing
+        them."""
         self._forward = True
         try:
             with _Splitting(self):
@@ -72,7 +73,7 @@ class WeightGradStore:
             self._deferred.append((product, x, gradient))
 
     def held(self, product: _Product) -> _Product:
-        """Return ``product`` as it is kept between passes: without a copy of an offloaded weight."""
+        """Return the form of ``product`` that is kept between the passes: without a copy of an offloaded weight."""
         return replace(product, copy=None) if self._is_offloaded(product.weight) else product
 
     def separate_gradients(self, parameters: Iterable[nn.Parameter]) -> None:

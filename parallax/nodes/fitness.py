@@ -45,7 +45,7 @@ class Elastic:
         return cls(heads, least if all(again for _, _, again in found) else 0)
 
     def measure(self, nodes: Nodes) -> int:
-        """Return the rank with whose versions the other ranks are compared: the first at HEAD, otherwise rank 0."""
+        """Return the rank whose versions are the reference for the other ranks: the first at HEAD, otherwise rank 0."""
         return next((rank for rank, host in enumerate(nodes.hosts) if host in self.heads), 0)
 
     def goes_on(self, unfit: Mapping[str, str], nodes: Nodes) -> bool:

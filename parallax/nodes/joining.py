@@ -121,9 +121,8 @@ def _network_store() -> tuple[Any, Callable[[], object], int, int]:
 
 
 def _store(rank: int, size: int, limit: float) -> tuple[Any, Callable[[], object]]:
-    """Return a store, and a function that rank 0 calls until all have joined. The store is one that rank 0 opens
-    without waiting for others; or, in the store of torchrun's agent, which outlives its ranks, the part of this
-    rendezvous."""
+    """Return a store, and a function that rank 0 calls until all have joined. Rank 0 opens a new store without waiting
+    for others. Under torchrun, the store is a part of the agent's store, which outlives its ranks."""
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     outlives = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     end = time.monotonic() + limit

@@ -33,8 +33,8 @@ _LONG_SECONDS = 0.2  # a message of this duration shows the bandwidth
 
 @dataclass(frozen=True, slots=True)
 class RemoteLink:
-    """The link between ranks of two nodes. ``full_speed_ranks``: how many ranks of a node can use it at full speed at
-    once; 0 if each has a link of its own."""
+    """The link between ranks of two nodes. ``full_speed_ranks``: the number of ranks of a node that can use the link at
+    full speed at the same time; 0 if each rank has its own link."""
 
     link: Link
     full_speed_ranks: float

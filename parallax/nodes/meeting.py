@@ -20,36 +20,38 @@ from typing import Any
 
 import torch.distributed as dist
 
-_ASKED = "parallax asked"
+_REQUEST_LIST = "parallax requests"
 _BYTES = 16  # of a name and of a nonce
 _DIGITS = 2 * _BYTES
 _POLL_SECONDS = 0.05
 
 
 class OpenMeeting:
-    """An open rendezvous, on rank 0. ``part``: a new part of ``store`` for it."""
+    """An open rendezvous on rank 0. ``part``: the part of ``store`` that this rendezvous uses."""
 
     def __init__(self, store: Any) -> None:
         self._store, self._name = store, secrets.token_hex(_BYTES)
         self._answered = 0  # digits
         self.part = _part(store, self._name)
-        store.append(_ASKED, "")  # it is there from now on, so it can be read without waiting
+        store.append(
+            _REQUEST_LIST, ""
+        )  # it is there from now on, so it can be read without waiting
 
     def answer(self) -> None:
-        """Send the name to all ranks that have asked since the last call."""
-        asked = self._store.get(_ASKED).decode()
-        starts = range(self._answered, len(asked), _DIGITS)
-        keys = [_answer(asked[start : start + _DIGITS]) for start in starts]
+        """Send the name to all ranks that have requested it since the last call."""
+        nonces = self._store.get(_REQUEST_LIST).decode()
+        starts = range(self._answered, len(nonces), _DIGITS)
+        keys = [_answer(nonces[start : start + _DIGITS]) for start in starts]
         if keys:
             self._store.multi_set(keys, [self._name] * len(keys))
-        self._answered = len(asked)
+        self._answered = len(nonces)
 
 
 def ask(store: Any, seconds: float) -> Any:
     """Return the part of ``store`` that rank 0 has opened. Raises :class:`TimeoutError` if rank 0 does not answer
     within ``seconds``."""
     nonce = secrets.token_hex(_BYTES)
-    store.append(_ASKED, nonce)
+    store.append(_REQUEST_LIST, nonce)
     end = time.monotonic() + seconds
     while not store.check([_answer(nonce)]):
         if time.monotonic() > end:

@@ -26,7 +26,7 @@ _OLD_SECONDS = 3600.0  # after which a marker file is left over from a killed pr
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The nodes of a run. ``names``: their names, in rank order; ``of``: the node of each rank; ``hosts``: the host of
+    """The nodes of a run. ``names``: node names in rank order. ``of``: the node of each rank. ``hosts``: the host of
     each rank. Consecutive ranks on a host form a node."""
 
     rank: int

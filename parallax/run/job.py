@@ -19,7 +19,7 @@ from parallax.machine.local import ClusterConfig, choose_devices
 from parallax.model.block import flatten, padding_help
 from parallax.model.construction.deferred import deferred_init
 from parallax.model.describe import Chain, describe
-from parallax.model.losses import check_loss
+from parallax.model.losses import check_loss, scores_of
 from parallax.model.materialise import check_weights
 from parallax.model.profiling.count import Sample, count
 from parallax.model.source import ModelConfig
@@ -39,11 +39,12 @@ from parallax.run.planning import (
     plan_model,
     remember_profile,
     settled,
-    stepped_by,
 )
+from parallax.run.stepping import stepped_by
 from parallax.run.verified import check_rows, verify_run
 from parallax.runtime.batch import Rows, as_tensors
 from parallax.runtime.health.row_check import RowCheck
+from parallax.runtime.optim.groups import freeze
 from parallax.train.data.source import Source
 
 logger = logging.getLogger("parallax")
@@ -53,7 +54,7 @@ def build_chain(config: RunConfig) -> Chain:
     """Return the model of ``config`` as a chain of blocks."""
     model = built_model(config)
     return describe(
-        model.build,
+        model_factory(config),
         seed=config.seed,
         dtype=config.precision.parameter_dtype,
         blocks=model.block_paths,
@@ -62,6 +63,17 @@ def build_chain(config: RunConfig) -> Chain:
         partial_weights=model.partial_weights,
         base=model.base(config.seed),
     )
+
+
+def model_factory(config: RunConfig) -> Callable[[], nn.Module]:
+    """Return the factory of the model, with the parameters frozen that ``optimizer.groups`` freezes."""
+
+    def build() -> nn.Module:
+        model = built_model(config).build()
+        freeze(config.optimizer, model)
+        return model
+
+    return build
 
 
 def _inputs(config: RunConfig, rows: int) -> Any:
@@ -114,7 +126,12 @@ def device_kind(config: RunConfig) -> str:
 
 
 def build_loss(config: RunConfig) -> Loss:
-    """Return the model's own ``loss(outputs, targets)``, or :func:`usual_loss`."""
+    """Return the loss that the group ``loss`` chooses. For loss=model it is the model's own ``loss(outputs, targets)``,
+    or :func:`usual_loss`."""
+    chosen = config.loss.build()
+    if chosen is not None:
+        check_loss(chosen)
+        return chosen
     model = deferred_init(built_model(config).build, config.seed).with_attributes()
     own = getattr(model, "loss", None)
     if not callable(own):
@@ -134,7 +151,7 @@ def usual_loss(outputs: Any, targets: Any) -> Tensor:
     own = getattr(outputs, "loss", None)
     if isinstance(own, Tensor):
         return own
-    scores = getattr(outputs, "logits", outputs)
+    scores = scores_of(outputs)
     if not isinstance(scores, Tensor):
         raise DescribeError(
             f"the model returns a {type(outputs).__name__} without logits or loss: let the rows' inputs have labels, "
@@ -166,13 +183,20 @@ def open_source(config: RunConfig, *, quiet: bool = True) -> Source:
 
 
 def with_steps(config: RunConfig) -> RunConfig:
-    """Return the settings with ``trainer.steps`` for their ``trainer.epochs``, if these are set."""
-    if not config.trainer.epochs:
+    """Return the settings with ``trainer.steps`` for their ``trainer.epochs``, if these are set, and with the steps of
+    an epoch for a schedule in epochs."""
+    by_epochs = config.schedule.unit == "epochs"
+    if not config.trainer.epochs and not by_epochs:
         return config
     count = getattr(open_source(config), "steps", None)
+    if by_epochs and count is not None:
+        epoch_steps = count(1, config.trainer.global_batch)
+        config = replace(config, schedule=replace(config.schedule, epoch_steps=epoch_steps))
+    if not config.trainer.epochs:
+        return config
     if count is None:
         raise ConfigError(
-            f"trainer.epochs={config.trainer.epochs}: the rows of {config.data.label} have no number; set "
+            f"trainer.epochs={config.trainer.epochs}: the rows of {config.data.label} cannot be counted; set "
             "trainer.epochs=0 trainer.steps=N"
         )
     return replace(config, trainer=config.trainer.with_steps(count))
@@ -253,7 +277,11 @@ def plan_run(
     before weights are made, and raises for a model that must not be planned."""
     if isinstance(config.cluster, CatalogClusterConfig):
         return plan_catalog(
-            stepped_by(profile or profile_run(config, progress), config.optimizer),
+            stepped_by(
+                profile or profile_run(config, progress),
+                config.optimizer,
+                averages=config.ema.averages,
+            ),
             config.cluster,
             dtype=config.precision.compute,
             plan=config.plan,
@@ -275,6 +303,7 @@ def plan_run(
         swap=config.swap,
         precision=config.precision,
         optimizer=config.optimizer,
+        averages=config.ema.averages,
         microbatch=config.trainer.microbatch,
         gather_loss=config.trainer.gather_loss,
         name=config.model.name,
@@ -295,7 +324,8 @@ def _what_is_planned(
 ) -> tuple[Chain, Loss, Rows]:
     """Return model, loss and a batch of ``config``, after checking that the settings allow a plan on this machine."""
     check_devices(config)
-    config.replicas.check_asked(config.plan)
+    config.replicas.check_requested(config.plan)
+    config.metrics_config.check_installed()
     progress(doing(config, "building the model"))
     chain = build_chain(config)
     accept(chain)
@@ -363,6 +393,11 @@ def model_work(config: RunConfig, progress: Callable[[str], None] = lambda text:
             raise ConfigError(
                 f"trainer.gather_loss=true: the loss of model={config.model.name} is the mean over its tokens, of "
                 "which each micro-batch gives a part; use trainer.gather_loss=false"
+            )
+        if any(group.get("freeze") for group in config.optimizer.groups):
+            raise ConfigError(
+                f"optimizer.groups: model={config.model.name} has only sizes, and no names that a frozen group could "
+                "fit; leave frozen groups out, or choose another model"
             )
         return work
     progress(doing(config, "building the model"))

@@ -31,11 +31,11 @@ from parallax.machine.host import cpu_model
 from parallax.machine.local import (
     ClusterConfig,
     DeviceChoice,
-    asked_link,
     build_cluster,
     choose_devices,
     chosen_kind,
     probe_together,
+    requested_link,
 )
 from parallax.machine.probes import measure_probes
 from parallax.mesh import RankDevices
@@ -60,8 +60,8 @@ class Joined:
     device_bytes: tuple[int, ...]
 
     def at_speeds(self, seconds: Sequence[float]) -> Joined:
-        """Return the cluster with relative device speeds, given the ``seconds`` that each node takes for the same
-        work."""
+        """Return the cluster with device speeds relative to the first node. ``seconds``: the time of each node for
+        equal work."""
         nodes = tuple(
             replace(
                 node,
@@ -74,7 +74,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """The devices of one node, as a cluster of that node alone."""
+    """The devices that one node contributes, as a cluster of only that node."""
 
     cluster: Cluster
     kind: Kind
@@ -92,7 +92,7 @@ def share_devices(config: ClusterConfig, nodes: Nodes, *, select: bool) -> None:
 
     def own() -> OwnDevice | None:
         if select and kind != "cpu":
-            # Torch's allocator reads its variables when devices are first asked for anything.
+            # Torch's allocator reads its variables at the first use of a device.
             os.environ.update(unset_variables(kind))
         count = len(present_devices(kind)) if kind != "cpu" else 0
         if not count:
@@ -161,7 +161,7 @@ def join_nodes(
 def _between(config: ClusterConfig, nodes: Nodes) -> RemoteLink:
     """Return the link between nodes, from the settings or measured."""
     kind = node_devices(config, nodes).kind
-    if (link := asked_link(config)) is not None:
+    if (link := requested_link(config)) is not None:
         # A host's ranks share its network card; accelerators mostly have one each.
         return RemoteLink(link, 1.0 if kind == "cpu" else 0.0)
     device = select_device(kind, int(os.environ.get("LOCAL_RANK", "0")))
@@ -176,7 +176,8 @@ def _kind(choice: DeviceChoice) -> Kind:
 
 
 def _weakest(index: int, offers: Sequence[_Offer]) -> Node:
-    """Return the node of offer ``index``, with each capacity reduced to the smallest among all nodes of its kind."""
+    """Return the node that offer ``index`` describes, with each capacity reduced to the minimum among all nodes of its
+    kind."""
     node = offers[index].cluster.nodes[0]
     alike = [each.cluster.nodes[0] for each in offers if each.kind == offers[index].kind]
     devices = [device for each in alike for device in each.devices]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from parallax.machine.accelerators import own_device, set_ranks_devices
 from parallax.machine.host import keep_freed_memory, use_one_arena
@@ -37,7 +38,6 @@ from parallax.plan.profile import ModelProfile
 from parallax.plan.search.contradiction import Question, check_question
 from parallax.plan.search.search import search
 from parallax.plan.simulation.predict import Forecast
-from parallax.plan.work import ModelWork
 from parallax.run.nodes import (
     join_nodes,
     measured_cluster,
@@ -45,28 +45,31 @@ from parallax.run.nodes import (
     share_devices,
     swap_folder,
 )
+from parallax.run.stepping import stepped_by
 from parallax.runtime.batch import Rows
 from parallax.runtime.health.row_check import RowCheck
-from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.optim.config import Group, OptimizerConfig, as_config
+from parallax.runtime.optim.groups import GroupSummary, ParameterGroups
+from parallax.runtime.optim.kinds.adamw import AdamWConfig
 from parallax.swap.config import SwapConfig
 from parallax.swap.offload_benchmark import OffloadBenchmarks
 
 MEASURED_ROWS = 4
-ADAMW_STATES = 2
 
 Loss = Callable[[Any, Tensor], Tensor]
-_Costs = TypeVar("_Costs", ModelProfile, ModelWork)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan with its inputs. ``remarks``: messages to the user about the devices."""
+    """A plan with its inputs. ``remarks``: messages to the user about the devices. ``groups``: the parameter groups of
+    the optimizer; none for a plan without the model."""
 
     plan: Plan
     forecast: Forecast
     profile: ModelProfile
     cluster: Cluster
     remarks: tuple[str, ...] = ()
+    groups: tuple[GroupSummary, ...] = ()
 
 
 def settle(choice: DeviceChoice) -> None:
@@ -77,7 +80,7 @@ def settle(choice: DeviceChoice) -> None:
 
 
 def settled(cluster: ClusterConfig, plan: PlanConfig) -> DeviceChoice:
-    """Configure this process like a rank of a run, and return the devices for ``plan``."""
+    """Configure this process like a rank of a run (:func:`settle`), and return the devices for ``plan``."""
     count = _given(cluster, plan)
     return _settled(cluster, min(count, plan.ranks or count))
 
@@ -91,7 +94,7 @@ def _settled(cluster: ClusterConfig, count: int) -> DeviceChoice:
 
 
 def _given(cluster: ClusterConfig, plan: PlanConfig) -> int:
-    """Return how many devices a plan may use; on this machine at least as many as ``plan`` requests."""
+    """Return the number of devices that a plan may use; on this machine at least the number that ``plan`` requests."""
     alone = [each for each in (plan.stages, plan.replicas) if isinstance(each, int)]
     return choose_devices(cluster, at_least=plan.ranks or max([1, *alone])).count
 
@@ -105,7 +108,8 @@ def plan_model(
     plan: PlanConfig | None = None,
     swap: SwapConfig | None = None,
     precision: PrecisionConfig | None = None,
-    optimizer: OptimizerConfig | None = None,
+    optimizer: OptimizerConfig | Callable[[Sequence[Group]], Optimizer] | None = None,
+    averages: bool = False,
     microbatch: int | str = "auto",
     gather_loss: bool = False,
     name: str = "model",
@@ -116,9 +120,10 @@ def plan_model(
 ) -> Planned:
     """Measure ``chain`` on this machine and return the best plan for global batches like ``batch``.
 
-    ``gather_loss``: compute one loss over all rows of a batch, as contrastive losses need. ``profile`` replaces the
-    measurement. ``present``: the cluster of several nodes, of which this is the first. ``scratch``: the folder of swap
-    files. Raises :class:`~parallax.errors.InfeasiblePlan` if no plan fits.
+    ``optimizer``: its settings, or a function from parameter groups to an optimizer of torch. ``averages``: keep
+    averaged weights. ``gather_loss``: compute one loss over all rows of a batch, as contrastive losses need.
+    ``profile`` replaces the measurement. ``present``: the cluster of several nodes, of which this is the first.
+    ``scratch``: the folder of swap files. Raises :class:`~parallax.errors.InfeasiblePlan` if no plan fits.
     """
     cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
     batch = RowCheck(chain.dtype).of(batch, "the batch to plan with")
@@ -142,7 +147,8 @@ def plan_model(
     progress("measuring the machine")
     found = present or measured_cluster(cluster, choice, swap, scratch)
     progress(f"searching plans for {len(found.devices)} device(s)")
-    profile = stepped_by(profile, optimizer or OptimizerConfig())
+    optimizer = AdamWConfig() if optimizer is None else as_config(optimizer)
+    profile = stepped_by(profile, optimizer, chain, own_device(choice.kind), averages=averages)
     requested |= {"global_batch": len(batch), "swap": swap.offloads, "progress": progress}
     fixed = present is not None or _started(cluster)
     best, forecast = search(profile, found, plan, spare=not fixed, **requested)
@@ -150,7 +156,8 @@ def plan_model(
     processes = dataclasses.replace(choice, count=best.world_size)
     remarks = (_unused(given, used), "" if present else processes_of(processes))
     used_devices = found.first(best.world_size)
-    return Planned(best, forecast, profile, used_devices, tuple(filter(None, remarks)))
+    groups = tuple(ParameterGroups.of(optimizer, chain.model).summaries())
+    return Planned(best, forecast, profile, used_devices, tuple(filter(None, remarks)), groups)
 
 
 def as_planned(cluster: ClusterConfig, requested: PlanConfig, plan: Plan) -> ClusterConfig:
@@ -207,19 +214,6 @@ def check_model(
             gather_loss=gather_loss,
         )
     )
-
-
-def stepped_by(costs: _Costs, optimizer: OptimizerConfig) -> _Costs:
-    """Return ``costs``, measured with AdamW and its two states per weight, converted to ``optimizer``. A step reads
-    weight, gradient and states, and writes all of these but the gradient."""
-    optimizer_bytes = costs.optimizer_bytes * optimizer.states / ADAMW_STATES
-    if isinstance(costs, ModelProfile):
-        moved = (3 + 2 * optimizer.states) / (3 + 2 * ADAMW_STATES)
-        seconds = costs.optimizer_seconds * moved
-        return dataclasses.replace(
-            costs, optimizer_bytes=optimizer_bytes, optimizer_seconds=seconds
-        )
-    return dataclasses.replace(costs, optimizer_bytes=optimizer_bytes)
 
 
 def measure_model(

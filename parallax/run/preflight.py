@@ -88,7 +88,7 @@ def host_needs(run: PreparedRun, ranks: Sequence[int]) -> HostNeeds:
     own = [
         RankNeeds(
             memory_bytes=(plan.prediction.ranks[rank].peak_bytes if on_cpu else 0)
-            + (below_bytes(plan, rank) if tier.in_ram else 0),
+            + (offloaded_bytes(plan, rank) if tier.in_ram else 0),
             reserved=on_cpu,
         )
         for rank in ranks
@@ -104,7 +104,7 @@ def host_needs(run: PreparedRun, ranks: Sequence[int]) -> HostNeeds:
     )
 
 
-def below_bytes(plan: Plan, rank: int) -> int:
+def offloaded_bytes(plan: Plan, rank: int) -> int:
     """Return the bytes that a rank is predicted to hold in the offload tier."""
     stages = [plan.stages[index] for index in plan.stages_of(plan.coordinate(rank).pipeline_rank)]
     given = sum(each.tier_bytes + each.state_bytes + each.streamed_bytes for each in stages)
@@ -112,7 +112,7 @@ def below_bytes(plan: Plan, rank: int) -> int:
 
 
 def _swap_files(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
-    each = [below_bytes(run.plan, rank) for rank in ranks]
+    each = [offloaded_bytes(run.plan, rank) for rank in ranks]
     if not sum(each):
         return []
     return [
@@ -153,7 +153,7 @@ def _checkpoints(run: PreparedRun, ranks: Sequence[int]) -> list[FolderNeeds]:
 
 
 def _saves_to_come(run: PreparedRun, there: Sequence[Path]) -> int:
-    """Return how many checkpoints this start will write: the periodic ones and one at the end."""
+    """Return the number of checkpoints that this start will write: the periodic ones and one at the end."""
     trainer = run.config.trainer
     done = (step_of(there[-1]) or 0) if there and trainer.resume == "auto" else 0
     steps, every = trainer.steps, trainer.checkpoint_every

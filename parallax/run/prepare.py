@@ -25,11 +25,13 @@ from parallax.plan.cluster import Cluster
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
 from parallax.report import placement_table, plan_table, tell_noise
+from parallax.report.recipe import print_recipe
 from parallax.run.job import local_cluster, plan_run, with_steps
 from parallax.run.planning import Planned, as_planned
 from parallax.run.resume import STORED, StoredRun, Trusts, check_model_of, settings
 from parallax.run.sweep.points import SWEEP
 from parallax.run.working import working
+from parallax.train.callbacks import check_callbacks
 from parallax.train.record import PREDICTED_EVENTS
 
 RUNS = Path("runs")
@@ -76,6 +78,8 @@ def prepare(
         name = config.name if config.name != "auto" else free_name()
         check_name(name)
         config.trainer.check_steps()
+        config.logger.check_packages()
+        check_callbacks(config.callbacks)
         config, directory = replace(with_steps(config), name=name), RUNS / name
         saved = config.checkpoint.folder(directory, config.name)
         if config.trainer.resume == "never" and saved.exists():
@@ -103,6 +107,7 @@ def prepare(
     write_run(directory, config, planned)
     remember(directory, class_paths(configuration.dump(config)))
     console.print(plan_table(planned.plan, planned.profile))
+    print_recipe(console, config.optimizer, config.schedule, planned.groups, config.trainer.steps)
     if len(planned.cluster.nodes) > 1:
         console.print(placement_table(planned.plan, planned.cluster))
     for line in planned.remarks:

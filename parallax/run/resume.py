@@ -57,11 +57,11 @@ class Settings:
 def settings(overrides: Sequence[str], runs: Path) -> Settings:
     """Return the settings that ``overrides`` give. They change the stored settings of the run in ``runs`` that they
     name. If there is no such run, or with ``trainer.resume=never``, they change the defaults."""
-    name = configuration.said(overrides, "name")
+    name = configuration.override_value(overrides, "name")
     if (
         name == "auto"
         or not configuration.is_name(name)
-        or configuration.said(overrides, "trainer.resume") == "never"
+        or configuration.override_value(overrides, "trainer.resume") == "never"
     ):
         return Settings(configuration.compose(overrides), None)
     directory = runs / name
@@ -82,9 +82,11 @@ def settings(overrides: Sequence[str], runs: Path) -> Settings:
 
 
 def _without_other_length(stored: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """Return the stored settings without the epochs if ``overrides`` set steps alone. Steps that follow from epochs are
-    left out, because they depend on other settings too, such as the batch."""
-    steps, epochs = (configuration.said(overrides, f"trainer.{key}") for key in ("steps", "epochs"))
+    """Return the stored settings. If ``overrides`` set only steps, the stored epochs are left out. Steps that follow
+    from epochs are left out too, because they depend on other settings, such as the batch."""
+    steps, epochs = (
+        configuration.override_value(overrides, f"trainer.{key}") for key in ("steps", "epochs")
+    )
     if steps:
         return stored if epochs else replace(stored, trainer=replace(stored.trainer, epochs=0))
     if epochs or stored.trainer.epochs:
@@ -98,14 +100,18 @@ def _rate_change(directory: Path, stored: RunConfig, config: RunConfig) -> str:
     found = list_checkpoints(config.checkpoint.folder(directory, config.name))
     done = (step_of(found[-1]) or 0) if found else 0
     before, after = stored.trainer.steps, config.trainer.steps
-    old, new = stored.optimizer.rate(done, before), config.optimizer.rate(done, after)
+    old, new = _rate(stored, done), _rate(config, done)
     if not 0 < done < after or math.isclose(old, new):
         return ""
     ends = f", as the schedule now ends at step {after} and not {before}" if before != after else ""
     return (
         f"the learning rate of step {done + 1} is {new:.3g} and not {old:.3g}{ends}; at its end it is "
-        f"{config.optimizer.rate(after - 1, after):.3g}"
+        f"{_rate(config, after - 1):.3g}"
     )
+
+
+def _rate(config: RunConfig, step: int) -> float:
+    return config.optimizer.lr * config.schedule.factor(step, config.trainer.steps)
 
 
 def read_stored(directory: Path) -> str:
@@ -164,8 +170,12 @@ def check_model_of(folder: Path, chain: Chain) -> None:
 def _lost(stored: RunConfig, config: RunConfig, checkpoint: Path) -> Iterator[str]:
     """Yield ``key: old -> new`` for each changed setting that the checkpoint does not allow."""
     for key, (old, new) in configuration.changes(stored, config).items():
-        group = key.split(".")[0]
-        fixed = key in ("seed", "optimizer.name") or (group == "model" and key != "model.verify")
+        group, _, setting = key.partition(".")
+        if group == "data" and setting in config.data.reading:
+            continue
+        fixed = key in ("seed", "optimizer.name", "optimizer.target") or (
+            group == "model" and key != "model.verify"
+        )
         if key == "precision.parameters":  # an adapter's base is known by its bytes
             adapting = built_model(stored).base(stored.seed) != ""
             fixed = adapting or stored.precision.masters != config.precision.masters

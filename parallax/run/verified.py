@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 from parallax.config import RunConfig
 from parallax.errors import ConfigError
@@ -15,6 +16,8 @@ from parallax.plan.plan import Plan
 from parallax.run.planning import Loss
 from parallax.runtime.batch import Rows
 
+_PADDED_ROWS = 1024  # of which the most padded one is compared
+
 
 def verify_run(
     config: RunConfig, chain: Chain, loss: Loss, batch: Rows, progress: Callable[[str], None]
@@ -24,8 +27,32 @@ def verify_run(
     if config.model.work(str(config.precision)) is not None:
         return Verdict()  # it has no code
     model = asdict(config.model) | {"verify": "auto"}  # whenever it is checked, it is the same
-    key = repr((model, config.data, config.precision, config.trainer.global_batch))
-    return verify(chain, loss, batch, when=config.model.verify, key=key, progress=progress)
+    key = repr((model, config.loss, config.data, config.precision, config.trainer.global_batch))
+    found = verify(
+        chain,
+        loss,
+        batch,
+        when=config.model.verify,
+        key=key,
+        padded=lambda: _padded_rows(config),
+        progress=progress,
+    )
+    if found.padded:
+        raise ConfigError(
+            f"rows of {config.data.label} are padded, and the model reads the padding: {found.padded}; use a model "
+            "in which no output depends on later tokens (model=gpt, or attention with is_causal=True), or one of "
+            "transformers, which gets a mask (model=huggingface); model.verify=false trains it as it is"
+        )
+    return found
+
+
+def _padded_rows(config: RunConfig) -> Rows | None:
+    """Return rows of ``config`` of which some may be padded; None if there are none, or if the model gets a mask."""
+    if not config.data.pads_rows or config.model.name == "huggingface":
+        return None
+    source: Any = config.data.open(config.model, config.seed)
+    found: Rows = source.sample(min(len(source), _PADDED_ROWS))
+    return found
 
 
 def check_rows(config: RunConfig, verdict: Verdict, plan: Plan) -> None:

@@ -86,8 +86,8 @@ def working(console: Console, what: str) -> Iterator[LongWork]:
 
 
 class _Watchdog:
-    """The watchdog thread. It keeps the caller's signal handlers and passes each signal on to them. While it starts and
-    closes, it holds signals back until the end, because half-installed handlers would end a process that should
+    """The watchdog thread. It keeps the caller's signal handlers and passes each signal on to them. While it starts or
+    closes, it delays signals until this is complete, because half-installed handlers would end a process that should
     continue."""
 
     def __init__(self, what: str, work: LongWork) -> None:

@@ -146,14 +146,17 @@ def _shapes(values: Any) -> list[tuple[Any, ...]]:
 
 def as_tensors(what: str, values: Any, rows: int, dtype: torch.dtype) -> Any:
     """Return inputs or targets (``what``) of ``rows`` rows as tensors. NumPy arrays become tensors, and so do lists of
-    ``rows`` numbers. float64 arrays, NumPy's default, become ``dtype``, the model's; class indices become int64, the
-    only integer type that torch's losses accept. Raises :class:`DataError` for an array whose type torch lacks."""
+    ``rows`` numbers. float64 arrays, NumPy's default, become ``dtype``, the model's, and so do float32 inputs of a
+    model in float64, such as images; class indices become int64, the only integer type that torch's losses accept.
+    Raises :class:`DataError` for an array whose type torch lacks."""
 
     def change(part: Any) -> Any:
         if isinstance(part, np.ndarray):
             part = _from_array(what, part, dtype)
         if what == "targets" and isinstance(part, Tensor) and part.dtype in _CLASSES:
             return part.to(torch.int64)
+        if what == "inputs" and dtype == torch.float64 and isinstance(part, Tensor):
+            return part.double() if part.dtype == torch.float32 else part
         return part
 
     check_padded(what, values)

@@ -8,17 +8,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from parallax.common.events import Span
+from parallax.errors import ParallaxError
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain
 from parallax.model.layers.norms import BatchNorms
@@ -33,8 +38,15 @@ from parallax.runtime.forward import ForwardEngine, StageConfigs, build_stage
 from parallax.runtime.health.buffers import KeptBuffers
 from parallax.runtime.loss import Evaluation, GatheredLoss, Loss, LossOfParts
 from parallax.runtime.meters.step import StepResult
-from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.metrics import Metrics, MetricsConfig
+from parallax.runtime.optim.builder import OptimizerBuilder
+from parallax.runtime.optim.config import Group, OptimizerConfig, as_config
+from parallax.runtime.optim.ema import Averages, EmaConfig
+from parallax.runtime.optim.emas.off import EmaOff
+from parallax.runtime.optim.kinds.adamw import AdamWConfig
 from parallax.runtime.optim.scaling import LossScale
+from parallax.runtime.optim.schedule import ScheduleConfig
+from parallax.runtime.optim.schedules.constant import ConstantSchedule
 from parallax.runtime.plan_check import accepted, shared_between_ranks
 from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.runtime.replicas.replicate import sync_for
@@ -43,6 +55,8 @@ from parallax.runtime.update import Update, agreed_sum, open_optimizer
 from parallax.swap.activations.manager import SwapManager
 from parallax.swap.config import SwapConfig
 from parallax.swap.statistics import SwapStatistics
+
+logger = logging.getLogger("parallax")
 
 
 class Engine:
@@ -54,15 +68,20 @@ class Engine:
     ) -> None:
         self.plan, self.mesh = plan, mesh
         self._chain = chain
+        # Before memory is measured, so that the library's is not the stage's.
+        self.metrics = Metrics(configs.metrics, mesh)
         shared = shared_between_ranks(chain, plan)
         norms = BatchNorms(configs.replicas.batchnorm, mesh)
-        built = build_stage(chain, mesh, configs.stage, norms, trains=True)
+        self._averages = Averages(configs.ema)
+        self._exchanged = False
+        averages = configs.ema.averages
+        builder = OptimizerBuilder.of(configs.optimizer, chain.model, averages=averages)
+        divides = builder.nature.divides
+        built = build_stage(chain, mesh, configs.stage, norms, trains=True, divides=divides)
         self._stage, self._tiers, copies = built.stage, built.tiers, built.copies
         swap = self._open_swap(configs.stage.swap)
         self._manager = None if swap is None else swap[0]
-        self._optimizer = open_optimizer(
-            self._stage, mesh, shared, configs.optimizer, self._tiers, copies
-        )
+        self._optimizer = open_optimizer(self._stage, mesh, shared, builder, self._tiers, copies)
         self._stage.wait_for_weights(self._optimizer.ready)
         self._sync = sync_for(
             self._stage, mesh, self._optimizer.reduced, configs.replicas, split=plan.schedule.splits
@@ -71,10 +90,10 @@ class Engine:
             n for n, pipeline_ranks in shared.items() if mesh.pipeline_rank in pipeline_ranks[1:]
         }
         self._scale = LossScale(configs.stage.precision, configs.nonfinite_skips)
-        kept = self._stage, self._optimizer, self._scale
+        kept = self._stage, self._optimizer, self._scale, self._averages
         self.saving = Saving(chain, plan, mesh, *kept, later, copies)
-        self._evaluation = Evaluation(loss, chain, configs.stage.precision, mesh.device)
-        self._update = self._open_update(configs, later)
+        self._evaluation = Evaluation(loss, chain, configs.stage.precision, self.metrics)
+        self._update = self._open_update(configs, builder, later)
         self._buffers = KeptBuffers(self._stage.modules())
         gathered = GatheredLoss(self._evaluation, chain, mesh) if plan.gather_loss else None
         training = TrainingParts(
@@ -88,17 +107,21 @@ class Engine:
         self._loss, self._counts = loss, hasattr(loss, "count")
         self._step = 0
 
-    def _open_update(self, configs: EngineConfigs, later: Collection[str]) -> Update:
+    def _open_update(
+        self, configs: EngineConfigs, builder: OptimizerBuilder, later: Collection[str]
+    ) -> Update:
         return Update(
             self.mesh,
             self._stage,
             self._optimizer,
             self._scale,
-            configs.optimizer,
+            configs.factor,
+            builder.lr,
+            self._averages,
+            groups=builder.groups,
             later=later,
             losses=self._evaluation.parts,
             dtype=self._chain.dtype,
-            steps=configs.steps,
         )
 
     def _stalls(self) -> Callable[[], float]:
@@ -130,18 +153,24 @@ class Engine:
         loss: Loss,
         steps: int = 1000,
         device: torch.device | None = None,
-        optimizer: OptimizerConfig | None = None,
+        optimizer: OptimizerConfig | Callable[[Sequence[Group]], Optimizer] | None = None,
+        schedule: ScheduleConfig | None = None,
+        ema: EmaConfig | None = None,
         precision: PrecisionConfig | None = None,
         swap: SwapConfig | None = None,
         replicas: ReplicasConfig | None = None,
         compile: bool = False,
         scratch: Path | None = None,
         nonfinite_skips: int = 0,
+        metrics: MetricsConfig | None = None,
     ) -> Engine:
         """Build this rank's stage of ``plan``, with real parameters. Every rank calls it, with torch.distributed
-        initialised if the plan has more than one rank. ``steps``: the length of the learning-rate schedule.
+        initialised if the plan has more than one rank. ``optimizer``: AdamW by default; settings, or a function that
+        takes parameter groups and returns a torch optimizer. ``schedule``: of the learning rate, constant by default,
+        over ``steps``. ``ema``: averaged weights, none by default.
         ``compile``: compile each block. ``scratch``: the folder of swap files. ``nonfinite_skips``: how many steps in a
-        row may be skipped because their loss or gradients are not finite; one more ends the run."""
+        row may be skipped because their loss or gradients are not finite; one more ends the run. ``metrics``: computed
+        from the outputs of rows that are evaluated, and of each step."""
         check_loss(loss)
         plan = accepted(plan, chain)
         if replicas is not None:
@@ -149,10 +178,12 @@ class Engine:
         mesh = Mesh.create(plan, device or torch.device("cpu"), shared_between_ranks(chain, plan))
         configs = EngineConfigs(
             StageConfigs.given(precision, swap, scratch, compile=compile),
-            optimizer or OptimizerConfig(),
-            steps,
+            AdamWConfig() if optimizer is None else as_config(optimizer),
+            partial((schedule or ConstantSchedule()).factor, steps=steps),
             replicas or ReplicasConfig(),
             nonfinite_skips,
+            metrics or MetricsConfig(),
+            ema or EmaOff(),
         )
         return cls(chain, plan, mesh, loss, configs)
 
@@ -205,6 +236,7 @@ class Engine:
         """Run one optimizer update over a global batch of any number of rows, which must be equal on all ranks. Raises
         :class:`~parallax.errors.NonFiniteError` on all ranks, with unchanged weights, if the loss or a gradient is not
         finite and the step may not be skipped."""
+        self._check_trained()
         start, scale = time.perf_counter(), self._scale.factor
         self._optimizer.zero_grad()
         self._buffers.remember()
@@ -225,6 +257,7 @@ class Engine:
             skipped_steps=self._scale.skipped,
             trouble=trouble,
             learning_rate=self._update.rate,
+            metrics=self.metrics.stepped(),
         )
 
     def _undo(self) -> str:
@@ -248,6 +281,15 @@ class Engine:
         self._update.rows.check(sums, f"the batch of step {self._step}")
         return loss
 
+    def check_metrics(self, batch: Rows) -> None:
+        """Compute the metrics of a batch, in evaluation mode. Raises :class:`~parallax.errors.ConfigError` if one of
+        them does not take the model's outputs and the targets. Before it, steps have no metrics."""
+        if self.metrics.names:
+            self.metrics.begin(training=False)
+            self.evaluate(batch)
+            self.metrics.evaluated()
+            self.metrics.settle()
+
     def evaluate(self, batch: Rows) -> float:
         """Return the loss of a batch in evaluation mode, computed without autograd."""
         return self.evaluate_weighted(batch)[0]
@@ -263,6 +305,37 @@ class Engine:
         loss, mass, *sums = agreed_sum(self.mesh, *mine, *rows)
         self._update.rows.check(sums, f"a batch that is evaluated at step {self._step}")
         return loss, weight if self._counts else mass
+
+    @property
+    def evaluates_averages(self) -> bool:
+        """Whether the settings ask for validation with averaged weights."""
+        return self._averages.config.evaluates
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Use the averaged weights in place of the trained ones within the context; all ranks enter it. Buffers stay as
+        trained. No-op as long as there are no averages. Steps and checkpoints are refused within it, and after an error
+        in it if there are replicas: exchanging the weights back would wait for ranks that have not failed."""
+        self._check_trained()
+        if not self._averages.updates:
+            yield
+            return
+        self._optimizer.exchange_averages()
+        self._exchanged, failed = True, True
+        try:
+            yield
+            failed = False
+        finally:
+            if not failed or self.mesh.replicas is None:
+                self._optimizer.exchange_averages()
+                self._exchanged = False
+
+    def _check_trained(self) -> None:
+        if self._exchanged:
+            raise ParallaxError(
+                "within engine.averaged(), and after an error in it, the trained weights are not in place: leave the "
+                "context first, or load a checkpoint into a new engine"
+            )
 
     def predict(self, batch: Rows) -> list[tuple[int, Any]]:
         """Return the model's outputs for a batch; its targets are not read. A rank of the last stage returns its parts
@@ -283,6 +356,7 @@ class Engine:
 
         All ranks raise if one rank cannot write; earlier checkpoints stay unchanged.
         """
+        self._check_trained()
         return self.saving.save(directory, self._step, {"state": state}, retention)
 
     def load(self, directory: Path) -> dict[str, Any]:
@@ -290,9 +364,16 @@ class Engine:
 
         All ranks raise, before anything is changed, if one rank cannot read its part.
         """
+        self._check_trained()
         found = self.saving.load(directory)
         self._step = found.step
         self._scale.load_state(found.scale)
+        self._averages.load_state(found.averages)
+        if self._averages.config.averages and not found.averages and self.mesh.rank == 0:
+            logger.info(
+                "step %d was saved without averaged weights; they begin with the next update",
+                found.step,
+            )
         return found.state
 
     @property
@@ -348,6 +429,8 @@ class EngineConfigs:
 
     stage: StageConfigs
     optimizer: OptimizerConfig
-    steps: int
+    factor: Callable[[int], float]
     replicas: ReplicasConfig
-    nonfinite_skips: int = 0
+    nonfinite_skips: int
+    metrics: MetricsConfig
+    ema: EmaConfig

@@ -49,13 +49,13 @@ class GraphEntry:
         self._arrived: list[Tensor | None] = []
         self._count = 0
 
-    def copy(self, lent: Tensor) -> Tensor:
-        """Return a copy of the channel's tensor ``lent``, inside the graph if it can have a gradient."""
-        if not can_require_grad(lent):
-            return lent.clone()
-        leaf = lent.detach().requires_grad_()
+    def copy(self, borrowed: Tensor) -> Tensor:
+        """Return a copy of the channel's tensor ``borrowed``, inside the graph if it can have a gradient."""
+        if not can_require_grad(borrowed):
+            return borrowed.clone()
+        leaf = borrowed.detach().requires_grad_()
         copied = leaf.clone()
-        leaf.data = lent.new_empty(()).expand(lent.shape)
+        leaf.data = borrowed.new_empty(()).expand(borrowed.shape)
         self._leaves.append(leaf)
         return copied
 
@@ -71,7 +71,7 @@ class GraphEntry:
         return tuple(next(entering) if can_require_grad(tensor) else tensor for tensor in inputs)
 
     def take_gradients(self) -> Gradients:
-        """Return the gradients of the floating inputs, once; None for an input that was not used."""
+        """Return the gradients of the floating-point inputs, and release them; None for an input that was not used."""
         leaves, arrived, self._leaves, self._arrived = self._leaves, self._arrived, [], []
         if leaves:
             return tuple([leaf.grad for leaf in leaves])

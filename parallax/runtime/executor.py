@@ -94,7 +94,7 @@ class RankProgram:
 class StepContext:
     """The inputs of one run of a program. The loss is divided by ``denominator``: the number of rows of the global
     batch, or of its targets that count. Its gradient is multiplied by ``scale``. If ``keep`` is given, no targets are
-    read; it is called with the index of the first row and the model's outputs."""
+    read, and ``keep`` is called with the index of the first row and the model's outputs."""
 
     index: int
     batch: Rows
@@ -376,7 +376,7 @@ class Executor:
     # ---- parts of actions
 
     def _input_parts(self, program: RankProgram) -> Iterator[Part]:
-        """Yield the rows on which this rank computes the model's first stage, micro-batch by micro-batch."""
+        """Yield this rank's rows of the model's first stage, micro-batch by micro-batch."""
         for action in program.actions:
             if action.kind is Kind.FORWARD and action.stage == 0:
                 part = self._io.rows(action.micro)
@@ -386,8 +386,8 @@ class Executor:
     def _holding_gradients(
         self, action: Action, step: StepContext
     ) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a backward; the gradients of offloaded parameters stay on the device if the next action
-        is a backward of the same stage."""
+        """Return the context of a backward. In it, gradients of offloaded parameters stay on the device if the next
+        action is a backward of the same stage."""
         return self._stage.hold_gradients(action.stage, action in step.program.repeated)
 
     def _completes(self, action: Action, step: StepContext) -> bool:

@@ -84,9 +84,16 @@ class BuiltStage(NamedTuple):
 
 
 def build_stage(
-    chain: Chain, mesh: Mesh, configs: StageConfigs, norms: BatchNorms, *, trains: bool
+    chain: Chain,
+    mesh: Mesh,
+    configs: StageConfigs,
+    norms: BatchNorms,
+    *,
+    trains: bool,
+    divides: bool = True,
 ) -> BuiltStage:
-    """Build this rank's stage of the plan of ``mesh``. Unless the rank ``trains``, no parameter requires a gradient."""
+    """Build this rank's stage of the plan of ``mesh``. Unless the rank ``trains``, no parameter requires a gradient.
+    ``divides``: the optimizer may step parts of a parameter."""
     plan, precision = mesh.plan, configs.precision
     plans = {stage: plan.stages[stage] for stage in mesh.stages}
     reduces = trains and mesh.replicas is not None and not plan.schedule.splits
@@ -104,6 +111,7 @@ def build_stage(
         copies,
         mesh.device,
         trains=trains,
+        divides=divides,
     )
     stage = Stage(
         chain,
@@ -211,8 +219,8 @@ class ForwardEngine:
         scale: float = 1.0,
         keep: Keep | None = None,
     ) -> list[Span]:
-        """Run the schedule over a batch: its forwards; with ``training`` also its backwards; with ``updates`` also the
-        optimizer step. The other parameters are those of :class:`~parallax.runtime.executor.StepContext`."""
+        """Run the schedule over a batch: always its forwards, its backwards with ``training``, and the optimizer step
+        with ``updates``. The other parameters are those of :class:`~parallax.runtime.executor.StepContext`."""
         micro_batches = self.plan.micro_batches(row_count(batch, step))
         context = StepContext(
             index=step,

@@ -26,10 +26,10 @@ Part = tuple[int, int]
 
 
 class ModelInputs(Protocol):
-    """The inputs of a step, micro-batch by micro-batch."""
+    """The source of a step's inputs, micro-batch by micro-batch."""
 
     def begin(self, batch: Rows, parts: Iterable[Part], /) -> None:
-        """Start a step that will take these ``parts`` of ``batch``, in this order."""
+        """Start a step that requests these ``parts`` of ``batch`` in this order."""
 
     def take(self, part: Part, /) -> Any:
         """Return the inputs of the next part, on the device and usable on its current stream."""

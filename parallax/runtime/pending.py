@@ -241,7 +241,8 @@ class PendingSaves:
         return found
 
     def _or_nothing(self, call: Callable[[], Any]) -> Any:
-        """Return the result of ``call``, which all ranks call. If it fails, remove the partial save."""
+        """Return the result of ``call``, which all ranks call together. If it fails on any rank, the partial save is
+        removed."""
         try:
             return call()
         except ParallaxError:

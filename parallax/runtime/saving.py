@@ -30,6 +30,7 @@ from parallax.runtime.checkpoint import ALL_STAY, UNTOUCHED, PartWriter, Retenti
 from parallax.runtime.checkpoint.masters import HeldMasters
 from parallax.runtime.checkpoint.writing import WRITER
 from parallax.runtime.health.nonfinite import unfit
+from parallax.runtime.optim.ema import Averages
 from parallax.runtime.optim.optimizer import StageOptimizer
 from parallax.runtime.optim.scaling import LossScale
 from parallax.runtime.parts.fence import Fence
@@ -60,12 +61,13 @@ class Saving:
         stage: Stage,
         optimizer: StageOptimizer,
         scale: LossScale,
+        averages: Averages,
         later: Collection[str],
         copies: CopyEngine,
     ) -> None:
         self._chain, self._plan, self._mesh = chain, plan, mesh
         self._stage, self._optimizer, self._later = stage, optimizer, later
-        self._scale = scale
+        self._scale, self._averages = scale, averages
         self._reported = not chain.left_out or mesh.rank > 0
         self._groups: dict[Path, DirectoryGroups] = {}
         self._above: dict[
@@ -186,6 +188,7 @@ class Saving:
             **self._identity,
             "trained_by": self._optimizer.name,
             "scale": self._scale.state(),
+            "averages": self._averages.state(),
             "started": fence.started,
             **(
                 {

@@ -195,14 +195,14 @@ class Stage(nn.Module):
             )
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Model-wide name → parameter or buffer; a shared parameter appears once."""
+        """Model-wide name → parameter or buffer; a shared parameter has one entry."""
         states = {
             i: block.state_dict(keep_vars=True) for i, block in zip(self._indices, self.blocks)
         }
         return {name: states[i][inner] for name, (i, inner) in self._names.items()}
 
     def parameters_of(self, stage: int) -> Sequence[nn.Parameter]:
-        """Return the parameters of one of this rank's stages; a parameter that two of them share is in both."""
+        """Return the parameters of one of this rank's stages. A parameter that two stages share belongs to both."""
         return self._owned[stage]
 
     def held(self) -> list[Tensor]:
@@ -258,8 +258,7 @@ class Stage(nn.Module):
         return self.offloaded.hold_gradients(hold and len(self._parts[stage]) == 1)
 
     def norm_terms(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return tensors that stand for the gradients of ``tensors`` in torch.nn.utils.get_total_norm, with the same
-        norm."""
+        """Return tensors for torch.nn.utils.get_total_norm whose total norm is that of the gradients of ``tensors``."""
         trained = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         return self.offloaded.norm_terms(trained)
 
@@ -268,8 +267,8 @@ class Stage(nn.Module):
         self._wait_for = wait
 
     def skip(self) -> None:
-        """Wait for the weights of all blocks, as a forward would. Called if this rank has no rows: its gradients are
-        used next."""
+        """Wait for the weights of all blocks, as a forward would. A rank without rows calls it, because its gradients
+        are used next."""
         self._wait_for(self.parameters())
 
     def run(
@@ -404,8 +403,8 @@ def _relieve(gradients: tuple[Tensor, ...]) -> None:
 def offloadable(
     chain: Chain, index: int, block: nn.Module, device: torch.device
 ) -> list[nn.Parameter]:
-    """Return the parameters of the chain's block ``index``, made as ``block``, that may be offloaded from ``device``:
-    no other block uses them, and they are not in one buffer."""
+    """Return the parameters of ``block``, the chain's block ``index``, that may be offloaded from ``device``: those
+    that no other block uses and that are not in a shared buffer."""
     stay = recurrent_weights(block) if flattens_weights(device) else set()
     stay |= {
         block.get_parameter(name)
@@ -417,8 +416,8 @@ def offloadable(
 
 
 def first_offloaded(sizes: Sequence[int], share: float) -> int:
-    """Return how many of the first blocks may be resident so that the others, by their ``sizes``, hold at least a
-    fraction ``share`` of all bytes."""
+    """Return how many of the first blocks can stay resident if the others must hold at least a fraction ``share`` of
+    all bytes. ``sizes``: the bytes of each block."""
     resident = (1 - share) * sum(sizes)
     return sum(1 for end in accumulate(sizes) if end <= resident)
 

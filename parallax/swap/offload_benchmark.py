@@ -97,7 +97,7 @@ class OffloadBenchmarks:
     def _folder(self) -> Iterator[Path]:
         above = existing_parent(self.directory)
         try:
-            made = tempfile.TemporaryDirectory(prefix="parallax-trial-", dir=above)
+            made = tempfile.TemporaryDirectory(prefix="parallax-benchmark-", dir=above)
         except OSError as error:
             raise ConfigError(
                 f"cannot write in {above} ({error.strerror}): name another folder (swap.directory, run directory)"

@@ -83,14 +83,15 @@ class BucketWeights(Protocol):
 
     @property
     def kept(self) -> list[Tensor | None]:
-        """The master weights of each segment, to be stored with the optimizer states; None if they are not made yet or
-        are stored there now. Empty if the bucket has no masters or stores them itself."""
+        """The master weights of each segment, to be stored with the optimizer states. None if they do not exist yet or
+        have been stored there. Empty if the bucket has no masters or stores them itself."""
 
     def reduced(self) -> None:
         """Begin to copy the gradients, which are final, to the host."""
 
     def commit(self, unused: Event) -> None:
-        """Begin a step. Until it ends, the device uses neither weights nor gradients after the event ``unused``."""
+        """Begin a step. Until the step ends, the device does not use weights and gradients after the event
+        ``unused``."""
 
     def tensors_to_step(self) -> list[tuple[Tensor, Tensor | None]]:
         """Return the weights and gradients of each segment, on the device of the step."""

@@ -27,6 +27,7 @@ from parallax.plan.explained import explain_choice
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
 from parallax.report import memory_table, placement_table, plan_table, tell_noise
+from parallax.report.recipe import print_recipe
 from parallax.run.job import plan_run, read_profile
 from parallax.run.working import working
 
@@ -100,6 +101,8 @@ def run(parsed: argparse.Namespace) -> int:
         print_json({**planned.plan.to_dict(), "hash": planned.plan.hash()})
         return 0
     _show(console, planned)
+    steps = config.trainer.steps
+    print_recipe(console, config.optimizer, config.schedule, planned.groups, steps)
     console.print(f"plan: {parsed.output}", soft_wrap=True)
     return 0
 

@@ -27,7 +27,7 @@ SHORT = {"devices": "cluster.devices", "nodes": "cluster.nodes"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """The outcome for one combination of settings: its plan and costs, or the reason why there is no plan. Costs are in
-    the currency of ``cluster.price_per_hour``, and zero without prices. Tokens are zero if rows are not tokens."""
+    the currency of ``cluster.price_per_hour``; 0 without prices. Tokens are 0 if rows are not tokens."""
 
     settings: dict[str, str]
     fits: bool

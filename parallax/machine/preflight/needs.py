@@ -20,8 +20,8 @@ SHARED_BYTES = 32 * 2**20  # estimate of /dev/shm that NCCL uses between the dev
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankNeeds:
-    """The needs of one rank. ``memory_bytes``: RAM by the plan, for the device and the tier if these are RAM.
-    ``reserved``: whether process limits on data count this memory; they ignore pinned and shared memory."""
+    """The needs of one rank. ``memory_bytes``: RAM that the plan predicts, if device or tier is RAM. ``reserved``:
+    whether process limits on data count this memory; they ignore pinned and shared memory."""
 
     memory_bytes: int
     reserved: bool = True

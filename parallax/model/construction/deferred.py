@@ -51,8 +51,8 @@ class Values(Protocol):
         known: Mapping[int, Any],
         filled: Collection[int] = (),
     ) -> dict[int, Any]:
-        """Return the ``memo`` for ``copy.deepcopy`` of ``module``, a module of the skeleton: real CPU tensors by id,
-        floating-point ones in ``dtype``. ``known``: entries that exist already; ``filled``: ids of tensors that need no
+        """Return the ``memo`` for ``copy.deepcopy`` of ``module``, a module of the skeleton. It maps ids to real CPU
+        tensors, floating-point ones in ``dtype``. ``known``: existing entries. ``filled``: ids of tensors that need no
         values, because the caller overwrites them."""
         ...
 

@@ -1,4 +1,5 @@
-"""Intercept reads of tensor values and placement while a constructor is recorded; a meta tensor would answer wrongly.
+"""Intercept reads of a tensor's values and device while a constructor is recorded, because a meta tensor would return
+wrong results.
 
 A recorded tensor reports that it is on the CPU, with an address of its own, and gives its values to numpy, lists and
 printing. Writes through numpy cannot be logged and are refused.
@@ -92,8 +93,8 @@ class HostValueInterceptor(TorchFunctionMode):
                 raise Unrecordable("it writes into what numpy() of a tensor returned")
 
     def _numbers(self, value: Any) -> Any:
-        """Return nested lists with real tensors in place of recorded ones, because torch builds a tensor from lists
-        without calling operators."""
+        """Return nested lists with real tensors in place of recorded ones. torch builds a tensor from lists without
+        calling operators, so recorded tensors cannot be intercepted there."""
 
         def number(part: Any) -> Any:
             return self._recorder.real(part) if isinstance(part, Tensor) else part

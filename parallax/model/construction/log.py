@@ -110,8 +110,8 @@ Drawn = OwnState | SeededState | StateAfter
 
 
 class Operation:
-    """One logged operator call. Tensors among ``args`` are :class:`View`. ``reads``: storages whose content it uses;
-    ``writes``: storages that it writes in place; ``outputs``: new tensors by index in the results; ``touches``: all of
+    """One logged operator call. Tensors among ``args`` are :class:`View`. ``reads``: storages that it reads.
+    ``writes``: storages that it writes in place. ``outputs``: new tensors by index in the results. ``touches``: all of
     these storages. ``floating``: torch's default dtype at the call; ``drawn``: the random state that it draws from."""
 
     __slots__ = (
@@ -137,8 +137,8 @@ class Operation:
 
 
 class OperationLog:
-    """The recorded operations, and storage address → cell. A storage that the constructor did not make has two
-    addresses: its own, and that of its copy on the meta device."""
+    """The recorded operations, and the cell of each storage by its address. A storage that the constructor did not make
+    has two addresses: its own, and that of its copy on the meta device."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []

@@ -139,8 +139,8 @@ class OperatorRecorder(OperatorMode):
     def _call_without_values(
         self, function: Any, kind: Operator, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Run an operator on a tensor that the constructor itself put on the meta device, and return its results, which
-        also have no values."""
+        """Run an operator on a tensor that the constructor itself created on the meta device. The results have no
+        values either."""
         given = {**dict(zip(kind.names, args)), **kwargs}
         written = [t for name in kind.written for t in _all(Tensor, given.get(name))]
         if kwargs.get("device") is not None or (

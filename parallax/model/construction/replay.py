@@ -130,8 +130,8 @@ class _Memory:
         return cell.constant.clone() if cell in self._changed else cell.constant
 
     def put(self, view: View, made: Tensor) -> None:
-        """Store ``made``, the first tensor written to the storage of ``view``; its memory is reused if the layouts are
-        equal."""
+        """Store ``made``, the first tensor written to the storage of ``view``. Its memory becomes the storage if the
+        layouts are equal."""
         storage = made.untyped_storage()
         known = any(storage is held for held in self._held.values())
         same = made.stride() == view.stride and made.storage_offset() == view.offset
@@ -152,8 +152,8 @@ class _Memory:
 
 
 class _States:
-    """States of generators that the constructor seeded. ``kept`` is a cache that outlives this replay; other states are
-    held from the operation that produced them to their last use in ``operations``."""
+    """States of generators that the constructor seeded. ``kept``: a cache that outlives this replay. Other states are
+    kept only from the operation that produced them to their last use in ``operations``."""
 
     def __init__(self, kept: dict[int, Tensor], operations: Sequence[Operation]) -> None:
         self._kept, self._passing = kept, dict[int, Tensor]()

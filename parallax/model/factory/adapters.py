@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import copy
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -47,6 +47,7 @@ _REFUSED = {
 _CHANGING = ("corda", "eva", "loftq", "lora_ga", "olora", "pissa")
 """LoRA initializations that need data or change the base; a checkpoint without the base would lose the change."""
 
+_MODULES = "target_modules", "modules_to_save", "feedforward_modules"
 _NAMES = 8  # of modules, in an error
 
 
@@ -121,6 +122,9 @@ def peft_config(settings: Mapping[str, Any]) -> Any:
     """Return peft's configuration for ``settings``. Raises :class:`ConfigError` for unknown keys and values, and for
     methods that need more than modules with parameters."""
     peft, given = _peft(), dict(settings)
+    for key in {*_MODULES} & {*given}:
+        if isinstance(given[key], Sequence) and not isinstance(given[key], str):
+            given[key] = [str(name) for name in given[key]]  # those of nn.Sequential are numbers
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 
     tuners = {kind.value: tuner for kind, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items()}
@@ -205,6 +209,38 @@ def save_adapter(
     return [name for name, tensor in tensors.items() if id(tensor) not in held]
 
 
+def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return path → module of the outermost modules of ``model`` that peft put in place of the base's own."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        ours = hasattr(module, "unload_and_optionally_merge_module") or hasattr(
+            module, "base_layer"
+        )
+        if ours and not any(path.startswith(f"{outer}.") for outer in found):
+            found[path] = module
+    return found
+
+
+def merged(module: nn.Module) -> nn.Module:
+    """Return the base's module in place of ``module``, one of :func:`adapted_modules` with values, with the adapter
+    merged into its weights by peft. Raises :class:`ConfigError` if peft cannot merge it."""
+    adapting = cast(Any, module)
+    try:
+        if hasattr(module, "unload_and_optionally_merge_module"):
+            whole: nn.Module = adapting.unload_and_optionally_merge_module(
+                merge=True, safe_merge=False, adapter_names=None
+            )
+            return whole
+        adapting.merge(safe_merge=False, adapter_names=None)
+        base: nn.Module = adapting.get_base_layer()
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        kind = type(module).__name__
+        raise ConfigError(
+            f"--merge: peft cannot merge its {kind} ({_first_line(error)}); use --to peft"
+        ) from error
+    return base
+
+
 def _alone(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu").contiguous().clone()
 
@@ -223,14 +259,14 @@ def _check_targets(model: nn.Module, config: Any) -> None:
     """Raise :class:`ConfigError` for a target module that the model lacks; peft itself accepts a list if one of its
     modules exists."""
     names = [name for name, _ in model.named_modules() if name]
-    for key in ("target_modules", "modules_to_save", "feedforward_modules"):
+    for key in _MODULES:
         wanted = getattr(config, key, None)
         if isinstance(wanted, str) or not isinstance(wanted, Collection):
             continue
         for target in wanted:
             if not any(name == target or name.endswith(f".{target}") for name in names):
                 ends = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
-                there = [end for end in ends if not end.isdecimal()]
+                there = [end for end in ends if not end.isdecimal()] or ends
                 raise ConfigError(
                     f"model.adapter.{key}: {printable(str(target))} is no module of {type(model).__name__}; accepted "
                     f"are {', '.join(there[:_NAMES])}{' and others' if len(there) > _NAMES else ''}"

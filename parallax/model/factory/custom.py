@@ -19,10 +19,11 @@ class CustomModelConfig(AdaptableModelConfig):
     """The user's own model.
 
     ``target``: the factory as ``package.module:function``; it returns any nn.Module. ``kwargs``: its arguments,
-    ``model.kwargs.width=64`` on a command line. ``blocks``: the chain of blocks, if the automatic one
-    (:func:`~parallax.model.describe.describe`) does not suit: module paths in the order of data flow, ``*`` for the
-    members of a ModuleList (``[embed, layers.*, norm, head]``). ``weights``: a safetensors file, or a folder of them,
-    with initial weights. ``adapter``: adapters to train instead of the model, in peft's own keys
+    ``model.kwargs.width=64`` on a command line; ``sequence`` and ``vocabulary`` are also the tokens in a row of text
+    and the number of tokens that the model knows (256, bytes, without them). ``blocks``: the chain of blocks, if the
+    automatic one (:func:`~parallax.model.describe.describe`) does not suit: module paths in the order of data flow,
+    ``*`` for the members of a ModuleList (``[embed, layers.*, norm, head]``). ``weights``: a safetensors file, or a
+    folder of them, with initial weights. ``adapter``: adapters to train instead of the model, in peft's own keys
     (:mod:`parallax.model.factory.adapters`). ``verify``: compare the chain with the model's own forward before the
     first step: true, false, or auto (once per model, :func:`~parallax.model.verification.verify.verify`).
     """
@@ -40,7 +41,16 @@ class CustomModelConfig(AdaptableModelConfig):
 
     @property
     def sequence(self) -> int:
-        return int(self.kwargs.get("sequence", super().sequence))
+        return self._number("sequence", super().sequence)
+
+    @property
+    def vocabulary(self) -> int:
+        return self._number("vocabulary", super().vocabulary)
+
+    def _number(self, name: str, default: int) -> int:
+        """Return the argument ``name`` of the factory, if it is a whole number."""
+        found = self.kwargs.get(name)
+        return found if isinstance(found, int) and not isinstance(found, bool) else default
 
     @property
     def block_paths(self) -> Sequence[str]:

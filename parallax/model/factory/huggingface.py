@@ -157,22 +157,24 @@ class HuggingFaceConfig(AdaptableModelConfig):
     def _settings(self) -> Any:
         """The configuration object of transformers."""
         kind = self._class.config_class
-        asked = {key: value for key, value in self.config.items() if key != "model_type"}
-        if asked:
-            _check_known("model.config", asked, kind())
-        asked = copy.deepcopy(asked)  # transformers modifies nested ones
+        settings_given = {key: value for key, value in self.config.items() if key != "model_type"}
+        if settings_given:
+            _check_known("model.config", settings_given, kind())
+        settings_given = copy.deepcopy(settings_given)  # transformers modifies nested ones
         try:
             if self.pretrained:
-                settings = kind.from_pretrained(str(self._folder), local_files_only=True, **asked)
+                settings = kind.from_pretrained(
+                    str(self._folder), local_files_only=True, **settings_given
+                )
             else:
-                settings = kind(**asked)
+                settings = kind(**settings_given)
         except Exception as error:  # checks of a setting may raise anything
             raise ConfigError(
                 f"model.config={self.config}: {' '.join(str(error).split()):.300}"
             ) from error
         if self.attention != "auto":
             settings._attn_implementation = self.attention  # also sets nested ones
-        for key, value in asked.items():
+        for key, value in settings_given.items():
             part: Any = getattr(settings, key, None)
             if isinstance(value, Mapping) and hasattr(part, "to_diff_dict"):
                 kind = type(part)
@@ -223,9 +225,9 @@ class HuggingFaceConfig(AdaptableModelConfig):
         return str(named[0])
 
 
-def _check_known(path: str, asked: Mapping[str, Any], known: Any) -> None:
+def _check_known(path: str, settings_given: Mapping[str, Any], known: Any) -> None:
     """Raise :class:`ConfigError` for a key that ``known``, a default configuration, lacks."""
-    for key in asked:
+    for key in settings_given:
         if key != "model_type" and not hasattr(known, str(key)):
             raise ConfigError(
                 f"{path}.{key}: {type(known).__name__} has no such setting{nearest(str(key), known.to_dict())}"

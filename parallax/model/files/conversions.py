@@ -123,7 +123,7 @@ class PretrainedLayout:
 
 
 def _sorted_out(steps: Iterable[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """Return the renaming steps, the converting steps, and the converting steps by source pattern."""
+    """Return the renaming steps, the converting steps, and a mapping from source pattern to converting step."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     steps = list(steps)

@@ -164,7 +164,8 @@ class ChangingBuffers:
 
 
 class BufferSnapshot:
-    """Values of the changing buffers before a forward; ``sizes``: the symbols of its nested tensors."""
+    """The values of the changing buffers before a forward. ``sizes``: the symbols of row lengths of its nested
+    tensors."""
 
     def __init__(self) -> None:
         self.values: list[tuple[_BufferSlot, Tensor]] = []

@@ -90,8 +90,8 @@ class RowDropout(TorchFunctionMode):
         *,
         train: bool = True,
     ) -> Tensor | None:
-        """Return the result of dropout in place of ``F.dropout`` or ``torch.dropout``; None if torch's own function
-        must run. The two functions name their flag ``training`` and ``train``."""
+        """Return the result of dropout, computed in place of ``F.dropout`` or ``torch.dropout``; None to call torch's
+        own function. The two functions name their flag ``training`` and ``train``."""
         if not (training and train and 0 < p < 1):
             return None
         self._calls += 1

@@ -89,7 +89,7 @@ class BatchNorms:
                 module.eval()
 
     def begin_micro_batch(self, place: int, rows: int) -> None:
-        """Prepare a block for a forward on this rank's part of a micro-batch of ``rows`` rows."""
+        """Prepare a block's BatchNorms for a forward on this rank's rows of a micro-batch of ``rows`` rows."""
         if place in self._modules_by_block:
             self._seen[place] += 1
             self._participants = self._participants_of(rows)
@@ -123,8 +123,8 @@ class BatchNorms:
                 setattr(module, name, tensor)
 
     def _participants_of(self, rows: int) -> _Participants:
-        """Return the replicas with rows in a micro-batch of ``rows``. All of them call it together, as it may create a
-        process group."""
+        """Return the replicas with rows in a micro-batch of ``rows`` rows. All these replicas call it together, because
+        it may create a process group."""
         mesh = self._mesh
         if self._mode != "sync" or mesh is None:
             return self._participants
@@ -206,8 +206,8 @@ def _average(moved: Sequence[tuple[Tensor, float]], group: dist.ProcessGroup | N
 
 
 class _Participants:
-    """The replicas with rows in a micro-batch: their group (None: this replica alone), this one's index, their
-    number."""
+    """The replicas with rows in a micro-batch: their process group (None: only this replica), the index of this
+    replica, and their number."""
 
     def __init__(self, group: dist.ProcessGroup | None, place: int, count: int) -> None:
         self.group, self.place, self.count = group, place, count

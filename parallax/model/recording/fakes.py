@@ -132,8 +132,8 @@ def run_on_real_values(
     kwargs: Any,
     value_of: Callable[[Tensor], Tensor | None],
 ) -> Any:
-    """Return, as fake tensors, the results of a ``module`` that branches on values. It runs on the values that
-    ``value_of`` knows, and on small random numbers in place of others."""
+    """Return the results of a ``module`` that branches on values, as fake tensors. The module runs on the values that
+    ``value_of`` knows, and on small random numbers for all other tensors."""
     memo: dict[int, Any] = {}
     real = _with_values(fakes, value_of, memo)
 

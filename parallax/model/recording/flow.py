@@ -27,9 +27,9 @@ CONSTANTS = (
 
 
 class RepeatedModules:
-    """Runs one of several equal modules and reuses its results: modules that look the same return tensors of the same
-    shapes for the same inputs, so later ones return copies of the first one's results. It does not apply if a result is
-    an input or a view."""
+    """Runs only the first of several equal modules and reuses its results. Equal modules return tensors of equal shapes
+    for equal inputs, so the others return copies of the first one's results. It does not apply if a result is an input
+    or a view."""
 
     def __init__(self, flow: DataFlow) -> None:
         self._flow = flow
@@ -123,7 +123,7 @@ class DataFlow(OperatorMode):
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in arguments, except those in slices, which do not matter."""
+    """Yield the tensors in arguments, except tensors in slices, which are irrelevant here."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):

@@ -44,7 +44,8 @@ class SampleShapes:
         return tuple(sorted(found, reverse=True))
 
     def limits(self, fixed: Collection[int]) -> tuple[tuple[int | None, ...], ...]:
-        """Return the required sizes of each tensor; None: the number of rows, or a size that is not ``fixed``."""
+        """Return the required sizes of each tensor, dimension by dimension; None for the number of rows and for sizes
+        that are not ``fixed``."""
         return tuple(
             tuple(
                 size if d != rows and (size < 4 or size in fixed) else None

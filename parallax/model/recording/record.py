@@ -281,8 +281,8 @@ class _ForwardRuns:
             before.undo()
 
     def _record_again(self, traced: frozenset[str], kept: Mapping[tuple[str, str], Tensor]) -> None:
-        """Refuse state that is kept between forwards: a number that a second run changes again, or a tensor in ``kept``
-        that it uses."""
+        """Raise an error for state that is kept between forwards: a number that changes again in a second run, or a
+        tensor in ``kept`` that the second run uses."""
         after = AttributeChange(self._model)
         recorder = self._recorder(traced, ROWS[0][0], kept=kept)
         try:
@@ -399,8 +399,8 @@ def measure_shares(fakes: FakeModel, args: Any, kwargs: Any) -> WorkShares:
 
 
 def traced_modules(model: nn.Module, shares: WorkShares, whole: frozenset[str]) -> frozenset[str]:
-    """Return the paths of the modules whose inside is traced: the model itself, and large modules with parts that have
-    parameters, except the paths in ``whole``. In the trace, a call of any other module is one instruction."""
+    """Return the paths of the modules to trace inside: the model itself, and large modules with submodules that have
+    parameters, except the paths in ``whole``. A call of any other module is one instruction."""
     found: set[str] = set()
 
     def visit(path: str, module: nn.Module) -> None:

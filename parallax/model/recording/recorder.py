@@ -166,8 +166,8 @@ class ForwardRecorder(TorchFunctionMode):
             self._module_stack.pop()
 
     def _check_left(self, path: str) -> None:
-        """Raise :class:`ChangedByCaller` if code outside an untraced submodule set attributes that the submodule's last
-        forward had left: such code is not recorded."""
+        """Raise :class:`ChangedByCaller` if code outside an untraced submodule changed attributes that the submodule's
+        last forward had set, because such code is not recorded."""
         for (owner, name), tensor in self._left.items():
             if owner == path or owner.startswith(f"{path}."):
                 held = vars(self._fakes.model.get_submodule(owner))
@@ -177,7 +177,7 @@ class ForwardRecorder(TorchFunctionMode):
                     )
 
     def _has_its_own(self, module: nn.Module, path: str) -> bool:
-        """Return whether a module holds only tensors of its own, and is not called with others in their place."""
+        """Return whether a module contains only its own tensors, and is not called with replaced tensors."""
         prefix = f"{path}."
         own = self._fakes.names
         held = [*module.named_parameters(), *module.named_buffers()]
@@ -293,7 +293,7 @@ class ForwardRecorder(TorchFunctionMode):
         return value
 
     def _note_longest(self, name: str, made: Instruction) -> None:
-        """Make an instruction that unpacks rows pad them to the longest row of the micro-batch."""
+        """Make an instruction that unpacks rows pad them to the longest row of the whole micro-batch."""
         if name == "_pad_packed_sequence" and total_length() is None:
             sizes = made.args[1]
             if isinstance(sizes, TensorSlot):

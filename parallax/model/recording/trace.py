@@ -229,7 +229,7 @@ def fuse_lists(trace: ForwardTrace) -> None:
 
 
 def _lists(instruction: Instruction, numbers: list[int]) -> int:
-    """Return how often the list of tensors ``numbers`` occurs among an instruction's arguments."""
+    """Return how often the list of the tensors ``numbers`` occurs among an instruction's arguments."""
     return sum(
         _is_list(value, numbers) for value in (*instruction.args, *instruction.kwargs.values())
     )

@@ -1,7 +1,7 @@
 """Answer queries for tensor values while a forward is recorded, by running the recorded instructions on real tensors.
 
 A value that depends on sizes, constants and buffers (whether a mask is causal) is certain. A value that depends on
-integer inputs is the sample's. Activations and parameters are unknown: they are filled in several ways, and only an
+integer inputs is the sample's. Activations and parameters are unknown: they are filled with several values, and only an
 answer that is equal for all fillings is accepted, such as that none is NaN. The last two kinds are assumptions, checked
 with every batch (:mod:`.expected`).
 
@@ -43,7 +43,8 @@ _UNIFORM = "rand", "rand_like"
 
 @dataclass(frozen=True)
 class _Filling:
-    """A filling for uniform random numbers in [0, 1), and one for activations and parameters."""
+    """Values in place of unknown ones: one for uniform random numbers in [0, 1), and one for activations and
+    parameters."""
 
     drawn: float
     fill: Callable[[Tensor], Tensor]
@@ -200,8 +201,8 @@ class ValueOracle:
         return self._trace
 
     def is_unknown(self, number: int) -> bool:
-        """Return whether tensor ``number``, which no instruction makes, has an unknown value: a parameter, or a
-        floating-point input that is no mask."""
+        """Return whether tensor ``number``, which no instruction makes, has an unknown value: it is a parameter, or a
+        floating-point input that is not a mask."""
         traced = self._trace.tensors[number]
         if traced.origin is Origin.INPUT:
             with without_modes():
@@ -326,7 +327,7 @@ def _uses(instruction: Instruction) -> list[int]:
 
 
 def _metadata(part: Any) -> Any:
-    """Return a tensor's shape and type for a comparison that ignores values; any other value itself."""
+    """Return a tensor's shape and dtype, or any other value unchanged, to compare results without comparing values."""
     return (tuple(part.shape), part.dtype) if isinstance(part, Tensor) else part
 
 

@@ -81,8 +81,8 @@ def has_own_forward(chain: Chain) -> bool:
 def compare_with_own_forward(
     chain: Chain, loss: Loss, batch: SampleRows, counts: Sequence[int]
 ) -> str:
-    """Compare for each number of rows in ``counts``. Return a text that names the parts that were not compared, or "".
-    Raises :class:`DescribeError` if the chain computes something else, and :class:`CannotRun`."""
+    """Compare for each number of rows in ``counts``. Return a text that names the parts that could not be compared, or
+    "". Raises :class:`DescribeError` if the chain computes other values, and :class:`CannotRun`."""
     passes = [_Setting(rows, training) for training in (True, False) for rows in counts]
     comparison = _Comparison(chain, loss, batch)
     try:

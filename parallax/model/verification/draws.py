@@ -28,7 +28,7 @@ _ATTENTION = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward:
 
 
 class SameDraws(TorchFunctionMode):
-    """Makes every torch function draw from the same random state; ``watch`` gets each function's result."""
+    """Makes every torch function draw from the same random state. ``watch`` is called with each function's result."""
 
     def __init__(self, watch: Callable[[Any], None] = lambda found: None) -> None:
         super().__init__()

@@ -37,7 +37,7 @@ _LOOSER = 10.0  # than for equal rows, because other shapes select other kernels
 
 @dataclass(frozen=True)
 class _Summed:
-    """Loss and gradients of a step; ``drew``: random numbers were drawn."""
+    """The loss and the gradients of a step. ``drew``: whether random numbers were drawn."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -47,12 +47,13 @@ class _Summed:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether rows of a batch interact, so that splitting it changes the loss. ``coupled``: how a batch split into
-    micro-batches differs from a whole one; ``gathered``: how it differs if the outputs are gathered for one loss.
-    Empty: no difference, or unknown."""
+    """What the checks before the first step found. ``coupled``: rows of a batch interact, and this is how a batch split
+    into micro-batches differs from a whole one; ``gathered``: how it differs if the outputs are gathered for one loss;
+    ``padded``: how the loss of a row depends on its padding. Empty: no difference, or unknown."""
 
     coupled: str = ""
     gathered: str = ""
+    padded: str = ""
 
 
 def find_coupling(blocks: BlocksInOrder, loss: Loss, batch: SampleRows) -> Verdict:
@@ -110,8 +111,8 @@ class _Parts:
         return ""
 
     def _of_targets(self, results: Any) -> str:
-        """Return how the loss alone differs if it gets more targets than the rows that the model ran on; empty if it
-        does not."""
+        """Return how the loss changes if it gets more targets than the rows that the model ran on; "" if it does
+        not."""
         rows, few = min(len(self._batch), _ROWS_OF_LOSS), self._bounds[-1]
         tensors = list(tensors_in(results))
         fits = sum(t.numel() for t in tensors) * rows <= _LARGEST_OUTPUTS * few

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from parallax.model.verification.comparison import (
     has_own_forward,
 )
 from parallax.model.verification.draws import own_random_state
+from parallax.model.verification.lookahead import find_lookahead
 from parallax.model.verification.rows import Verdict, find_coupling
 from parallax.model.verification.runs import BlocksInOrder, Loss, SampleRows
 
@@ -42,9 +43,11 @@ def verify(
     *,
     when: bool | str = AUTO,
     key: str = "",
+    padded: Callable[[], SampleRows | None] = lambda: None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
     """Compare ``chain`` with its model's own forward on the first rows of ``batch``, and that batch with its parts.
+    ``padded()`` returns rows of which some are padded, whose padding the model must not read.
 
     ``when``: ``auto`` verifies models without a cached verdict, if they fit the host; True always; False never.
     ``key``: everything that model and rows depend on besides their code. Raises :class:`~parallax.errors.DescribeError`
@@ -62,7 +65,10 @@ def verify(
     progress("checking the chain against the model")
     with own_random_state():
         unchecked = _check_forward(chain, loss, batch)
-        found = find_coupling(BlocksInOrder(chain), loss, batch)
+        blocks = BlocksInOrder(chain)
+        found = find_coupling(blocks, loss, batch)
+        if (rows := padded()) is not None:
+            found = replace(found, padded=find_lookahead(blocks, loss, rows))
     if unchecked:
         logger.warning("the chain was not checked against the model: %s", unchecked)
     else:
@@ -97,7 +103,7 @@ def _too_large(chain: Chain) -> str:
     )
 
 
-_CACHE_VERSION = 3  # of the checks; verdicts of another version are not reused
+_CACHE_VERSION = 4  # of the checks; verdicts of another version are not reused
 _LIBRARIES = ("torch", "transformers", "timm", "peft")
 
 

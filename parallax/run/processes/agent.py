@@ -129,8 +129,7 @@ class Agent:
         report: FailureReport | None,
         early: Sequence[int],
     ) -> int | None:
-        """Return the exit code of ranks that ended in order, or because of a request; None if they failed, or ended
-        ``early``."""
+        """Return the exit code if the ranks ended in order or on request; None if they failed or ended ``early``."""
         stopped = report is not None and report.how is FailureKind.STOPPED
         ended = {*codes.values()} - {0}
         stop_requested = (
@@ -142,8 +141,8 @@ class Agent:
         return 0 if well and not early else None
 
     def _say_stopped(self, number: int, report: FailureReport | None) -> int:
-        """Print the progress of a run that was asked to end, and return the exit code. ``number``: the signal that this
-        process received; 0 if the ranks received one, which ``report`` names."""
+        """Print the progress of a run that was requested to end, and return the exit code. ``number``: the signal that
+        this process received, or 0 if the ranks received a signal, which ``report`` names."""
         report = report or FailureReport(0, FailureKind.STOPPED, "", "before the first step")
         if number:
             code = exit_code(number, saved=report.saved)
@@ -195,8 +194,8 @@ class SignalForwarder(Requests):
 
 
 def _starts_again(failure: Failure, restarts: Restarts, *, stop_requested: bool) -> bool:
-    """Print the failure and the next action; return whether all ranks must restart. ``stop_requested``: they were asked
-    to end."""
+    """Print the failure and the next action; return whether all ranks must restart. ``stop_requested``: the ranks were
+    requested to end."""
     refused = restarts.refused(failure, stop_requested=stop_requested)
     after = restarts.next() if refused is None else refused
     what = failure.report.text or ("the run failed" if refused is None else "")

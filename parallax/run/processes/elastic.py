@@ -37,8 +37,8 @@ _LEAVING_SECONDS = 20.0
 
 
 def patience_seconds() -> float:
-    """Return the seconds to wait for a directory's lock, which ranks of the previous start may still hold while they
-    end."""
+    """Return how many seconds to wait for the directory's lock, because ranks of the previous start may still hold it
+    while they end."""
     return _LEAVING_SECONDS if _is_restarted() else 0.0
 
 
@@ -90,7 +90,7 @@ def _report_refusal(overrides: Sequence[str], why: Mapping[str, str]) -> None:
     """Print why some hosts are excluded, and record it if the run has a directory on this host."""
     text = printable("; ".join(why.values()))
     print(f"parallax: continuing without a host: {text}", file=sys.stderr, flush=True)
-    name = configuration.said(overrides, "name")
+    name = configuration.override_value(overrides, "name")
     if name not in ("", "auto") and (RUNS / name).is_dir():
         with contextlib.suppress(OSError):  # a full disk must not end the run
             note_refusal(RUNS / name, why.values())
@@ -104,7 +104,7 @@ def _is_restarted() -> bool:
 def _named(overrides: Sequence[str]) -> list[str]:
     """Return the settings with a name. A run without a name is named after the start time of torchrun on the first node
     that has a run of that name."""
-    unnamed = configuration.said(overrides, "name") in ("", "auto")
+    unnamed = configuration.override_value(overrides, "name") in ("", "auto")
     if not all_gather_result(lambda: unnamed and _is_restarted())[0]:
         return list(overrides)
     started = psutil.Process(os.getppid()).create_time()
@@ -116,7 +116,8 @@ def _named(overrides: Sequence[str]) -> list[str]:
 
 def _stages(overrides: Sequence[str], devices: int) -> list[str]:
     typed = any(
-        configuration.said(overrides, key) for key in ("plan", "plan.stages", "plan.replicas")
+        configuration.override_value(overrides, key)
+        for key in ("plan", "plan.stages", "plan.replicas")
     )
     if typed or not _is_restarted():
         return []

@@ -166,7 +166,7 @@ def _start(
 def _libraries(config: RunConfig) -> tuple[str, ...]:
     """Return the modules that ranks import late, for the fork server to import. None of them for accelerators: a module
     may query devices at import, and a process that did so cannot be forked."""
-    curves = ("tensorboard.summary",) if config.logger.tensorboard else ()
+    curves = ("tensorboard.summary",) if "tensorboard" in config.logger.to else ()
     return (*curves, *config.model.libraries)
 
 

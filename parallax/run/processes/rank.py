@@ -7,6 +7,7 @@ import faulthandler
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ from parallax.common.signals import ending_after_request, exit_code, stopped_by
 from parallax.common.terminal import safe_console
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, PlanError, printable
-from parallax.machine.accelerators import limit_device_memory, select_device
+from parallax.machine.accelerators import device_sensors, limit_device_memory, select_device
 from parallax.machine.variables import check_interfaces, check_rank, unset_hint
 from parallax.model.describe import Chain
 from parallax.nodes.fitness import from_hosts
@@ -26,6 +27,8 @@ from parallax.nodes.joining import start_processes, stop_processes
 from parallax.nodes.places import Nodes
 from parallax.nodes.together import all_gather_result
 from parallax.plan.config import AUTO
+from parallax.plan.inputs import Inputs, inputs_path
+from parallax.plan.profile import ModelProfile
 from parallax.report import placement, save_placement, summary_table, transports_text
 from parallax.run.job import (
     build_chain,
@@ -54,13 +57,17 @@ from parallax.runtime.failure.exit_report import (
 )
 from parallax.runtime.failure.report import FailureKind, FailureReport
 from parallax.runtime.failure.watch import Watch
+from parallax.train.callbacks import build_callbacks
 from parallax.train.data.indexed import IndexedSource
 from parallax.train.data.source import seed_generators
 from parallax.train.loop import OnDrift, TrainerConfig, train
-from parallax.train.monitor import load_curves
+from parallax.train.monitor import load_loggers
+from parallax.train.status import RankStatusFile
 
 ON_DRIFT = "PARALLAX_ON_DRIFT"  # the launcher's setting for its ranks
-_MEETING_SECONDS = 10.0  # for which a rank that was asked to end waits for others, to end together
+_MEETING_SECONDS = (
+    10.0  # for which a rank that was requested to end waits for others, to end together
+)
 _COMPILING = 2  # steps that may compile: training, and another after an evaluation
 # No action lasts longer than its step, and predictions may be off by this factor.
 _STEPS_IN_ONE_ACTION = 2
@@ -159,13 +166,18 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
     settle(choice)
     device = select_device(choice.kind, int(os.environ.get("LOCAL_RANK", "0")))
     limit_device_memory(device, run.plan.allocator_bytes(dist.get_rank()))
+    profile = _profile_of(run)
+    status = _status_file(run, nodes, device, profile)
+    watch.beat_for(status)
     with watch.phase("loading data"):
         source = open_source(run.config)
         compare_rows(source, nodes)
         if isinstance(source, IndexedSource):
             source.start()
     if dist.get_rank() == 0:
-        load_curves(run.config.logger)
+        load_loggers(run.config.logger)
+    with watch.phase("building the callbacks"):
+        callbacks = build_callbacks(run.config.callbacks)
     with watch.phase("building the model"):
         chain, loss = build_chain(run.config), build_loss(run.config)
     with watch.phase("building the engine"):
@@ -176,20 +188,24 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
     # Building has drawn random numbers, different ones on each rank.
     seed_generators(run.config.seed)
     try:
-        tokens = tokens_per_row(run.config)
         summary = train(
             engine,
             source,
             run.config.trainer,
             run.config.logger,
             run.directory,
-            tokens_per_row=tokens,
+            tokens_per_row=tokens_per_row(run.config),
             on_drift=_on_drift(run.config),
             checkpoints=run.config.checkpoint.folder(run.directory, run.config.name),
             checkpoint=run.config.checkpoint,
             debug=run.config.debug,
             watchdog=watch,
+            parameters=asdict(run.config),
+            callbacks=callbacks,
+            status=status,
+            utilization=None if profile is None else profile.utilization,
         )
+        status.end(str(summary["ended"]))
     except Exception as caught:
         error = _in_run_directory(caught, run.directory)
         if not follows(error):
@@ -209,13 +225,35 @@ def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
 def _end(run: PreparedRun, nodes: Nodes, summary: Mapping[str, Any]) -> int:
     """Report how the run has ended; return the exit code."""
     stopped, saved = int(summary["stopped"]), summary["steps"] > 0
-    # Torchruns of several hosts wait for each other after success, in vain for one that was asked to end.
+    # Torchruns of several hosts wait for each other after success, in vain for one that was requested to end.
     code = exit_code(stopped, saved=saved and not nodes.several) if stopped else 0
     if dist.get_rank() == 0:
         _report_end(run, summary, code)
     if stopped:
         dist.barrier()  # a rank that ends with an error code ends the others
     return code
+
+
+def _profile_of(run: PreparedRun) -> ModelProfile | None:
+    """Return the profile that the plan was made from; None if it is not beside the plan."""
+    path = inputs_path(run.directory / "plan.yaml")
+    return Inputs.load(path).profile if path.is_file() else None
+
+
+def _status_file(
+    run: PreparedRun, nodes: Nodes, device: torch.device, profile: ModelProfile | None
+) -> RankStatusFile:
+    """Return this rank's status file, which ``parallax top`` reads."""
+    return RankStatusFile(
+        run.directory,
+        run.plan,
+        dist.get_rank(),
+        run.config.trainer.steps,
+        profile=profile,
+        tokens_per_row=tokens_per_row(run.config),
+        ranks_here=nodes.local_count,
+        sensors=device_sensors(device),
+    )
 
 
 def _place(run: PreparedRun, nodes: Nodes, transports: Mapping[str, str]) -> None:
@@ -244,12 +282,15 @@ def _build_engine(run: PreparedRun, chain: Chain, loss: Loss, device: torch.devi
         steps=config.trainer.steps,
         device=device,
         optimizer=config.optimizer,
+        schedule=config.schedule,
+        ema=config.ema,
         precision=config.precision,
         swap=config.swap,
         replicas=config.replicas,
         compile=config.compile,
         scratch=run.directory / "swap",
         nonfinite_skips=config.trainer.nonfinite_skips,
+        metrics=config.metrics_config,
     )
 
 

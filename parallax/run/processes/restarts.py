@@ -35,8 +35,8 @@ class Failure:
     def of(
         cls, codes: dict[int, int], report: FailureReport | None, early: Collection[int] = ()
     ) -> Failure:
-        """Return the failure, given exit codes by rank in the order of arrival, and the ``report`` of the ranks. Only a
-        rank's parent knows the signal that ended it, and no rank can report if none was alive. Ranks that ended
+        """Return the failure. ``codes`` are exit codes by rank, in the order of arrival; ``report`` is the ranks' own.
+        Only a rank's parent knows the signal that ended it, and no rank can report if none was alive. Ranks that ended
         ``early`` have exit code 0; restarting would not help."""
         if early and (report is None or report.how is FailureKind.LOST):
             rank = report.rank if report is not None and report.rank in early else next(iter(early))
@@ -123,7 +123,7 @@ class Restarts:
 
     def refused(self, failure: Failure, *, stop_requested: bool) -> str | None:
         """Record ``failure``. Return None if all ranks must restart, otherwise a message, possibly empty, on how to
-        continue. ``stop_requested``: the ranks were asked to end. Call it once for each failure."""
+        continue. ``stop_requested``: the ranks were requested to end. Call it once for each failure."""
         step = last_step(self._metrics)
         same = self._before is not None and failure.same_as(self._before) and step == self._step
         self._times = self._times + 1 if same else 0

@@ -56,7 +56,7 @@ def prepare_together(
         )
     except InfeasiblePlan as error:
         if joined is not None and Elastic.gather(nodes).least:
-            _blame_least(error, joined, nodes)
+            _name_smallest_host(error, joined, nodes)
         raise
     return _distributed(directory, nodes, held)
 
@@ -121,7 +121,7 @@ def _distributed(directory: Path, nodes: Nodes, held: contextlib.ExitStack) -> P
     return PreparedRun.read(directory)
 
 
-def _blame_least(error: InfeasiblePlan, joined: Joined, nodes: Nodes) -> None:
+def _name_smallest_host(error: InfeasiblePlan, joined: Joined, nodes: Nodes) -> None:
     """Raise :class:`UnfitHostError` if one host has clearly less memory per device than another, because the plan gives
     every device the memory of the smallest."""
     least = min(joined.device_bytes)

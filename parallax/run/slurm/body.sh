@@ -88,14 +88,14 @@ fi
 if [[ ! $directory/summary.json -nt $directory/.started ]]; then
     # A run that was complete already keeps its summary.
     ((stop_requested == 0)) && grep -q '"ended": "steps"' "$directory/summary.json" 2>/dev/null && exit 0
-    say "$directory was asked to end before its first step; it is not started again: allow more time (--time)"
+    say "$directory was requested to end before its first step; it is not started again: allow more time (--time)"
     exit 1
 fi
 if ! grep -q '"ended": "stopped"' "$directory/summary.json"; then
     exit 0
 fi
 if [[ $(newest_checkpoint) == "$before" ]]; then
-    say "$directory was asked to end and has made no step since it was started; it is not started again"
+    say "$directory was requested to end and has made no step since it was started; it is not started again"
     exit 1
 fi
 say "$directory is queued again and resumes from $(newest_checkpoint)"

@@ -72,7 +72,10 @@ class SlurmJob:
                 f"--slurm: the folder {printable(str(folder))} has control characters in its name, which end a line of "
                 "the script: start from another folder"
             )
-        head = ["#!/usr/bin/env bash", *(f"#SBATCH {line}" for line in self._asked(folder, runs))]
+        head = [
+            "#!/usr/bin/env bash",
+            *(f"#SBATCH {line}" for line in self._sbatch_options(folder, runs)),
+        ]
         return "\n".join([*head, "set -euo pipefail", "", *self._variables(), "", BODY.read_text()])
 
     def submit(self, folder: Path, runs: Path) -> str:
@@ -90,7 +93,7 @@ class SlurmJob:
             ) from error
         return _sbatch(folder / path)
 
-    def _asked(self, folder: Path, runs: Path) -> list[str]:
+    def _sbatch_options(self, folder: Path, runs: Path) -> list[str]:
         """Return the options for sbatch. One torchrun starts all ranks of a node, so each node has one task with all
         its cores and devices."""
         log = f"{runs}/{self.name}{'-%a' if self.points else ''}/{LOG}"

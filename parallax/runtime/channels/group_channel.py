@@ -35,8 +35,8 @@ from parallax.runtime.channels.staging import Lease, Staging
 
 
 class _Guess:
-    """The guessed layout of the next message, equal at both ends: that of the last message, with another number of
-    rows."""
+    """The expected layout of the next message, equal at both ends: the layout of the last message with another number
+    of rows."""
 
     def __init__(self) -> None:
         self._spec: Spec = ()

@@ -102,7 +102,7 @@ class Listener:
         return self._connections[route]
 
     def _wait(self, process: int) -> None:
-        """Wait for a connection, but no longer than ``process`` lives."""
+        """Wait for a connection; stop waiting when ``process`` has ended."""
         connected, either, events = select.poll(), select.poll(), [(0, 0)]
         connected.register(self._socket, select.POLLIN)
         with contextlib.suppress(ProcessLookupError), _open_process(process) as life:

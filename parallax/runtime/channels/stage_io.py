@@ -30,9 +30,9 @@ _GRADIENTS = (Kind.RECEIVE_GRADIENT, Kind.SEND_GRADIENT)
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """This rank's rows of any micro-batch of one size: the first row, relative to the micro-batch; their number; and,
-    for the stage at the other end of each edge, the rows shared with each replica there, relative to this rank's first
-    row."""
+    """This rank's rows of a micro-batch of a given size: the first row, relative to the micro-batch, and the number of
+    rows. For the stage at the other end of each edge also the rows shared with each of its replicas, relative to this
+    rank's first row."""
 
     start: int
     rows: int
@@ -105,8 +105,9 @@ class StageIO:
             ends[other].post(high - low)
 
     def receive(self, action: Action, copy: Copy = torch.clone) -> Tensors | None:
-        """Wait for the tensors of ``action`` and return them; None if this rank has no rows. ``copy`` turns a tensor in
-        the channel's memory into the caller's own; it is used if there is only one peer."""
+        """Wait for the tensors of ``action`` and return them; None if this rank has no rows. ``copy`` copies a tensor
+        out of the channel's memory. It is only called if there is a single peer, because the parts of several peers are
+        concatenated anyway."""
         ends, shares = self._receivers[action.kind, action.stage], self._shares(action)
         if not shares:
             return None
@@ -180,7 +181,7 @@ class StageIO:
             ends[other].send(packed(tuple(pieces)), high - low)
 
     def floating(self, edge: Edge, tensors: Tensors) -> list[Tensor]:
-        """Return those ``tensors`` on ``edge`` for which the receiver sends gradients back."""
+        """Return the ``tensors`` on ``edge`` that the receiver sends gradients for."""
         places = [index for index, tensor in enumerate(tensors) if can_require_grad(tensor)]
         if edge not in self._summed:
             self._summed[edge] = frozenset(

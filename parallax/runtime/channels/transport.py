@@ -42,8 +42,8 @@ class Receiver(Protocol):
         """Post the receive of the next message, expected to be of ``rows`` rows."""
 
     def receive(self, rows: int, copy: Copy = torch.clone) -> tuple[Tensor, ...]:
-        """Wait for the next message. Each tensor is the caller's own, with its own version counter: ``copy`` makes it
-        from a tensor in the channel's memory."""
+        """Wait for the next message. Each returned tensor belongs to the caller and has its own version counter.
+        ``copy`` makes it from a tensor in the channel's memory."""
 
 
 class Channels:

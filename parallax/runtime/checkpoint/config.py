@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallax.errors import check_choice, check_positive
+from parallax.errors import check_positive
 from parallax.runtime.checkpoint.retention import Retention
 
 CHECKPOINTS = "checkpoints"  # the folder of a run directory
-METRICS = ("validation_loss", "loss")  # choices of ``checkpoint.metric``
+TRAINING_LOSS = "loss"  # a choice of ``checkpoint.metric``; all others are of held-out rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +21,9 @@ class CheckpointConfig:
     the tensors are copied to host memory, and the files are written meanwhile; if host memory is short, training also
     waits for writes. A run waits for its last checkpoint. ``keep``: how many of the latest are kept; 0 keeps all.
     ``keep_every``: the checkpoint of every n-th step is also kept, for ever; 0: none. ``best``: the number of
-    checkpoints that are also kept, the best by ``metric``: the lowest validation_loss (then an evaluation precedes each
-    checkpoint) or loss (of the step).
+    checkpoints that are also kept, the best by ``metric``: the lowest validation_loss, the lowest loss (of the step),
+    or the best validation_NAME, if NAME is one of ``metrics``. An evaluation then precedes each checkpoint, except for
+    loss.
     """
 
     directory: str = "auto"
@@ -36,7 +37,6 @@ class CheckpointConfig:
         check_positive("checkpoint.keep", self.keep, zero=True)
         check_positive("checkpoint.keep_every", self.keep_every, zero=True)
         check_positive("checkpoint.best", self.best, zero=True)
-        check_choice("checkpoint.metric", self.metric, list(METRICS))
 
     def folder(self, run_directory: Path, name: str) -> Path:
         """Return the folder of the checkpoints of the run ``name`` in ``run_directory``."""
@@ -56,4 +56,4 @@ class CheckpointConfig:
     @property
     def needs_validation(self) -> bool:
         """Whether each checkpoint needs an evaluation."""
-        return self.best > 0 and self.metric == "validation_loss"
+        return self.best > 0 and self.metric != TRAINING_LOSS

@@ -68,7 +68,7 @@ def begin(partial: Path) -> None:
         partial.mkdir(parents=True)
     except OSError as error:
         raise CheckpointError(
-            f"cannot make {partial}: {error.strerror}{free_words(partial)}; {UNTOUCHED}"
+            f"cannot make {partial}: {error.strerror}{free_text(partial)}; {UNTOUCHED}"
         ) from error
 
 
@@ -84,7 +84,7 @@ def finish(partial: Path, index: dict[str, Any]) -> None:
     except OSError as error:
         size = format_bytes(len(text))
         raise CheckpointError(
-            f"cannot write {size} to {path}: {error.strerror}{free_words(path)}; {UNTOUCHED}"
+            f"cannot write {size} to {path}: {error.strerror}{free_text(path)}; {UNTOUCHED}"
         ) from error
 
 
@@ -100,7 +100,7 @@ def give_name(partial: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def free_words(path: Path) -> str:
+def free_text(path: Path) -> str:
     """Return the free bytes of the disk, for the end of a message."""
     try:
         return f", {format_bytes(disk_free_bytes(path))} free"

@@ -30,7 +30,7 @@ class HeldMasters:
         self._reader = reader
 
     def check(self, names: dict[str, Tensor]) -> None:
-        """Check all tensors that a rank needs, given its tensors by name, without keeping them. Errors are so raised
+        """Check all tensors that a rank needs, given its tensors by name, without keeping them, so that errors appear
         before anything is changed."""
         self._reader.check(names)
         held = self._reader.model_tensors()

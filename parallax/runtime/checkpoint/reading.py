@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -16,18 +18,20 @@ from parallax.model.files.tensors import held_in
 from parallax.runtime.checkpoint.caller_state import thaw
 from parallax.runtime.checkpoint.checksums import SEAL, checksum, seal, verify_file
 from parallax.runtime.checkpoint.folder import INDEX, VERSION
+from parallax.swap.optimizer.averaging import AVERAGE
 
 
 class CheckpointReader:
     """Reads tensors of a checkpoint by name, from any of its files. A file is verified as a whole before its first
-    tensor is returned."""
+    tensor is returned. ``averaged``: read averages in place of the model's tensors that have one."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, *, averaged: bool = False) -> None:
+        self.directory, self._averaged = directory, averaged
         index = _read_index(directory)
         with _as_damage(directory):
             self.step, self.state = int(index["step"]), dict(thaw(index["state"]))
             self.scale, self.metrics = dict(index.get("scale", {})), dict(index.get("metrics", {}))
+            self.averages = dict(index.get("averages", {}))
             self._fingerprint, self._optimizer = str(index["fingerprint"]), list(index["optimizer"])
             # The time at which its run was started.
             self.started = float(index.get("started", 0.0))
@@ -40,7 +44,8 @@ class CheckpointReader:
             self._nodes: dict[str, str] = {
                 n: str(p) for n, p in dict(index.get("nodes", {})).items()
             }
-            self._base, self._marks = str(index.get("base", "")), dict(index.get("marks", {}))
+            # Name → checksum of the base's tensors, which a checkpoint of adapters does not hold.
+            self._base, self.marks = str(index.get("base", "")), dict(index.get("marks", {}))
         self._verified: set[Path] = set()
         self._where: dict[str, tuple[Path, Any]] = {}
         for path in sorted(directory.glob("*.safetensors")):
@@ -62,10 +67,16 @@ class CheckpointReader:
         same = self._fingerprint == fingerprint
         if self._dtype not in ("", dtype):
             same = same or self._structure == structure
-        if not same or wanted != found:
+        if not same and wanted == found:
+            raise CheckpointError(
+                f"{self.directory} holds another model: its tensors have the same names, but other shapes, blocks or "
+                "frozen parameters; resume with the model and the optimizer.groups of the training, or start a new run "
+                "from its weights with parallax export and parallax import"
+            )
+        if wanted != found:
             raise CheckpointError(
                 f"{self.directory} holds another model: missing {_listed(wanted - found)}, extra "
-                f"{_listed(found - wanted)}; fingerprint {printable(self._fingerprint)} where {fingerprint} is expected"
+                f"{_listed(found - wanted)}"
             )
 
     def check_base(self, base: str, marks: dict[str, int], dtype: str = "") -> None:
@@ -76,7 +87,7 @@ class CheckpointReader:
                 f"{self.directory} was trained on a base in {printable(self._dtype)}, which it does not hold, and "
                 f"here the base is in {dtype}: resume with the precision.parameters of the training"
             )
-        other = [name for name, found in marks.items() if self._marks.get(name) != found]
+        other = [name for name, found in marks.items() if self.marks.get(name) != found]
         if other:
             raise CheckpointError(
                 f"{self.directory} was trained on another base ({printable(self._base)}), which it does not hold; "
@@ -87,12 +98,12 @@ class CheckpointReader:
         """Raise if the optimizer states are those of another optimizer."""
         if self._trained_by not in ("", name):
             trained_by = printable(self._trained_by)
-            named = trained_by.islower()  # other names are classes
-            remedy = (
-                f"optimizer={trained_by}"
-                if named
-                else f"an OptimizerConfig that builds {trained_by}"
-            )
+            if ":" in trained_by:
+                remedy = f"optimizer=custom optimizer.target={trained_by}"
+            elif trained_by.isidentifier() and trained_by.islower():
+                remedy = f"optimizer={trained_by}"
+            else:
+                remedy = f"the function {trained_by} as Engine.build(optimizer=...)"
             raise CheckpointError(
                 f"{self.directory} was trained by {trained_by}, whose states {name} cannot use: "
                 f"use {remedy}, or start a new run"
@@ -114,6 +125,17 @@ class CheckpointReader:
         }
 
     def read(self, name: str) -> Tensor:
+        """Return a tensor by its full name."""
+        average = name.replace("model/", f"{AVERAGE}/", 1)
+        if self._averaged and name.startswith("model/") and average in self._checksums:
+            return self._read(average).to(self._formats[name])
+        return self._read(name)
+
+    @cached_property
+    def _formats(self) -> dict[str, torch.dtype]:
+        return {name: tensor.dtype for name, tensor in self.held().items()}
+
+    def _read(self, name: str) -> Tensor:
         path, file = self._find(name)
         self._verify(path)
         with _as_damage(path):
@@ -171,7 +193,7 @@ class CheckpointReader:
         )
 
     def check(self, names: dict[str, Tensor]) -> None:
-        """Check all tensors that a rank needs, given its tensors by name, without keeping them. Errors are so raised
+        """Check all tensors that a rank needs, given its tensors by name, without keeping them, so that errors appear
         before anything is changed."""
         for name, mine in names.items():
             _, file = self._find(f"model/{name}")

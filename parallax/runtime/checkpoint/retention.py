@@ -15,23 +15,25 @@ from parallax.runtime.checkpoint.folder import REMOVED, checkpoint_name
 @dataclass(frozen=True, kw_only=True)
 class Retention:
     """Keeps the last ``keep_last`` checkpoints (0: all), those of every ``keep_every``-th step (0: none), and the
-    ``best`` with the lowest ``metric``."""
+    ``best`` with the lowest ``metric``, or the highest if ``higher`` is better."""
 
     keep_last: int = 0
     keep_every: int = 0
     best: int = 0
     metric: str = "validation_loss"
+    higher: bool = False
 
     def superseded(self, held: Mapping[int, float | None], step: int) -> list[int]:
-        """Return the steps whose checkpoints may be removed once that of ``step`` is complete. ``held``: step → metric,
-        or None, of the existing checkpoints. Steps after ``step`` are ignored: the run did not resume from them."""
+        """Return the steps whose checkpoints may be removed when the checkpoint of ``step`` is complete. ``held``:
+        existing checkpoints, step → metric or None. Steps after ``step`` are ignored, because the run did not resume
+        from them."""
         steps = sorted(each for each in held if each <= step)
         if not self.keep_last:
             return []
         scored = [(value, each) for each in steps if (value := held[each]) is not None]
         ranked = sorted(
             (pair for pair in scored if math.isfinite(pair[0])),
-            key=lambda pair: (pair[0], -pair[1]),
+            key=lambda pair: (-pair[0] if self.higher else pair[0], -pair[1]),
         )
         stay = {*steps[-self.keep_last :], *(each for _, each in ranked[: self.best])}
         return [

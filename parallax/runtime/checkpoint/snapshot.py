@@ -56,8 +56,8 @@ class SnapshotMemory:
             self._free.pop().close()
 
     def _find(self, size: int) -> Arena | None:
-        """Return a free buffer of ``size`` bytes, or a new one if the limit allows it or no buffer will be released;
-        else None."""
+        """Return a free buffer of ``size`` bytes. If there is none, return a new one if the limit allows it, or if no
+        buffer will be released; otherwise None."""
         for index, free in enumerate(self._free):
             if free.data.numel() == size:
                 return self._free.pop(index)

@@ -23,7 +23,7 @@ from parallax.errors import CheckpointError, printable
 from parallax.machine.pinned import PlainArena
 from parallax.model.files.tensors import FORMAT_NAMES, file_head
 from parallax.runtime.checkpoint.checksums import bytes_of
-from parallax.runtime.checkpoint.folder import UNTOUCHED, free_words
+from parallax.runtime.checkpoint.folder import UNTOUCHED, free_text
 from parallax.runtime.checkpoint.snapshot import SnapshotMemory
 
 PART_BYTES = 64 * 2**20  # of a file, which is copied before it is written
@@ -152,7 +152,7 @@ def write_file(path: Path, tensors: dict[str, Tensor], checksums: dict[str, int]
     except OSError as error:
         reason = printable(error.strerror or str(error))
         raise CheckpointError(
-            f"cannot write {format_bytes(size)} to {path}: {reason}{free_words(path)}; {UNTOUCHED}"
+            f"cannot write {format_bytes(size)} to {path}: {reason}{free_text(path)}; {UNTOUCHED}"
         ) from error
     return {"bytes": len(head) + size, "sha256": whole.hexdigest()}
 

@@ -77,7 +77,7 @@ def report_and_exit(error: BaseException, watch: Watch | None = None) -> NoRetur
         watch.claim(report)
         watch.wait()
     if watch is not None or _speaks_first():
-        if not isinstance(error, ParallaxError):
+        if not isinstance(error, ParallaxError) or error.traced:
             print(print_exception(error), end="", file=sys.stderr)
         (send_report if watch is None else watch.say)(report)
     else:
@@ -157,7 +157,8 @@ def failure_of(error: BaseException, watch: Watch | None) -> FailureReport:
 
 
 def _failure_of(error: BaseException, watch: Watch | None) -> FailureReport:
-    """Errors that are common to all ranks, such as invalid input, name no rank."""
+    """Return the report of ``error``. For an error that all ranks have in common, such as invalid input, it names no
+    rank."""
     variable, text = os.environ.get("RANK", "0"), printable(str(error))
     rank = int(variable) if variable.isdecimal() else 0  # an invalid RANK may be the error
     if isinstance(error, ParallaxError) and error.common:

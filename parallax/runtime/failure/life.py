@@ -109,8 +109,8 @@ def waits_for_others() -> bool:
 
 
 def where(thread: threading.Thread | None = None) -> str:
-    """Return the line that a thread (by default the main thread) executes: the innermost line of the user's code, if
-    any."""
+    """Return the source line that a thread (by default the main thread) executes: the innermost line of the user's
+    code, or ""."""
     observed = thread or threading.main_thread()
     frame = innermost = sys._current_frames().get(observed.ident or 0)
     while frame is not None and frame.f_code.co_filename.startswith(_OTHERS):

@@ -34,7 +34,7 @@ _SEND_SECONDS = 1.0
 _LONGEST_LINE = 1 << 16
 # Without an answer of the other host's kernel: the network is partitioned, or the host is down.
 UNREACHABLE_SECONDS = 8.0
-_CUT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
+_PARTITION_ERRORS = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN}
 
 
 class UnreachableError(ConnectionError):
@@ -64,7 +64,7 @@ class PeerLink:
         try:
             part = self.socket.recv(_LONGEST_LINE)
         except OSError as error:
-            if error.errno in _CUT:
+            if error.errno in _PARTITION_ERRORS:
                 raise UnreachableError(error.strerror) from error
             if isinstance(error, TimeoutError):
                 return

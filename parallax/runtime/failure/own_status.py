@@ -22,7 +22,7 @@ class Watched(Protocol):
 
     @property
     def current(self) -> tuple[Action, int, float] | None:
-        """One object for the duration of an action."""
+        """The current action; the same object for the duration of the action."""
 
     @property
     def completed_steps(self) -> int:
@@ -30,13 +30,13 @@ class Watched(Protocol):
 
     @property
     def beside(self) -> Mapping[str, threading.Thread]:
-        """Background activities by name, with the thread of each."""
+        """The thread of each background activity, by the activity's name."""
 
 
 @dataclass(slots=True)
 class BesideSteps:
-    """The background activity ``what`` that ``thread`` runs, and the seconds for which ``life`` has shown no
-    progress."""
+    """A background activity ``what`` of the thread ``thread``, and the seconds for which ``life`` has seen no progress
+    in it."""
 
     what: str
     thread: threading.Thread
@@ -45,8 +45,8 @@ class BesideSteps:
 
 
 class OwnStatus:
-    """This rank's current activity: the action that the main thread executes or, outside of steps, its phase and
-    whether it makes progress. ``steps`` counts the observed steps."""
+    """This rank's current activity. Inside of a step it is the action that the main thread executes. Outside of steps
+    it is the phase, and whether the rank makes progress. ``steps`` counts the observed steps."""
 
     def __init__(self) -> None:
         self.steps: set[int] = set()

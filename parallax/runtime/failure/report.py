@@ -26,18 +26,18 @@ _BEFORE_STEPS = (
 
 class FailureKind(StrEnum):
     """How a rank ended: it raised, its process ended without a report, its host is unreachable, it stays in one action,
-    it does not answer, it was stopped on purpose, or it was asked to end and could not save in time."""
+    it does not answer, it was stopped on purpose, or it was requested to end and could not save in time."""
 
     RAISED = "raised"
     LOST = "lost"
-    CUT = "cut"
+    PARTITIONED = "partitioned"
     HANGS = "hangs"
     SILENT = "silent"
     STOPPED = "stopped"
     OVERDUE = "overdue"
 
 
-_CANNOT_REPORT = (FailureKind.LOST, FailureKind.CUT, FailureKind.SILENT)
+_CANNOT_REPORT = (FailureKind.LOST, FailureKind.PARTITIONED, FailureKind.SILENT)
 """Failures that the failed rank cannot report itself."""
 
 
@@ -74,7 +74,7 @@ class RankStatus:
 
     @property
     def last(self) -> str:
-        """The end of a sentence about a rank that sends no more messages: where it was last seen."""
+        """Where a rank that sends no more messages was last seen, as the end of a sentence."""
         if self.action is not None:
             return f", last seen in {self}"
         after = f" after step {self.step}" if self.step >= 0 else ""
@@ -136,7 +136,7 @@ def speaker(report: FailureReport, hosts: Sequence[str], present: Sequence[int])
     it cannot, the first other rank on its host, otherwise the first of all. -1 if hosts cannot reach each other."""
     if report.how not in _CANNOT_REPORT:
         return report.rank
-    if report.how is FailureKind.CUT:
+    if report.how is FailureKind.PARTITIONED:
         return -1
     return min(
         (rank for rank in present if rank != report.rank),
@@ -237,8 +237,8 @@ def complaint(
 
 
 def overdue(rank: int, number: int, grace_seconds: float, what: str) -> FailureReport:
-    """Return the report of a ``rank`` that was asked to end by signal ``number`` and has not saved in time; ``what`` is
-    its activity."""
+    """Return the report of a ``rank`` that was requested to end by signal ``number`` and has not saved in time.
+    ``what``: its activity."""
     return FailureReport(
         rank,
         FailureKind.OVERDUE,

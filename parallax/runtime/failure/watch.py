@@ -68,9 +68,9 @@ _FOLLOW_SECONDS = 0.2
 @dataclass(frozen=True)
 class HangLimits:
     """Limits after which a rank counts as hanging: ``seconds`` in one action, without an answer, or outside of steps
-    without a sign of life; ``phase_seconds`` in one phase; 0 sets no limit. The first ``patient_steps`` steps
-    compile and may last as long as a phase. A rank that is asked to end has ``grace_seconds`` to save. The stacks of
-    a rank that hangs are written to ``directory``."""
+    without a sign of life; ``phase_seconds`` in one phase; 0 sets no limit. The first ``patient_steps`` steps compile
+    and may last as long as a phase. A rank that is requested to end has ``grace_seconds`` to save. The stacks of a rank
+    that hangs are written to ``directory``."""
 
     seconds: float = 0.0
     phase_seconds: float = 0.0
@@ -92,7 +92,7 @@ class Watch:
         self, met: Meeting, say: Callable[[FailureReport], None], heartbeat: Heartbeat
     ) -> None:
         self.rank, self._met, self._say = met.rank, met, say
-        self._heartbeat = heartbeat
+        self._heartbeats = [heartbeat]
         self._links = dict(met.links)
         size = len(met.pids)
         # Messages are less frequent in large worlds.
@@ -143,6 +143,10 @@ class Watch:
             directory=directory,
         )
 
+    def beat_for(self, heartbeat: Heartbeat) -> None:
+        """Send this rank's status to ``heartbeat``, too, from now on, on the watch's thread."""
+        self._heartbeats = [*self._heartbeats, heartbeat]
+
     def attend(self, engine: Watched, plan: Plan, *, patient_steps: int = 0) -> None:
         """Observe ``engine`` from now on. Its first ``patient_steps`` steps may last as long as a phase, because they
         compile."""
@@ -163,7 +167,7 @@ class Watch:
         self._served = True
 
     def stop_requested(self) -> int:
-        """Return the signal that asked this rank to end; 0 if none has."""
+        """Return the signal that requested this rank to end; 0 if there was none."""
         return self._requests.first
 
     def failed(self, how: FailureKind, cause: str, code: int) -> FailureReport:
@@ -230,7 +234,7 @@ class Watch:
             if isinstance(error, UnreachableError):
                 what = f"cannot be reached any more: for {UNREACHABLE_SECONDS:g} s nothing came through to its host"
                 remark = f"{seen.last}; the network between is partitioned, or the host is down"
-                self._decide(FailureReport(peer, FailureKind.CUT, who, what, remark))
+                self._decide(FailureReport(peer, FailureKind.PARTITIONED, who, what, remark))
             else:
                 what = "ended without a report"
                 self._decide(FailureReport(peer, FailureKind.LOST, who, what, seen.last))
@@ -279,7 +283,9 @@ class Watch:
             for link in self._links.values():
                 link.send({"seen": seen.to_list()})
             limits = self._limits.seconds and self._silent_seconds, self._limits.grace_seconds
-            self._heartbeat.beat(BeatStatus(self._name(self.rank, seen.action), seen, *limits))
+            beat = BeatStatus(self._name(self.rank, seen.action), seen, *limits)
+            for heartbeat in self._heartbeats:
+                heartbeat.beat(beat)
         if self._late():
             self.claim(self._overdue())
         self._check_beside(now)
@@ -300,7 +306,7 @@ class Watch:
         self.claim(FailureReport(self.rank, FailureKind.HANGS, who, what, why))
 
     def _late(self) -> bool:
-        """Return whether this rank was asked to end, and has not saved in time."""
+        """Return whether this rank was requested to end, and has not saved in time."""
         open_request = self._serving and not self._served and self._claim is None
         return open_request and 0 < self._limits.grace_seconds < self._requests.seconds
 

@@ -31,7 +31,7 @@ Losses = Callable[[], Sequence[tuple[int, int, float]]]
 _ROWS = 64  # rows that are read at one time
 _NAMED = 8  # at most, rows listed in a message
 _DATA = "correct these rows in the data source (data.*)"
-_TRAINING = "lower optimizer.lr, or raise optimizer.warmup_steps"
+_TRAINING = "lower optimizer.lr, or raise schedule.warmup"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def find(mesh: Mesh, batch: Rows, losses: Losses, tensors: Iterable[NamedValue])
 def _search(
     mesh: Mesh, batch: Rows, losses: Losses, tensors: Iterable[NamedValue]
 ) -> list[tuple[tuple[int, int], str]]:
-    """Return this rank's first finding and its position in the order of the data flow; empty if there is none."""
+    """Return this rank's first finding and its position in the data flow; "" if there is none."""
     found = []
     if mesh.pipeline_rank == 0 and (text := _rows(mesh, "inputs", batch, batch.inputs)):
         found.append(((0, 0), text))
@@ -139,10 +139,12 @@ def _rows(mesh: Mesh, name: str, batch: Rows, read: Callable[[int, int], Any]) -
                 bad = ~torch.isfinite(tensor.detach()).reshape(len(tensor), -1).all(1)
                 rows |= {start + row for row in bad.nonzero().flatten().tolist()}
                 kinds.add(what)
-    return _in_words(mesh.plan, name, len(batch), sorted(rows), "nan" if "nan" in kinds else "inf")
+    return _description(
+        mesh.plan, name, len(batch), sorted(rows), "nan" if "nan" in kinds else "inf"
+    )
 
 
-def _in_words(plan: Plan, name: str, batch: int, rows: Sequence[int], what: str) -> str:
+def _description(plan: Plan, name: str, batch: int, rows: Sequence[int], what: str) -> str:
     if not rows:
         return ""
     count = plan.micro_batches(batch)

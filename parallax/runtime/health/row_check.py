@@ -40,7 +40,7 @@ class RowCheck:
         """Return the error to raise for ``error``: a :class:`DataError` if torch reports a type mismatch and the rows
         have another type than the model, otherwise ``error`` itself."""
         others = {
-            _in_words(place): kind
+            _place_name(place): kind
             for place, kind in self._known.floats.items()
             if kind is not self._known.dtype
         }
@@ -91,7 +91,7 @@ class CheckedRows(RowsOf):
             few = found < len(self)
             held = f"have {found}" if few else f"are {count} for {stop - start} row(s)"
             raise DataError(
-                f"{self._name} has {len(self)} row(s), and its {_in_words(place)} {held}: return inputs and "
+                f"{self._name} has {len(self)} row(s), and its {_place_name(place)} {held}: return inputs and "
                 "targets for each row; a tensor without rows must be returned whole for any rows"
             )
         self._note_types(what, values)
@@ -148,10 +148,10 @@ def _counts(value: Any, place: Place) -> Iterator[tuple[Place, int]]:
             yield from _counts(part, (*place, key))
 
 
-def _in_words(place: Place) -> str:
+def _place_name(place: Place) -> str:
     """Return ``targets`` or ``inputs['mask']``.
 
-    >>> _in_words(("inputs", "mask", 0))
+    >>> _place_name(("inputs", "mask", 0))
     "inputs['mask'][0]"
     """
     what, *keys = place

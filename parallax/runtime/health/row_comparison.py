@@ -110,7 +110,7 @@ class RowComparison:
         if others:
             what = " and ".join(PARTS[part] for part in parts)
             raise DataError(
-                f"{_in_words(sorted(others))} other {what} than the other ranks in {name}: {_REMEDY}"
+                f"{_rank_names(sorted(others))} other {what} than the other ranks in {name}: {_REMEDY}"
             )
 
     def _digested(self, batch: Rows) -> RowDigest:
@@ -121,8 +121,8 @@ class RowComparison:
 def row_digest(
     batch: Rows, turn: int = 0, wanted: Sequence[bool] = (True,) * len(PARTS)
 ) -> RowDigest:
-    """Return a digest of the inputs and one of the targets: of all rows of a small batch, of two rows otherwise, which
-    differ for each ``turn``. None for a part that is not ``wanted``."""
+    """Return a digest of the inputs and a digest of the targets. They cover all rows of a small batch, otherwise two
+    rows, which differ for each ``turn``. None for a part that is not ``wanted``."""
     if (numbers := getattr(batch, "row_numbers", None)) is not None:
         return tuple(numbers % 2**_DIGEST_BITS if want else None for want in wanted)
     rows, size = len(batch), getattr(batch, "memory_bytes", math.inf)
@@ -167,7 +167,7 @@ def _known_by(part: Any) -> bytes:
     return repr(part).encode() if isinstance(part, str | int | float | None) else b""
 
 
-def _in_words(ranks: Sequence[int]) -> str:
+def _rank_names(ranks: Sequence[int]) -> str:
     """Return ``rank 1 has`` or ``ranks 1, 2 have``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} has"

@@ -21,7 +21,7 @@ from parallax.machine.host import (
 from parallax.model.precision import PrecisionConfig
 from parallax.model.split_backward import WeightGradStore
 from parallax.plan.plan import Directive, RankPrediction, StagePlan
-from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.optim.kinds.adamw import AdamWConfig
 from parallax.runtime.replicas.reducer import touch_reducer
 
 # The share of a rank's predicted peak for temporary tensors of a block and shared memory of channels.
@@ -81,7 +81,7 @@ def _touch_libraries(precision: PrecisionConfig, *, recomputes: bool) -> None:
         layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).to(
             precision.parameter_dtype
         )
-        optimizer = OptimizerConfig().build(layer.parameters(), torch.device("cpu"))
+        optimizer = AdamWConfig().create([{"params": layer.parameters()}])
         if recomputes:
             again = checkpoint(torch.nn.Linear(2, 2), torch.zeros(1, 2), use_reentrant=False)
             again.sum().backward()

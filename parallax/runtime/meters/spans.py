@@ -64,7 +64,8 @@ class HostSpans:
 
 
 class _Untimed(HostSpans):
-    """Times a device's actions by the host's clock, and discards the device's stall events, which would accumulate."""
+    """Times a device's actions by the host's clock. It also discards the device's stall events, which would
+    accumulate."""
 
     def __init__(self, copies: CopyEngine) -> None:
         super().__init__()

@@ -14,7 +14,8 @@ class StepResult:
     ``peak_bytes``: peak device memory since the engine was built (on a CPU: of the process, less its memory before).
     ``loss_scale``: the factor of the loss. ``skipped_steps``: number of steps skipped so far because of non-finite
     values. ``trouble``: why this step was skipped; empty if it was not, or if an overflow was expected.
-    ``learning_rate``: that of this step."""
+    ``learning_rate``: that of this step. ``metrics``: those of its rows on the first replica of the last stage, and 0
+    on all other ranks."""
 
     loss: float
     gradient_norm: float
@@ -26,3 +27,4 @@ class StepResult:
     skipped_steps: int = 0
     trouble: str = ""
     learning_rate: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)

@@ -37,7 +37,7 @@ class HeldParts:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """A complete checkpoint: the name of its folder, and the ranks whose node has its index."""
+    """A complete checkpoint: its folder name, and the ranks whose node has its index file."""
 
     name: str
     started: float

@@ -52,11 +52,12 @@ class BucketSync:
         return self._place.keys()
 
     def took_part(self, parameter: nn.Parameter) -> bool:
-        """Whether ``parameter`` has a gradient that this class did not add as zeros. Valid before :meth:`finish`."""
+        """Return whether ``parameter`` has a real gradient: zeros that this class added do not count. Valid before
+        :meth:`finish`."""
         return parameter.grad is not None and parameter not in self._zeros
 
     def split(self, pending: Collection[nn.Parameter]) -> Reduced:
-        """Reduce the buckets that are complete. Return a function to call for each parameter in ``pending`` when its
+        """Reduce the complete buckets, and return a function. Call it for each parameter in ``pending`` when its
         gradient is complete."""
         for parameter in self._place:
             if parameter not in pending:

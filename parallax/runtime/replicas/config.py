@@ -34,7 +34,7 @@ class ReplicasConfig:
         check_positive("replicas.powersgd_rank", self.powersgd_rank)
         check_choice("replicas.batchnorm", self.batchnorm, BATCHNORM)
 
-    def check_asked(self, plan: PlanConfig) -> None:
+    def check_requested(self, plan: PlanConfig) -> None:
         """Run :meth:`check` on the planner's settings, as far as they already determine the plan."""
         counts = plan.replicas if isinstance(plan.replicas, list | tuple) else [plan.replicas]
         if self.compress != "powersgd" or not any(

@@ -39,15 +39,15 @@ class GradientSync(Protocol):
         """Announce the step's last backward of ``stage``: reduce each bucket as soon as it is complete."""
 
     def ended(self, stage: int) -> None:
-        """Announce the end of the backward or pass that was announced: gradients of unused parameters are complete
+        """Announce that the announced backward or pass has ended, so that gradients of unused parameters are complete
         too."""
 
     def split(self, stage: int, pending: Collection[nn.Parameter]) -> Reduced:
         """Announce that all gradients of ``stage`` are final except those of ``pending``. Return a function to call for
-        each of these when it is final."""
+        each parameter in ``pending`` when its gradient is final."""
 
     def disarm(self) -> None:
-        """Withdraw an announcement, because the backward failed or did not come."""
+        """Withdraw the announcement of a backward that failed or did not happen."""
 
     def finish(self) -> float:
         """Reduce all gradients that are not reduced yet; return the seconds spent waiting."""
@@ -85,7 +85,8 @@ class NoSync:
         self.disarm()
 
     def split(self, stage: int, pending: Collection[nn.Parameter]) -> Reduced:
-        """Call ``reduced`` for each gradient that is final, and return a function to call for the others."""
+        """Call ``reduced`` for each parameter with a final gradient. Return a function to call for each of the
+        others."""
         mine = set(self._parameters.get(stage, ()))
 
         def ready(parameter: torch.Tensor) -> None:
@@ -173,11 +174,11 @@ class SyncStep(Protocol):
         """All-reduces of replicated gradients so far."""
 
     def arm(self, stage: int, pending: Collection[nn.Parameter] | None = None) -> None:
-        """Announce the last backward of ``stage``, or its last weight-gradient pass, before which all its gradients
-        except those of ``pending`` are final."""
+        """Announce the step's last backward of ``stage``, or its last weight-gradient pass. All gradients of the stage
+        are final before it, except those of ``pending``."""
 
     def ended(self, stage: int) -> None:
-        """Announce the end of that backward or pass."""
+        """Announce that this backward or pass has ended."""
 
     def run(self) -> None:
         """Run the synchronization."""

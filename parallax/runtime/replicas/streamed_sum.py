@@ -62,7 +62,7 @@ class _BucketRun:
 
 
 class _Read(NamedTuple):
-    """A read of an offloaded segment, directly into the bucket or, if the types differ, into a separate tensor."""
+    """A read of an offloaded segment: directly into the bucket, or into a separate tensor if the types differ."""
 
     work: Pending
     segment: ParameterSegment
@@ -105,10 +105,10 @@ class _GradientBucket:
 
 
 class StreamedSum:
-    """Sums the gradients of ``members``, the parameters of each stage of the rank, over ``group``, which nothing else
-    may use meanwhile, in buckets of ``bucket_bytes``, in the type ``short`` where it is given. ``other`` is another
-    group of the same ranks. Without ``beside`` everything is summed after the backward: NCCL needs the collectives of
-    several groups in one order on all ranks, and here their order depends on timing.
+    """Sums the gradients of ``members``, the parameters of each stage of the rank, over ``group``. No other code may
+    use this group meanwhile. Buckets have ``bucket_bytes``, and are summed in the type ``short`` if given. ``other``:
+    another group of the same ranks. Without ``beside`` everything is summed after the backward: NCCL needs the
+    collectives of several groups in one order on all ranks, and here their order depends on timing.
 
     A parameter that no replica has ever used has no gradient: the replicas compare after the backward, and then sum
     parameters that were used for the first time.
@@ -148,8 +148,8 @@ class StreamedSum:
         self.all_reduces = 0
 
     def arm(self, stage: int, pending: Collection[nn.Parameter] | None = None) -> None:
-        """Announce the step's last backward of ``stage``, or its last weight-gradient pass, in which only gradients of
-        ``pending`` change."""
+        """Announce the step's last backward of ``stage``. For split backwards, announce its last weight-gradient pass,
+        in which only the gradients of ``pending`` change."""
         if not self._beside:
             return
         if not self._begun:
@@ -159,7 +159,8 @@ class StreamedSum:
         self._streamed.sink = self
 
     def ended(self, stage: int) -> None:
-        """Announce the end of that backward or pass: gradients of unused parameters of ``stage`` are complete too."""
+        """Announce that this backward or pass has ended, so that gradients of unused parameters of ``stage`` are
+        complete too."""
         self._complete(self._members[stage])
 
     def _complete(self, parameters: Iterable[nn.Parameter]) -> None:

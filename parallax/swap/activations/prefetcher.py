@@ -47,7 +47,7 @@ class Prefetcher:
             self._batches.insert(0, record.batch)
 
     def remove(self, batch: Batch) -> None:
-        """Remove ``batch``, whose records no graph claims any more."""
+        """Remove ``batch``, because no graph claims its records any more."""
         batch.waiting.clear()
         if batch in self._batches:
             self._batches.remove(batch)

@@ -99,7 +99,8 @@ class FastPath:
         )
 
     def save_again(self, record: Record, before: int | None, operation: int | None) -> None:
-        """Attribute a record that operator ``before`` saved to ``operation``, which saves it again."""
+        """Reassign ``record``, which operator ``before`` saved, to ``operation``, which has saved the same storage
+        again."""
         if _saved_by(record, before):
             record.operation = operation
             self._records[record.clock] = self._records.pop(record.clock)  # the last again

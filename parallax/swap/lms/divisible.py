@@ -72,7 +72,7 @@ def closure_of(arguments: Arguments) -> Callable[[], Any] | None:
 
 
 def _settings(optimizer: Optimizer) -> object:
-    """Return a key of the settings that may change how a step works; numbers count only as zero or not zero."""
+    """Return a cache key: the settings that may change how a step works. Numbers are reduced to zero or not zero."""
     left_out = "params", "state", "param_groups"
     held = [*optimizer.param_groups, vars(optimizer)]
     return frozenset(
@@ -124,7 +124,7 @@ def _no_trace(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _counts(kind: type[Optimizer]) -> dict[type, dict[str, Any]]:
-    """Return the numbers among the class attributes of its classes below torch's ``Optimizer``."""
+    """Return the numeric class attributes of its classes below torch's ``Optimizer``, such as counters."""
     return {
         owner: {k: v for k, v in vars(owner).items() if isinstance(v, int | float)}
         for owner in kind.__mro__[: kind.__mro__.index(Optimizer)]
@@ -233,7 +233,7 @@ def _small_shape(tensor: Tensor) -> torch.Size:
 
 
 def _small_state(parameter: Tensor, state: Any, memo: dict[int, Any]) -> Any:
-    """Return the state of a parameter, cut to the size of its small copy."""
+    """Return the state of a parameter, truncated to the size of its small copy."""
     if isinstance(state, OffloadedStates):
         state = state.host_copy()
     if not isinstance(state, dict):

@@ -55,8 +55,8 @@ def limit_or_auto(
 def divide(
     model: nn.Module, optimizers: Sequence[Optimizer], limit: int, offloaded: OffloadedModel | None
 ) -> Share:
-    """Return the shares of parameters and gradients in ``limit`` bytes, of which those ``offloaded`` need only a part
-    at a time."""
+    """Return how ``limit`` bytes are divided: bytes of parameters, gradients and movable data. Parameters that are
+    ``offloaded`` need only a part of their bytes at a time."""
     tensors = held_tensors(model, optimizers)
     trained = [t for t in tensors if t.requires_grad]
     weights, gradients = _storage_bytes(tensors), sum(local_bytes(t) for t in trained)

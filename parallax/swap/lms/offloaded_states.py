@@ -252,7 +252,7 @@ class OffloadedStates(dict[Any, Any]):
         return any(place.flat is not None for place in self._places)
 
     def is_written(self) -> bool:
-        """Whether no write is under way; :meth:`finish_write` raises for a failed one."""
+        """Whether all writes have ended; :meth:`finish_write` raises the error of a failed write."""
         with suppress(SwapError):
             return all(place.pending.done() for place in self._places)
         return True
@@ -295,7 +295,7 @@ class OffloadedStates(dict[Any, Any]):
         return self._with(self._host_copy)
 
     def free(self) -> None:
-        """Free the slots once no transfer uses them."""
+        """Free the slots as soon as no transfer uses them."""
         self._values = {}
         while self._places:
             place = self._places.pop()
@@ -371,7 +371,7 @@ class _StatePlace:
 
     @property
     def held(self) -> Tensor:
-        """Its bytes on the device."""
+        """The bytes of the tensor on the device."""
         assert self.flat is not None
         return self.flat
 

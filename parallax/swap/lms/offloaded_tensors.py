@@ -40,7 +40,7 @@ class TensorOwner(Protocol):
     """The owner of offloaded tensors."""
 
     def enter(self, parameters: Iterable[nn.Parameter], *, backward: bool = False) -> None:
-        """Put all ``parameters`` on the device; in a ``backward``, while its node runs."""
+        """Put all ``parameters`` on the device. In a ``backward``, they stay there until the running node ends."""
 
     def check_unshared(self, parameter: nn.Parameter) -> None:
         """Raise :class:`ConfigError` if views of a weight on the device exist, which must not get a new value."""
@@ -86,7 +86,7 @@ class OffloadedWeight(nn.Parameter):
         return _call(func, args, kwargs or {})
 
     def set_(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse it: it is no torch function."""
+        """Refuse ``set_``: it bypasses ``__torch_function__``."""
         _refuse_new_memory("set_")
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -116,7 +116,7 @@ class OffloadedGradient(Tensor):
         return _call(func, args, kwargs or {})
 
     def set_(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse it: it is no torch function."""
+        """Refuse ``set_``: it bypasses ``__torch_function__``."""
         _refuse_new_memory("set_")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

@@ -352,7 +352,7 @@ class Swapping:
     # ---- the limit
 
     def bytes_for_states(self, index: int) -> int:
-        """Bytes left for the states of one optimizer, and for activations, by the states of the others."""
+        """Bytes that the states of the other optimizers leave for the states of one optimizer and for activations."""
         assert self._share is not None
         fixed = sum(states.fixed_bytes for states in self._states)
         others = sum(s.device_bytes for i, s in enumerate(self._states) if i != index)
@@ -435,7 +435,8 @@ class _Recount:
         self._due = True
 
     def forward(self) -> None:
-        """Called for a saved tensor, of a forward or of one that is repeated inside a backward."""
+        """Recount if necessary. Called when a forward saves a tensor, or a forward that is repeated inside a
+        backward."""
         if self._due and not in_backward():
             self._due = False
             scope = self._scope()
@@ -450,7 +451,7 @@ class _Budget:
         self._scope, self._index = weakref.ref(scope), index
 
     def bytes_now(self) -> int:
-        """Bytes beside the activations on the device."""
+        """Bytes available beside the activations that are on the device now."""
         relieve_memory()  # frees temporary memory of the previous piece
         scope = self._scope()
         return (
@@ -460,7 +461,7 @@ class _Budget:
         )
 
     def bytes_between_steps(self) -> int:
-        """Bytes beside the most activations so far; 0 if activations had to be offloaded."""
+        """Bytes available beside the largest activations so far; 0 if activations had to be offloaded."""
         scope = self._scope()
         most = scope.most_activation_bytes() if scope is not None else None
         return 0 if scope is None or most is None else scope.bytes_for_states(self._index) - most

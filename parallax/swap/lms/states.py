@@ -68,10 +68,10 @@ class StateBudget(Protocol):
     """The bytes that the states of one optimizer may hold on the device."""
 
     def bytes_now(self) -> int:
-        """Bytes while a step runs."""
+        """Bytes available while a step runs."""
 
     def bytes_between_steps(self) -> int:
-        """Bytes beside the activations of a step like the previous ones."""
+        """Bytes available beside the activations of the next step, if it is like the previous ones."""
 
     def request(self, size: int) -> None:
         """Offload the states of other optimizers, as far as possible, until ``size`` bytes are available."""
@@ -225,7 +225,8 @@ class OptimizerStates:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
-        """Step all pieces but the last, and let the step that the optimizer is about to take be that of the last."""
+        """The hook before a step: step all pieces but the last, and make the optimizer's own step step the last
+        piece."""
         if optimizer is not self._optimizer:
             return None  # a stand-in, whose step calls a step that has hooks again
         if self._half_done:
@@ -345,8 +346,8 @@ class OptimizerStates:
         return _GUESS * local_bytes(parameter) if known is None else known
 
     def _known_size(self, index: int, parameter: Tensor) -> int | None:
-        """Return the bytes of its states, including those that its first step will make; None if unknown before that
-        step."""
+        """Return the bytes of a parameter's states, including those that its first step will make; None if these are
+        unknown."""
         if parameter in self._offloaded:
             return self._offloaded[parameter].size
         if parameter in self._resident:
@@ -377,7 +378,8 @@ class OptimizerStates:
     def _step_all_but_last(
         self, step: ChunkedStep, pieces: list[Piece], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Optimizer:
-        """Step all pieces but the last and return the stand-in for the last one; the step is half done until then."""
+        """Step all pieces but the last; return the stand-in for the last piece. The step is incomplete until the last
+        piece is stepped."""
         kept = 0
         for piece, following in pairwise(pieces):
             self._load(piece)
@@ -554,8 +556,8 @@ class OptimizerStates:
 
     @uninterrupted()
     def _drop(self, offloaded: OffloadedStates, alone: object) -> None:
-        """Free states that the optimizer dropped. If other code references them, unlike ``alone``, perhaps to assign
-        them to another parameter, restore them instead."""
+        """Free states that the optimizer has dropped. If any object besides ``alone`` still references them, restore
+        them instead, because that code may assign them to another parameter."""
         self._forget_write(id(offloaded))
         if sys.getrefcount(offloaded) > sys.getrefcount(alone):
             offloaded.restore()

@@ -118,7 +118,7 @@ class OffloadedModel:
         # modules that run, and those of their parameters that are plain therefore
         self._plain: list[tuple[nn.Module, list[nn.Parameter]]] = []
         self._pinned: tuple[int, ...] = ()
-        self._lent: list[nn.Parameter] = []
+        self._leased: list[nn.Parameter] = []
         self._fetched: dict[nn.Parameter, int] = {}  # version of a gradient that is in ``grad``
         self._gradients: dict[nn.Parameter, weakref.ref[OffloadedGradient]] = {}
         self._entered: tuple[tuple[int, ...], bool] | None = None
@@ -142,7 +142,9 @@ class OffloadedModel:
     def limit_bytes(self) -> int:
         """Most bytes of weights and gradients on the device at one time.
 
-        The backward of a first layer makes a gradient without reading its weight, so one more gradient may be there."""
+        The limit includes one more gradient, because the backward of a first layer makes a gradient without reading its
+        weight.
+        """
         self._largest = max((p.nbytes for p in self._block_of if p.requires_grad), default=0)
         return self._offloaded.limit_bytes + self._largest
 
@@ -171,8 +173,8 @@ class OffloadedModel:
     # ---- weights
 
     def enter(self, parameters: Iterable[nn.Parameter], *, backward: bool = False) -> None:
-        """Return when the device may use all ``parameters`` at one time. They stay on the device until other blocks
-        are entered, but at least until the running backward node ends if it unpacks them."""
+        """Wait until all ``parameters`` are on the device. They stay there until other blocks are entered. If a
+        backward node unpacks them, they stay at least until this node ends."""
         if not self._open:
             return
         self._take_back()
@@ -377,7 +379,7 @@ class OffloadedModel:
                 if gradients_change:
                     self.note_changed_gradient(parameter)
                 parameter.__class__ = nn.Parameter
-        self._lent = mine
+        self._leased = mine
 
     def return_lent(self) -> None:
         """End the last :meth:`lend`: write the gradients that were changed; weights are written when their block is
@@ -391,9 +393,9 @@ class OffloadedModel:
         self._offloaded.restart_visits()
 
     def _take_back(self) -> None:
-        lent, self._lent = self._lent, []
-        self.note_change(lent)
-        for parameter in lent:
+        leased, self._leased = self._leased, []
+        self.note_change(leased)
+        for parameter in leased:
             self._offload_again(parameter)
             self.put_back(parameter)
 
@@ -408,8 +410,8 @@ class OffloadedModel:
         stepped = (p for group in optimizer.param_groups for p in group["params"])
         if any(type(p) is OffloadedWeight and self.holds(p) for p in stepped):
             raise ConfigError(
-                f"{type(optimizer).__name__} steps offloaded parameters, but parallax.swap was not told: pass it as "
-                "optimizer=, or in its list"
+                f"{type(optimizer).__name__} steps offloaded parameters, but parallax.swap does not know it: pass it "
+                "as optimizer=, or in its list"
             )
 
     # ---- modules
@@ -431,11 +433,11 @@ class OffloadedModel:
         """Give a module plain parameters, all on the device, while its forward runs."""
         if not self._open:
             return
-        asked = module.parameters()
+        requested = module.parameters()
         if isinstance(module, nn.TransformerEncoder):  # asks its first layer, if it is evaluated
-            asked = iter(()) if module.training else module.layers[0].parameters()
+            requested = iter(()) if module.training else module.layers[0].parameters()
         mine: list[nn.Parameter] = [
-            p for p in asked if type(p) is OffloadedWeight and self.holds(p)
+            p for p in requested if type(p) is OffloadedWeight and self.holds(p)
         ]
         if mine:
             self.enter(mine)
@@ -562,7 +564,8 @@ def _blocks_of(model: nn.Module, block_bytes: int, minimum_bytes: int) -> list[l
 
 
 def _may_move(parameter: nn.Parameter) -> bool:
-    """Whether it is a plain parameter of real numbers in contiguous memory that no other tensor shares."""
+    """Return whether a parameter can be offloaded: plain, real numbers, contiguous memory that no other tensor
+    shares."""
     if (
         type(parameter) is not nn.Parameter
         or parameter.layout is not torch.strided

@@ -18,7 +18,7 @@ Rebuild = Callable[[Iterator[Tensor]], Tensor]
 
 
 def parts(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that hold its memory on this rank: itself, or its inner tensors."""
+    """Return the tensors that hold a tensor's memory on this rank: the tensor itself, or its inner tensors."""
     return take_apart(tensor)[0]
 
 
@@ -29,20 +29,20 @@ def address_of(part: Tensor) -> int:
 
 
 def local_bytes(tensor: Tensor) -> int:
-    """Bytes on this rank; ``nbytes`` of a wrapper may be those of all ranks."""
+    """Return the bytes of a tensor on this rank; a wrapper's ``nbytes`` may be those of all ranks."""
     return sum(part.nbytes for part in parts(tensor))
 
 
 def wraps(tensor: Tensor) -> bool:
-    """Whether it implements torch's ``__tensor_flatten__`` protocol of tensor subclasses."""
+    """Return whether a tensor implements torch's ``__tensor_flatten__`` protocol of tensor subclasses."""
     return type(tensor) not in _PLAIN and all(
         hasattr(tensor, name) for name in ("__tensor_flatten__", "__tensor_unflatten__")
     )
 
 
 def take_apart(tensor: Tensor) -> tuple[list[Tensor], Rebuild]:
-    """Return its plain tensors, and a function that rebuilds the wrapper from as many others; that function
-    references none of them."""
+    """Return a tensor's plain tensors, and a function that rebuilds the wrapper from as many other tensors. The
+    function references none of the original tensors."""
     if not wraps(tensor):
         return [tensor], next
     kind: Any = type(tensor)

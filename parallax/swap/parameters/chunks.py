@@ -119,7 +119,7 @@ class Gradient:
 
     @property
     def norm(self) -> Tensor | None:
-        """Norm on the device; exact to the last bit if the gradient was written in one piece."""
+        """Norm of the gradient, on the device; exact to the last bit if the gradient was written in one piece."""
         norms = list(self._norms.values())
         if len(norms) < 2:
             return norms[0] if norms else None
@@ -307,7 +307,7 @@ class Chunk:
             self._write_master(steps)
 
     def put(self, slot: StoreSlot, pending: Pending) -> None:
-        """Make ``slot`` the weights' slot; the device's copy becomes stale."""
+        """Make ``slot`` the slot of the weights. The device's copy becomes stale."""
         with self._tier.lock:
             self._wait_for_write()  # the previous slot may be reused next
             old, self._slot, self._pending = self._slot, slot, pending

@@ -58,7 +58,7 @@ class ParameterStatistics:
 
 
 class GradientSink(Protocol):
-    """A consumer of the gradients of a step's last backward, before they are written to the store."""
+    """Receives the gradients of a step's last backward before they are written to the store."""
 
     def accept(self, parameter: nn.Parameter, total: Tensor) -> Collection[ParameterSegment]:
         """Copy segments of ``total``, this rank's sum, and return them; the other segments are written to the store."""
@@ -179,16 +179,16 @@ class OffloadedParameters:
         )
 
     def before_backward(self, block: int, result: Any, given: Any = ()) -> None:
-        """Enter ``block`` when the backward reaches its ``result``; tensors among the inputs ``given`` that the block
-        only passes on are ignored."""
+        """Enter ``block`` when the backward reaches its ``result``. Tensors of the inputs ``given`` that the block
+        returns unchanged are ignored."""
         passed = {tensor.grad_fn for tensor in tensors_in(given)}
         for node in {tensor.grad_fn for tensor in tensors_in(result)} - passed:
             if node is not None:
                 node.register_prehook(lambda _: self._enter_backward(block))
 
     def enter(self, *blocks: int, backward: bool = False) -> None:
-        """Return when the device's current stream may use the weights of ``blocks``, and begin to read the next block.
-        In a ``backward``, memory for the gradients of the last one is reserved."""
+        """Wait until the device's current stream may use the weights of ``blocks``, and begin to read the next block.
+        In a ``backward``, memory for the gradients of the last block is reserved."""
         returns = backward or torch.is_grad_enabled()
         with self.lock, torch.no_grad():
             self._check_open()
@@ -511,8 +511,8 @@ class OffloadedParameters:
             flat.start_read()
 
     def _free_bytes_for(self, size: int, *, weights: int = 0) -> None:
-        """Return when ``size`` more bytes fit, of which ``weights`` are weights: evict blocks that are not expected
-        next, then wait for gradients under write, then evict expected blocks."""
+        """Wait until ``size`` more bytes fit, of which ``weights`` are weights. Blocks that are not expected next are
+        evicted first; then the call waits for gradients under write; then expected blocks are evicted."""
         while not self._fits(size, weights=weights):
             if self._evict():
                 continue
@@ -651,8 +651,8 @@ class PrefetchOrder:
         self._same = self._returns = True
 
     def visit(self, block: int, *, returns: bool = True) -> bool:
-        """Note that ``block`` runs now, and whether the chain ``returns`` in a backward; return whether another block
-        ran before."""
+        """Record that ``block`` runs now; return whether another block ran before it. ``returns``: whether the chain
+        also has a backward."""
         self._returns = returns
         if self._now and self._now[-1] == block:
             return False

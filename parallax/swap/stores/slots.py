@@ -37,10 +37,10 @@ class StoreSlot(NamedTuple):
 class SlotMap:
     """Allocates slots in one growing address range.
 
-    Sizes that differ from step to step leave gaps between slots. A new slot uses the smallest gap that fits. Otherwise
-    it is placed at the end of the range, which may become a quarter longer than the peak of bytes in use. Otherwise it
-    consists of several gaps, longest first. So the range stays bounded for any sequence of requests, and a tier is full
-    only when all its bytes are in use.
+    Sizes that differ from step to step leave gaps between slots. A new slot uses the smallest gap that fits. If none
+    fits, it is placed at the end of the range, which may become a quarter longer than the peak of bytes in use. If that
+    is exceeded, it consists of several gaps, longest first. So the range stays bounded for any sequence of requests,
+    and a tier is full only when all its bytes are in use.
     """
 
     def __init__(self, capacity: int, name: str, remedy: str = "raise its capacity") -> None:

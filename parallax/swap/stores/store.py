@@ -413,8 +413,8 @@ def _array(data: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def _sum(data: Tensor) -> int:
-    """Return a checksum of ``data``. Any single bit flip changes it, and so, almost surely, does a hole or data of
-    another tensor."""
+    """Return a checksum of ``data``. It detects every single bit flip and almost surely a hole or the data of another
+    tensor."""
     view = _array(data)
     whole = view.size - view.size % 8
     return int(np.add.reduce(view[:whole].view(np.uint64))) + int(

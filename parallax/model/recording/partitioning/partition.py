@@ -134,7 +134,7 @@ class ProgramPartitioner:
         return found
 
     def _cost(self, position: int) -> int | None:
-        """Return the bytes that cross a boundary before ``position``; None: no boundary is possible there."""
+        """Return the bytes that cross a boundary before ``position``; None if no boundary is possible there."""
         if any(low < position <= high for low, high in self._forbidden):
             return None
         alive = self._live_tensors(position)
@@ -199,7 +199,7 @@ class ProgramPartitioner:
         return {self._tensors[i].traced.storage for step in self._steps for i in step.writes}
 
     def _intervals(self) -> list[tuple[int, int]]:
-        """Return ranges of steps that must be in one block: all uses of a module with buffers; a tensor and its
+        """Return ranges of steps that must stay in one block: all uses of a module with buffers, and a tensor with its
         in-place changes."""
         found: list[tuple[int, int]] = []
         first: dict[Any, int] = {}
@@ -276,8 +276,7 @@ class ProgramPartitioner:
         return step.module if straight and all(r in (0, -1) for r in rows) else None
 
     def _adopt_unused(self, module: nn.Module) -> bool:
-        """Return whether some of the model's tensors are used by no step; they are added to ``module``, the last
-        block."""
+        """Add the model's tensors that no step uses to ``module``, the last block; return whether there are any."""
         found = False
         for path, part in self._model.named_modules():
             own = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]

@@ -34,8 +34,8 @@ _LITERALS = bool, int, str, bytes, type(None), type(Ellipsis)
 
 
 class RecordedSegment(nn.Module):
-    """Steps of a model's forward as a module. It holds the model's own modules and tensors, under names that are equal
-    for segments that do the same."""
+    """The module of one block: steps of a model's forward. It holds the model's own modules and tensors. Their names
+    are equal in segments with equal steps."""
 
     def __init__(
         self,
@@ -289,7 +289,8 @@ class SegmentWriter:
         return key
 
     def _transposed(self, index: int) -> str | None:
-        """Return code that moves the rows to dimension 0 for the boundary, or back; None if they are there."""
+        """Return code that moves the row dimension to dimension 0 for a boundary, or back; None if rows are in
+        dimension 0."""
         rows = self._program.tensors[index].rows
         if rows in (0, -1, None):
             return None
@@ -310,7 +311,7 @@ def _access(path: Path) -> str:
 
 
 def _indented(lines: list[tuple[Context, str]]) -> list[str]:
-    """Return the lines, each run of equal contexts inside its context managers."""
+    """Return lines of code, indented in ``with`` blocks: consecutive lines of equal context share a block."""
     found: list[str] = []
     open_context = Context()
     for context, text in lines:
