@@ -72,7 +72,7 @@ class Encoder(nn.Module):
         self.head = nn.Linear(192, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(rows, length) → (rows, length, words)."""
+        """(rows, length) → (rows, length, vocabulary)."""
         out: Tensor = self.head(self.encoder(self.embed(tokens)))
         return out
 

@@ -52,7 +52,7 @@ _SETTINGS = [
     "trainer.eval_every=0",
     "trainer.eval_batches=2",
     "trainer.max_restarts=1000000",
-    "logger.tensorboard=false",
+    "logger=none",
     "data.max_bytes=1MiB",
 ]
 # Much work to a parameter, so that a checkpoint is small beside what lies between two.
@@ -63,7 +63,7 @@ _SMALL = ["experiment=tiny", "trainer.global_batch=8"]
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """What is asked for, in seconds."""
+    """The requested durations, in seconds."""
 
     seconds: float = 300.0
     kill_every: float = 60.0
@@ -93,14 +93,16 @@ class Goodput:
 def train(*arguments: str) -> subprocess.Popen[str]:
     """A run in the current folder; what it says goes to a file there."""
     command = [sys.executable, "-m", "parallax", "train", *arguments]
-    with Path("said.txt").open("a") as said:
-        return subprocess.Popen(command, stdout=said, stderr=said, text=True)
+    with Path("output.txt").open("a") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, text=True)
 
 
 def finished(process: subprocess.Popen[str], code: int = 0) -> None:
     """Wait for its end, which must be this one."""
     if process.wait() != code:
-        raise SystemExit(f"exit code {process.returncode}:\n{Path('said.txt').read_text()[-3000:]}")
+        raise SystemExit(
+            f"exit code {process.returncode}:\n{Path('output.txt').read_text()[-3000:]}"
+        )
 
 
 def until_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
@@ -196,9 +198,9 @@ def measure(timing: Timing, settings: Sequence[str], seed: int) -> Goodput:
     each = step_seconds(Path("runs/short"))
     steps = max(10, round(timing.seconds / each))
     every = max(1, round(timing.checkpoint_every / each))
-    asked = [f"trainer.steps={steps}", f"trainer.checkpoint_every={every}", *settings]
+    overrides = [f"trainer.steps={steps}", f"trainer.checkpoint_every={every}", *settings]
     plain = Path("runs/plain")
-    process = train("name=plain", *asked)
+    process = train("name=plain", *overrides)
     until_step(process, plain, steps // 2)
     process.send_signal(signal.SIGTERM)
     finished(process, 0)

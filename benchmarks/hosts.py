@@ -39,7 +39,7 @@ class Host:
     def start(self, *command: str, log: Path) -> subprocess.Popen[bytes]:
         """A process of this host."""
         inside = f"hostname {self.name}; exec taskset -c {self.core} " + ' "$@"'
-        words = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "bash", "-c", inside]
+        prefix = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "bash", "-c", inside]
         environment = {
             key: value for key, value in os.environ.items() if key != "GLOO_SOCKET_IFNAME"
         }
@@ -47,7 +47,7 @@ class Host:
         own.mkdir(exist_ok=True)
         with log.open("ab") as file:
             return subprocess.Popen(
-                [*words, "bash", *command],
+                [*prefix, "bash", *command],
                 cwd=self.folder,
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -37,7 +37,7 @@ ENDS_SECONDS = 300.0
 
 @dataclass
 class Shape:
-    """What is asked for, and seconds of a step, by run: as predicted and as measured."""
+    """The request, and seconds of a step, by run: as predicted and as measured."""
 
     name: str
     processes: int

@@ -17,7 +17,7 @@ with quartiles.
               and micro-batch are left to the planner for each. ``chosen`` is the planner's choice without settings.
 
 The heavy block multiplies by one small matrix again and again, as recurrent models do; how often is measured out, so
-that it weighs what is asked for (``weight``). Were every rank on a core of its own, 1→2 could be up to twice as fast as
+that it weighs the request (``weight``). Were every rank on a core of its own, 1→2 could be up to twice as fast as
 three stages, which wait for the heavy one. On two cores it is at most 4/3: three ranks share them, so the work of
 all, three times that of the light blocks, takes half of it, and the heavy block alone takes two; and one stage of three
 replicas then lacks nothing but its all-reduce and updates. The planner knows how many cores there are, and so do its
@@ -204,7 +204,7 @@ def _measured(model: Any, rows: int, plans_: dict[str, Answer], sizes: Sizes) ->
 def _row(answer: Answer, run: Run) -> dict[str, Any]:
     seconds = statistics.median(run.seconds)
     return {
-        "plan": answer.words,
+        "plan": answer.summary,
         "predicted_seconds": answer.seconds,
         "seconds": seconds,
         "step_over_prediction": seconds / answer.seconds,
@@ -231,7 +231,7 @@ def speedup(sizes: Sizes, cache: str, say: Say) -> dict[str, Any]:
     with _planner(model, rows, cache) as (_, ask):
         answers = {name: ask(each) for name, each in asks.items()}
     for name, answer in answers.items():
-        say(f"speedup: {name}: {answer.reason or answer.words}")
+        say(f"speedup: {name}: {answer.reason or answer.summary}")
     possible = {name: answer for name, answer in answers.items() if answer.plan is not None}
     one = possible["one process"]
     runs = _measured(model, rows, possible, sizes)
@@ -287,7 +287,7 @@ def uneven(sizes: Sizes, passes: int, heavy_last: bool, cache: str, say: Say) ->
         answers = {plan: ask(Ask(devices=3, config=config)) for plan, config in configs.items()}
         free = ask(Ask(devices=3, config=PlanConfig()))
     for plan, answer in answers.items():
-        say(f"uneven: {plan}: {answer.reason or answer.words}")
+        say(f"uneven: {plan}: {answer.reason or answer.summary}")
     possible = {plan: answer for plan, answer in answers.items() if answer.plan is not None}
     runs = _measured(model, sizes.batch, possible, sizes)
     found: dict[str, Any] = {}
@@ -305,7 +305,7 @@ def uneven(sizes: Sizes, passes: int, heavy_last: bool, cache: str, say: Say) ->
         "uneven": name,
         "passes": passes,
         "weight": _weight(seconds, heavy_last),
-        "chosen": free.reason or free.words,
+        "chosen": free.reason or free.summary,
         "plans": found,
         "best_even": best,
         "predicted_over_uneven": min(row["predicted_over_uneven"] for row in even.values()),
@@ -389,7 +389,7 @@ def _print(console: Console, found: dict[str, Any]) -> None:
             )
             times = (f"{row['seconds']:.3f} s", f"{row['step_over_prediction']:.3f}")
             table.add_row(name, *times, *over)
-        table.caption = f"the planner's choice, told nothing: {part['chosen']}"
+        table.caption = f"the planner's choice without settings: {part['chosen']}"
         console.print(table)
 
 

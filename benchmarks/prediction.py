@@ -43,7 +43,7 @@ COMMON = [
     f"trainer.eval_every={STEPS // 2}",
     "trainer.eval_batches=1",
     f"trainer.checkpoint_every={STEPS // 2}",
-    "logger.tensorboard=false",
+    "logger=none",
     "data.max_bytes=1MiB",
     "plan=auto",
 ]
@@ -53,7 +53,7 @@ MODELS = {
     "wide": ["model.layers=3", "model.hidden=512", "model.heads=8", "model.sequence=128"],
     "mlp": ["model=mlp", "model.layers=8", "model.hidden=1024"],
 }
-WORDS = {
+MODEL_NAMES = {
     "small": "GPT 4 × 128",
     "medium": "GPT 6 × 256",
     "wide": "GPT 3 × 512",
@@ -80,7 +80,7 @@ class Case:
         budget = "" if self.budget == ROOMY else f" in {self.budget}"
         rows = f"{self.batch} rows by {self.microbatch}"
         threads = "" if self.threads == 1 else f", {self.threads} threads"
-        return f"{WORDS[self.model]}, {pipeline}, {self.schedule}, {rows}, {self.activations}{budget}{threads}"
+        return f"{MODEL_NAMES[self.model]}, {pipeline}, {self.schedule}, {rows}, {self.activations}{budget}{threads}"
 
     def overrides(self) -> list[str]:
         """The command line of ``parallax train``."""

@@ -1,7 +1,7 @@
-"""How much faster than the plan that the planner chose is the best of a grid of plans asked for by hand?
+"""How much faster than the plan that the planner chose is the best of a grid of plans requested by hand?
 
 Seventeen questions, from 7 billion parameters to a trillion, on 8 to 1,024 devices of four kinds, with little and much
-memory and small and large batches. For each the planner chooses; then it is asked for every plan of a grid: stages ×
+memory and small and large batches. For each the planner chooses; then every plan of a grid is requested: stages ×
 micro-batch × schedule × interleave, and around the best of them activations × sharding. All are forecast in the same
 way, so the planner is held against its own prediction: *regret* is what the chosen plan takes over the fastest one of
 the grid, less one. *gap* is what the planner itself says that it may be off by, from its lower bound; *seconds* are
@@ -34,7 +34,7 @@ from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
 from parallax.plan.search.search import describe, search
 from parallax.run.job import profile_run
-from parallax.run.planning import stepped_by
+from parallax.run.stepping import stepped_by
 
 _SIZES = {
     "7b": "model.layers=32 model.hidden=4096 model.heads=32 model.sequence=2048",
@@ -205,7 +205,7 @@ class Cell:
 
     @property
     def config(self) -> PlanConfig:
-        """What is asked for."""
+        """The requested plan."""
         interleave = {"interleave": self.interleave} if self.interleave > 1 else {}
         return PlanConfig(
             stages=self.stages,
@@ -273,14 +273,14 @@ def answer(name: str, with_grid: bool) -> Answer:
     begun = time.process_time()
     chosen = question.ask()
     seconds = time.process_time() - begun
-    found = dict(_asked(question, grid(question), name)) if with_grid else {}
+    found = dict(_requested_plan(question, grid(question), name)) if with_grid else {}
     around = sorted(found, key=found.__getitem__)[: question.grid_size.refined]
     varied = (
         replace(c, activations=a, shard=s)
         for c in around
         for a, s in itertools.product(ACTIVATIONS, SHARDS)
     )
-    found |= dict(_asked(question, varied, name))
+    found |= dict(_requested_plan(question, varied, name))
     best = min(found, key=found.__getitem__, default=None)
     least = found[best] if best else math.inf
     step = chosen.prediction.step_seconds
@@ -297,9 +297,11 @@ def answer(name: str, with_grid: bool) -> Answer:
     )
 
 
-def _asked(question: Question, cells: Iterator[Cell], name: str) -> Iterator[tuple[Cell, float]]:
+def _requested_plan(
+    question: Question, cells: Iterator[Cell], name: str
+) -> Iterator[tuple[Cell, float]]:
     for number, cell in enumerate(cells):
-        print(f"\r{name}: {number} plans asked for", end="", file=sys.stderr, flush=True)
+        print(f"\r{name}: {number} plans requested", end="", file=sys.stderr, flush=True)
         try:
             yield cell, question.ask(cell).prediction.step_seconds
         except ParallaxError:  # it does not fit, or cannot be

@@ -180,15 +180,15 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     for name, value in asdict(Sizes()).items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    asked: dict[str, Any] = vars(parser.parse_args())
-    simulated, as_json = asked.pop("simulated"), asked.pop("json")
+    given: dict[str, Any] = vars(parser.parse_args())
+    simulated, as_json = given.pop("simulated"), given.pop("json")
     device = torch.device("cpu")
     if simulated:
         from tests.sim.device import SIM
 
         device = SIM
     torch.set_num_threads(1)
-    sizes = Sizes(**asked)
+    sizes = Sizes(**given)
     found = measure(sizes, device)
     if as_json:
         print(json.dumps({"device": str(device), "sizes": asdict(sizes), "microseconds": found}))

@@ -383,14 +383,14 @@ def _against(offload: Row | None, recompute: Row) -> dict[str, Any]:
 
 
 def _figures(row: Row, rows: list[Row], static: int) -> dict[str, Any]:
-    said = {
+    entry = {
         "mode": row.mode,
         "fraction": row.fraction,
         "budget_bytes": row.budget_bytes,
         "reason": row.reason,
     }
     if row.reason is not None:
-        return said
+        return entry
     plain = rows[0]
     peer = (
         next(other for other in rows if other.mode == "loop")
@@ -398,7 +398,7 @@ def _figures(row: Row, rows: list[Row], static: int) -> dict[str, Any]:
         else plain
     )
     over = None if row.budget_bytes is None else (row.peak_bytes - static) / row.budget_bytes - 1
-    return said | {
+    return entry | {
         "step_ratio": min(row.seconds) / min(plain.seconds),
         "cpu_ratio": min(row.cpu_seconds) / min(plain.cpu_seconds),
         "over_plain": ratios(row.seconds[: len(plain.seconds)], plain.seconds),

@@ -32,7 +32,7 @@ from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.config import PlanConfig
 from parallax.plan.plan import Plan
-from parallax.plan.search.search import describe as in_words
+from parallax.plan.search.search import describe as as_line
 from parallax.run.planning import measure_model, plan_model, settle
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
@@ -97,11 +97,11 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A plan, or why there is none. ``words``: the plan as a line of text."""
+    """A plan, or why there is none. ``summary``: the plan as a line of text."""
 
     plan: Plan | None = None
     reason: str | None = None
-    words: str = ""
+    summary: str = ""
 
     @property
     def seconds(self) -> float:
@@ -143,7 +143,7 @@ def plans(
                 ).plan
             except (ConfigError, InfeasiblePlan) as error:
                 return Answer(reason=str(error))
-            return Answer(plan=found, words=in_words(found))
+            return Answer(plan=found, summary=as_line(found))
 
         yield (
             [

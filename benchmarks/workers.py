@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class WayFailed(Exception):
-    """A worker could not do what it was asked; the message is its reason, in one line, a note its traceback."""
+    """A worker failed; the message is its reason, in one line, a note its traceback."""
 
 
 class Worker:

@@ -34,8 +34,10 @@ def figures(found: Mapping[str, Any], path: object) -> dict[str, Figure]:
         try:
             every |= {figure.name: figure for figure in _OF.get(name, _of_rows)(name, part)}
         except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-            said = f"{type(error).__name__}: {error}"
-            raise BadResults(f"{path}: part {name} is not as it is written here: {said}") from None
+            message = f"{type(error).__name__}: {error}"
+            raise BadResults(
+                f"{path}: part {name} is not as it is written here: {message}"
+            ) from None
     return every
 
 

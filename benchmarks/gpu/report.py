@@ -45,7 +45,7 @@ def about(found: Mapping[str, Any]) -> str:
     if device.get("driver"):
         lines.append(device["driver"])
     if "bf16_flops" in device:
-        rates = [f"{words} {device[key]['median'] / 1e9:.3g} GB/s" for key, words in SPEEDS.items()]
+        rates = [f"{label} {device[key]['median'] / 1e9:.3g} GB/s" for key, label in SPEEDS.items()]
         flops = device["bf16_flops"]["median"] / 1e12
         lines.append(f"{', '.join(rates)}; bf16 {flops:.3g} TFLOP/s")
     return "\n".join(lines)
@@ -97,8 +97,8 @@ def _tests(name: str, part: Mapping[str, Any]) -> Table:
     table = _table(_title(name, part), ("test", "outcome", "sanitized", "seconds", "reason"))
     for row in part.get("rows", ()):
         seconds = f"{row['seconds']:.1f}" if "seconds" in row else ""
-        said = row.get("reason") or row.get("sanitized_reason") or ""
-        why = said.splitlines() or [""]
+        cause = row.get("reason") or row.get("sanitized_reason") or ""
+        why = cause.splitlines() or [""]
         table.add_row(
             row["way"].removeprefix("tests/gpu/"),
             row["outcome"],
@@ -106,7 +106,9 @@ def _tests(name: str, part: Mapping[str, Any]) -> Table:
             seconds,
             why[0][:80],
         )
-    table.caption = f"compute-sanitizer: {part['sanitizer']['said']}" if "sanitizer" in part else ""
+    table.caption = (
+        f"compute-sanitizer: {part['sanitizer']['summary']}" if "sanitizer" in part else ""
+    )
     return table
 
 

@@ -100,8 +100,8 @@ def load(path: Path) -> dict[str, Any]:
     except ValueError as error:  # no JSON, no UTF-8
         raise BadResults(f"{path}: it is no JSON: {str(error).splitlines()[0]}") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        said = found.get("format") if isinstance(found, dict) else None
-        kind = f"its format is {said!r}" if said is not None else "it names no format"
+        given = found.get("format") if isinstance(found, dict) else None
+        kind = f"its format is {given!r}" if given is not None else "it names no format"
         raise BadResults(
             f"{path}: {kind}, and python -m benchmarks.gpu writes {FORMAT!r}; give a file of its results"
         )

@@ -67,7 +67,7 @@ def row_bytes(task: GPTTask) -> int:
 
 
 @dataclass(frozen=True)
-class Room:
+class FreeMemory:
     """Free bytes of a device, and of its host for pinned copies.
 
     All variants of a part are alive at once, so their weights must fit together; what they hold while they run is given
@@ -121,14 +121,14 @@ class Room:
 
 def setup_for(device_bytes: int, host_bytes: int) -> Setup:
     """Sizes for a CUDA device with so much free memory and a host with so much for pinned copies."""
-    room = Room(device_bytes, host_bytes)
-    activations = room.activations
+    limits = FreeMemory(device_bytes, host_bytes)
+    activations = limits.activations
     few = (
         activations / 3
     )  # each variant of ``caps`` pins its offloaded bytes again for every limit that it tries
-    gpt = _first((*WIDE, *USUAL), room.beside_plain)
+    gpt = _first((*WIDE, *USUAL), limits.beside_plain)
     caps = _first(USUAL, lambda task: 2 * task.parameters <= 0.22 * few)
-    host = _first(USUAL, room.stepped)
+    host = _first(USUAL, limits.stepped)
     return Setup(
         device="cuda",
         host_bytes=host_bytes,
@@ -137,12 +137,12 @@ def setup_for(device_bytes: int, host_bytes: int) -> Setup:
         caps=caps,
         caps_rows=_rows(few, row_bytes(caps), 32),
         host=host,
-        host_rows=_rows(room.beside_states(host) / 1.3, row_bytes(host), 16),
-        plans=_first(USUAL, room.shared),
+        host_rows=_rows(limits.beside_states(host) / 1.3, row_bytes(host), 16),
+        plans=_first(USUAL, limits.shared),
         plans_rows=8,
         resnet=ResNetTask(),
         resnet_rows=max(8, _rows(activations, IMAGE_BYTES, 96) // 8 * 8),
-        states=_first(USUAL, room.capped),
+        states=_first(USUAL, limits.capped),
         states_rows=2,
     )
 
@@ -152,8 +152,8 @@ def _first(tasks: tuple[GPTTask, ...], fits: Callable[[GPTTask], bool]) -> GPTTa
     return next((task for task in tasks if fits(task)), tasks[-1])
 
 
-def _rows(room: float, each: int, most: int) -> int:
-    return max(1, min(most, int(room / each)))
+def _rows(limits: float, each: int, most: int) -> int:
+    return max(1, min(most, int(limits / each)))
 
 
 def dry_setup() -> Setup:

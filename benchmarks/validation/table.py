@@ -10,7 +10,7 @@ from pathlib import Path
 @dataclass(frozen=True, slots=True)
 class Row:
     """One figure: the configuration it belongs to, what it is, and both values in ``unit``. A share (a bubble rate)
-    is judged by the difference, everything else by the relative error."""
+    is evaluated by the difference, everything else by the relative error."""
 
     case: str
     quantity: str

@@ -15,10 +15,10 @@ reductions overlap with the last backwards, as Parallax does.
 ``default_…`` is the error without calibration: the model as ``parallax plan model=transformer`` has it from its sizes,
 with flash attention, by the catalog's figures of the device.
 
-Nothing is fitted to a line that it is judged on. With one file, the lines are predicted in folds, each by what was
+Nothing is fitted to a line that it is evaluated on. With one file, the lines are predicted in folds, each by what was
 fitted to the others; all lines of a model, whatever its batch and layout, are in one fold, so the model that is
 predicted was never seen; lines of one model are predicted by the catalog's figures alone. With two, all is fitted to
-the first and judged on the lines of the second that are not in it.
+the first and evaluated on the lines of the second that are not in it.
 
 Plan regret is what it costs to believe the prediction: among lines of one model, batch and number of devices, the
 measured seconds of the layout that is predicted fastest, over those of the fastest, less one.
@@ -141,14 +141,14 @@ class Run:
 
 
 def check(calibration: Path, evaluation: Path | None = None) -> Table:
-    """Every line that is judged, and the means. Raises :class:`DataError` for lines that cannot be predicted."""
+    """Every line that is evaluated, and the means. Raises :class:`DataError` for lines that cannot be predicted."""
     known = read_runs(calibration)
     if evaluation is not None:
         seen = {run.layout for run in known}
         unseen = [run for run in read_runs(evaluation) if run.layout not in seen]
         if not unseen:
             raise DataError(
-                f"{evaluation}: every line is in {calibration} too; give lines to judge on"
+                f"{evaluation}: every line is in {calibration} too; give lines to evaluate on"
             )
         efficiency = fit(known)
         return _table([(run, efficiency) for run in unseen], {})
@@ -177,7 +177,7 @@ def read_runs(path: Path) -> list[Run]:
 def _run(line: dict[str, str]) -> Run:
     pipeline, layers = int(line["pipeline parallelism"]), int(line["layers"])
     if layers % pipeline:
-        raise ValueError(f"{layers} layers cannot be dealt out evenly to {pipeline} stages")
+        raise ValueError(f"{layers} layers cannot be divided evenly among {pipeline} stages")
     if not 0 < float(line[TIME]) < math.inf:
         raise ValueError(f"{TIME} {line[TIME]} must be above zero and finite")
     return Run(
@@ -268,7 +268,7 @@ def cross_validate(runs: Sequence[Run], folds: Sequence[Hashable]) -> list[tuple
     """Every run, and what was fitted to the runs of other folds."""
     if len(set(folds)) < 2:
         raise DataError(
-            "validation needs lines of two models or more, or a second file to judge on"
+            "validation needs lines of two models or more, or a second file to evaluate on"
         )
     found = []
     for fold in dict.fromkeys(folds):
@@ -369,9 +369,9 @@ def _cluster(devices: int, network: float) -> Cluster:
     return replace(found, nodes=nodes, local=local, remote=remote)
 
 
-def _table(judged: Sequence[tuple[Run, Efficiency | None]], more: dict[str, float]) -> Table:
-    predicted, simulated = _predicted(judged, predict), _predicted(judged, simulate)
-    default = _predicted([(run, None) for run, _ in judged], predict)
+def _table(evaluated: Sequence[tuple[Run, Efficiency | None]], more: dict[str, float]) -> Table:
+    predicted, simulated = _predicted(evaluated, predict), _predicted(evaluated, simulate)
+    default = _predicted([(run, None) for run, _ in evaluated], predict)
     rows = tuple(
         Row(str(run), name, 1000 * seconds, 1000 * run.seconds, "ms")
         for name, found in (("step", predicted), ("step, not calibrated", default))
@@ -388,17 +388,17 @@ def _table(judged: Sequence[tuple[Run, Efficiency | None]], more: dict[str, floa
         "regret_tasks": float(len(regret)),
         "simulated_time_mean_error": _mean_error(simulated),
         "simulated_regret_mean": _mean(simulated_regret.values()),
-        "lines": float(len(judged)),
+        "lines": float(len(evaluated)),
         **more,
     }
     return Table("vtrain", rows, summary)
 
 
 def _predicted(
-    judged: Iterable[tuple[Run, Efficiency | None]],
+    evaluated: Iterable[tuple[Run, Efficiency | None]],
     by: Callable[[Run, Efficiency | None], float],
 ) -> list[tuple[Run, float]]:
-    return [(run, by(run, efficiency)) for run, efficiency in judged]
+    return [(run, by(run, efficiency)) for run, efficiency in evaluated]
 
 
 def _mean_error(predicted: Iterable[tuple[Run, float]]) -> float:

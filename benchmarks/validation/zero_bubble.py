@@ -169,8 +169,8 @@ class Case:
         orders = []
         for pipeline_rank in range(self.pipeline_ranks):
             warm_up = 2 * (self.pipeline_ranks - pipeline_rank - 1)
-            room = int((2 * self.pipeline_ranks - warm_up - 1) / share)
-            delay = min(left * pipeline_rank, room, self.micro_batches)
+            most_delay = int((2 * self.pipeline_ranks - warm_up - 1) / share)
+            delay = min(left * pipeline_rank, most_delay, self.micro_batches)
             orders.append(
                 zero_bubble(pipeline_rank, self.micro_batches, warm_up=warm_up, delay=delay)
             )

@@ -118,11 +118,11 @@ def entries() -> dict[str, Entry]:
     for kind, names in TRANSFORMERS.items():
         for name in names.split():
             found[f"transformers/{kind}/{name}"] = hugging.entry(kind, name)
-    for room, own in OWN.items():
-        found.update({f"{room}/{name}": entry for name, entry in own.items()})
-    for room, (own, libraries) in EXTRA.items():
+    for group_name, own in OWN.items():
+        found.update({f"{group_name}/{name}": entry for name, entry in own.items()})
+    for group_name, (own, libraries) in EXTRA.items():
         if all(find_spec(library) for library in libraries):
-            found.update({f"{room}/{name}": entry for name, entry in own.items()})
+            found.update({f"{group_name}/{name}": entry for name, entry in own.items()})
     return found
 
 

@@ -94,7 +94,7 @@ def short_floats() -> Iterator[list[torch.dtype]]:
 def initial(build: Callable[[], nn.Module], mine: Mapping[str, Tensor], dtype: torch.dtype) -> str:
     """What is wrong with the initial values ``mine``, by name; nothing where they could be the factory's.
 
-    The factory is asked a few times. What it makes the same each time must be that; what it draws must have mean,
+    The factory is called a few times. What it makes the same each time must be that; what it draws must have mean,
     spread and singular values as its draws do, within their sampling error; tensors that it makes equal must be equal.
     """
     draws = []
@@ -153,14 +153,14 @@ def _unlike(drawn: Tensor, mine: Tensor) -> str:
     # Values of one tensor may be drawn together: the draws' own means say how far those scatter.
     scatter = drawn.mean(1).std() if count > 1 else spread
     few = 1 + 20 / (count * DRAWS - 1)  # the spread of a few values is itself a guess
-    room = SIGMAS * more * few * max(float(spread) / math.sqrt(count), float(scatter))
-    if abs(float(mine.mean() - mean)) > room:
-        return f"mean {float(mine.mean()):.3g}, drawn are {float(mean):.3g} ± {room:.1g}"
+    tolerance = SIGMAS * more * few * max(float(spread) / math.sqrt(count), float(scatter))
+    if abs(float(mine.mean() - mean)) > tolerance:
+        return f"mean {float(mine.mean()):.3g}, drawn are {float(mean):.3g} ± {tolerance:.1g}"
     if count < 8:
         return ""
     share = float(mine.std() / spread)
-    room = SIGMAS * more * math.sqrt(float(tails - 1 + 2 / count) / (4 * count)) + 0.02
-    if not 1 - room <= share <= 1 + room:
+    tolerance = SIGMAS * more * math.sqrt(float(tails - 1 + 2 / count) / (4 * count)) + 0.02
+    if not 1 - tolerance <= share <= 1 + tolerance:
         return f"spread is {share:.2f} of the drawn"
     return ""
 

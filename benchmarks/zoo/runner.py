@@ -238,7 +238,7 @@ def _forked(work: Callable[[int], Any], world: int) -> list[Any]:
                 failures.append(value)
     if failures:
         # What its peers say is that it is gone.
-        raise _Ended(*min(failures, key=_blame))
+        raise _Ended(*min(failures, key=_set_cause))
     return [answers[end] for end in ends]
 
 
@@ -246,7 +246,7 @@ _FIRST = (Result.NAN, Result.CRASH, Result.REFUSED)
 _OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "without a report")
 
 
-def _blame(failure: tuple[Result, str]) -> tuple[bool, int]:
+def _set_cause(failure: tuple[Result, str]) -> tuple[bool, int]:
     """Sort errors so that consequences of a peer's failure come last."""
     result, line = failure
     return any(each in line for each in _OF_A_PEER), _FIRST.index(result)

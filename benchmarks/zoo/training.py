@@ -10,13 +10,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.zoo.entry import Entry, EntryRows, call
-from parallax import OptimizerConfig
+from parallax import AdamWConfig, SGDConfig
 from parallax.model.describe import Chain
 from parallax.model.precision import PrecisionConfig
 from parallax.plan.plan import Directive, Plan, Prediction, RankPrediction, StagePlan
@@ -60,15 +59,12 @@ class Trained:
             mine.update(others)
 
 
-def optimizer_config(name: str) -> OptimizerConfig:
+def optimizer_config(name: str) -> AdamWConfig | SGDConfig:
     """A constant rate. AdamW's ``eps`` is above the noise of gradients that are zero but for rounding: it would make
     full steps of that."""
-    more: dict[str, Any] = {"warmup_steps": 0, "final_rate": 1.0}
     if name == "sgd":
-        return OptimizerConfig(
-            name="sgd", lr=0.05, momentum=0.0, weight_decay=0.0, clip_norm=0.0, **more
-        )
-    return OptimizerConfig(lr=1e-3, eps=1e-4, **more)
+        return SGDConfig(lr=0.05, momentum=0.0, weight_decay=0.0, clip_norm=0.0)
+    return AdamWConfig(lr=1e-3, eps=1e-4)
 
 
 # ---- by itself -------------------------------------------------------------------------------------
@@ -127,8 +123,10 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **buffers}
 
 
-def _optimizer(trained: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    if config.name == "sgd":
+def _optimizer(
+    trained: list[nn.Parameter], config: AdamWConfig | SGDConfig
+) -> torch.optim.Optimizer:
+    if isinstance(config, SGDConfig):
         return torch.optim.SGD(trained, lr=config.lr)
     decay, rest = [p for p in trained if p.dim() >= 2], [p for p in trained if p.dim() < 2]
     groups = [{"params": decay}, {"params": rest, "weight_decay": 0.0}]

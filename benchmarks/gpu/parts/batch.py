@@ -36,8 +36,12 @@ def batch(given: Given) -> Findings:
     with running(task, {way: replace(base, way=way) for way in WAYS}, given.deadline) as runners:
         for index, runner in enumerate(runners.values()):
             own = Deadline(given.deadline.left() / (len(runners) - index))
-            room = cap - 2 * runner.static_bytes
-            limits = tuple(int(share * room) for share in ROOMS) if runner.name == "offload" else ()
+            free_bytes = cap - 2 * runner.static_bytes
+            limits = (
+                tuple(int(share * free_bytes) for share in ROOMS)
+                if runner.name == "offload"
+                else ()
+            )
             most, why = _largest(runner, max(1, setup.resnet_rows // 8), limits, own)
             given.say(f"{runner.name}: {most} rows ({why})")
             each = {

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 NAME, STEPS = "gpu-check", 20
 
 
-def words(kind: str) -> list[str]:
+def arguments(kind: str) -> list[str]:
     """The settings of the run."""
     if kind == "cpu":
         return ["experiment=tiny", "trainer.steps=2", "cluster.kind=cpu", f"name={NAME}"]
@@ -32,7 +32,7 @@ def words(kind: str) -> list[str]:
 def demo(given: Given) -> Findings:
     """Rows of the ranks. Raises :class:`WayFailed` where the run fails, with the last line that it printed."""
     with tempfile.TemporaryDirectory(prefix="parallax-benchmark-") as folder:
-        command = [sys.executable, "-m", "parallax", "train", *words(given.kind)]
+        command = [sys.executable, "-m", "parallax", "train", *arguments(given.kind)]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         output = Path(folder) / "output.txt"
         with output.open("wb") as file:
@@ -53,7 +53,7 @@ def demo(given: Given) -> Findings:
         lines = output.read_text(encoding="utf-8", errors="replace").split("\n")
         if why:
             last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
-            raise WayFailed(f"parallax train {' '.join(words(given.kind))}: {why}: {last}")
+            raise WayFailed(f"parallax train {' '.join(arguments(given.kind))}: {why}: {last}")
         yield _found(Path(folder) / "runs" / NAME) | {"output": lines}
 
 

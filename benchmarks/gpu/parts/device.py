@@ -34,20 +34,20 @@ def device(given: Given) -> Findings:
     finally:
         worker.close(patience=5.0)
     given.say(f"{found['name']}, {format_bytes(found['free_bytes'])} free")
-    yield found | {"driver": _asked_of_the_driver() if cuda else ""}
+    yield found | {"driver": _driver_output() if cuda else ""}
 
 
-def _asked_of_the_driver() -> str:
+def _driver_output() -> str:
     """What nvidia-smi says in a line; nothing where there is none."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ""
     command = [tool, f"--query-gpu={QUERY}", "--format=csv,noheader"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except subprocess.TimeoutExpired:
         return ""
-    return (said.stdout.strip().splitlines() or [""])[0]
+    return (done.stdout.strip().splitlines() or [""])[0]
 
 
 @contextlib.contextmanager

@@ -50,13 +50,13 @@ def place_of(setup: Setup) -> Place:
 def planner(given: Given, model: Transformer) -> Iterator[Asking]:
     """``ask(stages, memory, **config)``; the model is measured once in a run."""
     setup = given.setup
-    told = model, setup.plans_rows, place_of(setup), str(given.cache)
-    worker = Worker("planner", plans, *told, start=setup.start)
+    details = model, setup.plans_rows, place_of(setup), str(given.cache)
+    worker = Worker("planner", plans, *details, start=setup.start)
 
     def ask(stages: int, memory: int | None = None, **config: Any) -> Answer:
-        told = PlanConfig(stages=stages, replicas=1, **config)
-        asked = Ask(devices=stages, config=told, microbatch=1, memory=memory)
-        found: Answer = worker.ask(asked, given.deadline.left())
+        wanted = PlanConfig(stages=stages, replicas=1, **config)
+        question = Ask(devices=stages, config=wanted, microbatch=1, memory=memory)
+        found: Answer = worker.ask(question, given.deadline.left())
         return found
 
     try:
@@ -111,7 +111,7 @@ def measured(
                 runs[name] = Run(reason=str(failed))
             else:
                 steps[name] = partial(_step, team, name, given.deadline)
-                given.say(f"{name}: {answers[name].words}")
+                given.say(f"{name}: {answers[name].summary}")
         setup = given.setup
         turns = setup.turns * setup.steps
         yield runs | by_turns(steps, turns, lambda longest: given.deadline.left() < 2 * longest)
@@ -159,7 +159,7 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """Each plan's row, beside ``first``."""
     return [
-        {"way": name, "rows": rows, "plan": answer.words, "reason": answer.reason}
+        {"way": name, "rows": rows, "plan": answer.summary, "reason": answer.reason}
         | _row(answer, runs[name], answers[first], runs[first], task, rows)
         for name, answer in answers.items()
     ]

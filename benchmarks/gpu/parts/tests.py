@@ -79,7 +79,7 @@ def run_tests(
         failed = [row["way"] for row in found["rows"] if row["outcome"] == "failed"]
         counts = Counter(row["outcome"] for row in found["rows"])
         say("; ".join([*(f"{count} {outcome}" for outcome, count in counts.items()), *failed]))
-        say(f"compute-sanitizer: {found['sanitizer']['said']}")
+        say(f"compute-sanitizer: {found['sanitizer']['summary']}")
         yield found
 
 
@@ -91,7 +91,7 @@ class _Session:
     command: Sequence[str]
     quiet: float = float("inf")
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
-    said: list[str] = field(default_factory=list)  # by the sanitizer
+    messages: list[str] = field(default_factory=list)  # of the sanitizer
     reason: str | None = None
 
     _process: subprocess.Popen[bytes] = field(init=False)
@@ -154,9 +154,9 @@ class _Session:
     def _start(self) -> None:
         """A process for all that have not begun yet."""
         self._news = time.monotonic()
-        self._said = Path(self._home.name) / "output.txt"
+        self._output = Path(self._home.name) / "output.txt"
         options = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", outcomes.__name__]
-        with self._said.open("wb") as output:
+        with self._output.open("wb") as output:
             self._process = subprocess.Popen(
                 [*self.command, sys.executable, "-m", "pytest", *options, self.folder],
                 cwd=ROOT,
@@ -191,15 +191,15 @@ class _Session:
             self.results[test] = line
 
     def _last_line(self) -> str:
-        lines = self._said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        lines = self._output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1] if lines else "it wrote nothing"
 
     def _stop(self) -> None:
         """End the process and take in all that it left, with what the sanitizer has written among the rest."""
         self._kill()
         self._read()
-        text = self._said.read_text(encoding="utf-8", errors="replace")
-        self.said += [line for line in text.splitlines() if line.startswith("=========")]
+        text = self._output.read_text(encoding="utf-8", errors="replace")
+        self.messages += [line for line in text.splitlines() if line.startswith("=========")]
 
     def _kill(self) -> None:
         """The process and all that it has started."""
@@ -224,16 +224,16 @@ def _found(plain: _Session, checked: _Session | None) -> Found:
 def _sanitized(checked: _Session | None) -> dict[str, Any]:
     """Errors of memory accesses; None where the tool did not come to its end."""
     if checked is None:
-        return {"errors": None, "said": "it is not installed here", "lines": []}
-    counted = [int(found[1]) for line in checked.said if (found := _SUMMARY.search(line))]
-    seen = sum(bool(_ERROR.match(line)) for line in checked.said)
+        return {"errors": None, "summary": "it is not installed here", "lines": []}
+    counted = [int(found[1]) for line in checked.messages if (found := _SUMMARY.search(line))]
+    seen = sum(bool(_ERROR.match(line)) for line in checked.messages)
     ran = sum(found["outcome"] == "passed" for found in checked.results.values())
-    said = f"{ran} of {len(checked.results)} tests passed under it; "
+    text = f"{ran} of {len(checked.results)} tests passed under it; "
     errors = sum(counted) if counted else seen or None  # without a summary none seen says nothing
-    said += (
+    text += (
         f"{errors} errors"
         if counted
         else f"{seen} errors, and no summary: {checked.reason or 'it runs'}"
     )
-    lines = [line for line in checked.said if len(line.strip("= ")) > 0][:MOST_LINES]
-    return {"errors": errors, "said": said, "lines": lines}
+    lines = [line for line in checked.messages if len(line.strip("= ")) > 0][:MOST_LINES]
+    return {"errors": errors, "summary": text, "lines": lines}

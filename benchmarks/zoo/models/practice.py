@@ -445,7 +445,7 @@ class Nested(nn.Module):
 
 
 class LayerDrop(nn.Module):
-    """Stochastic depth at rate 0, dropout at 0, a training flag that is asked for."""
+    """Stochastic depth at rate 0, dropout at 0, a training flag that is read."""
 
     def __init__(self, rate: float = 0.0) -> None:
         super().__init__()
