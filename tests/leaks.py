@@ -127,7 +127,7 @@ class Before:
         return cls(processes(), set(threading.enumerate()), files(), names(), dict(os.environ))
 
     def left(self) -> list[str]:
-        """What is there now and was not then, in words."""
+        """A list of what exists now and did not exist then, as text."""
         return [
             *(f"process {_shown(pid)}" for pid in sorted(self.processes_left())),
             *(f"thread {thread.name}" for thread in self._threads_left()),

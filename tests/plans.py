@@ -46,7 +46,7 @@ def make_plan(
     global_batch: int = 8,
     microbatch: int = 2,
     swap_limit: int = GIB,
-    cuts: Sequence[int] | None = None,
+    boundaries: Sequence[int] | None = None,
     tier: str = "disk",
     tier_bytes: int = GIB,
     placement: tuple[int, ...] = (),
@@ -59,10 +59,14 @@ def make_plan(
     bucket_bytes: int = LEAST_BUCKET_BYTES,
     group: int = 0,
 ) -> Plan:
-    """Blocks spread evenly over stages, ``interleave`` for each of ``replicas`` (or cut at ``cuts``), one directive for
-    all of them."""
+    """A plan with blocks distributed evenly over stages (or divided at ``boundaries``), ``interleave`` stages for each
+    of ``replicas``, and one directive for all of them."""
     blocks, stages = len(chain.blocks), len(replicas) * interleave
-    bounds = [0, *cuts, blocks] if cuts else [blocks * s // stages for s in range(stages + 1)]
+    bounds = (
+        [0, *boundaries, blocks]
+        if boundaries
+        else [blocks * s // stages for s in range(stages + 1)]
+    )
     whole = sum(p.numel() for block in chain.blocks for p in block.module.parameters())
     free_bytes = (
         16 * whole * chain.dtype.itemsize

@@ -8,6 +8,6 @@ from typing import Any
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl`` in order; a last line cut short by a crash is skipped."""
+    """The records of a ``metrics.jsonl`` in order; a last line truncated by a crash is skipped."""
     with path.open(encoding="utf-8") as file:
         return [json.loads(line) for line in file if line.endswith("\n")]

@@ -26,7 +26,7 @@ from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.swap.stores.slots import SlotMap
 from parallax.swap.stores.store import DiskStore
-from parallax.train.monitor import LoggerConfig, load_curves
+from parallax.train.monitor import LoggerConfig, load_loggers
 from tests.plans import make_plan
 from tests.unit.plan.searched import check, layers, two_kinds
 from tests.unit.plan_fakes import block, cluster, profile
@@ -43,8 +43,8 @@ def test_fewer_rows_than_replicas() -> None:
     assert [stage.replicas for stage in plan.stages] == [3]
 
 
-# Profiles give bytes as numbers with a fraction. A swap limit of 100.5 bytes was cut to 100, and the simulator refused
-# what the search had chosen: BudgetExceeded.
+# Profiles give bytes as numbers with a fraction. A swap limit of 100.5 bytes was truncated to 100, and the simulator
+# refused the plan that the search had chosen: BudgetExceeded.
 def test_bytes_that_are_no_whole_number_fit_their_swap_limit() -> None:
     model = profile([block(moved=100.5), block(moved=33.3)])
     plan, _ = search(model, cluster(1), PlanConfig(activations="offload"), global_batch=1)
@@ -82,10 +82,10 @@ def test_kinds_of_devices_are_not_mixed_and_the_plan_says_so() -> None:
 # its stage. They are loaded before a stage is watched.
 def test_curves_are_loaded_without_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    load_curves(LoggerConfig())
+    load_loggers(LoggerConfig())
     assert list(tmp_path.iterdir()) == []
     assert "tensorboard.summary" in sys.modules
-    load_curves(LoggerConfig(tensorboard=False))
+    load_loggers(LoggerConfig(to=[]))
 
 
 # Each size of the swap file once had to wait for a place of its own size, so that ten sequence lengths needed ten times

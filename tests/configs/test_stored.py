@@ -28,13 +28,13 @@ def test_text_comes_back_exactly() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("steps: 0", "steps: many", "trainer.steps=many: accepted is a whole number"),
+        ("\n  steps: 0", "\n  steps: many", "trainer.steps=many: accepted is a whole number"),
         (
             "  steps: 0\n",
             "",
             "trainer.steps: missing; trainer accepts checkpoint_every",
         ),
-        ("steps: 0", "stepz: 0", "trainer.stepz=0: unknown key; trainer accepts"),
+        ("\n  steps: 0", "\n  stepz: 0", "trainer.stepz=0: unknown key; trainer accepts"),
         ("seed: 1", "sead: 1", "sead=1: unknown key; groups and keys are name, seed"),
         ("seed: 1", "seed: 2001-01-01", "seed=2001-01-01: accepted is a whole number"),
         (

@@ -1,4 +1,4 @@
-"""A pool of gloo workers that lives as long as the test session: a job on it costs milliseconds, a start seconds.
+"""A pool of gloo workers that lasts as long as the test session: a job on it costs milliseconds, a start seconds.
 
 Workers are forked from one server that has imported what most jobs need, once for all of them.
 """

@@ -29,6 +29,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_checkpoint import loading, training
 from tests.distributed.test_engine import (
     OPTIMIZER,
+    SCHEDULE,
     STEPS,
     Case,
     Outcome,
@@ -178,7 +179,7 @@ def plain_peft(case: Case) -> Outcome:
         loss.backward()
         outcome.norms.append(float(nn.utils.clip_grad_norm_(trained, OPTIMIZER.clip_norm)))
         for group in optimizer.param_groups:
-            group["lr"] = OPTIMIZER.rate(step, STEPS)
+            group["lr"] = OPTIMIZER.lr * SCHEDULE.factor(step, STEPS)
         optimizer.step()
         outcome.losses.append(loss.item())
     return outcome

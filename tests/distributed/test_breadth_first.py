@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.optim.kinds.adamw import AdamWConfig
 from tests.distributed.pool import Pool
 from tests.distributed.test_checkpoint import training
 from tests.distributed.test_engine import Case, gpt, half_frozen, make_batch, with_buffers
@@ -78,7 +78,7 @@ def test_training_is_bit_identical(
     pool: Pool, tmp_path: Path, factory: Any, replicas: tuple[int, ...], group: int
 ) -> None:
     case = replace(
-        Case(factory, dtype=torch.float32), optimizer=OptimizerConfig(lr=3e-3, clip_norm=0.1)
+        Case(factory, dtype=torch.float32), optimizer=AdamWConfig(lr=3e-3, clip_norm=0.1)
     )
     world, shape = sum(replicas), {**shape_of(case, replicas), "group": group}
     others = [case.under(replicas, **shape)]

@@ -131,14 +131,16 @@ from parallax.runtime.engine import Engine
 from parallax.model.describe import describe
 from parallax.model.factory.gpt import GPT, GPTConfig
 from parallax.runtime.batch import TensorRows
-from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.optim.kinds.adamw import AdamWConfig
+from parallax.runtime.optim.kinds.lion import LionConfig
+from parallax.runtime.optim.kinds.sgd import SGDConfig
 from tests.plans import make_plan
 
 chain = describe(GPTConfig(layers=1, hidden=16, heads=2, sequence=8, vocabulary=16).build)
 tokens = torch.zeros(2, 8, dtype=torch.int64)
-for name in ("adamw", "sgd", "lion"):
+for config in (AdamWConfig(), SGDConfig(), LionConfig()):
     plan = make_plan(chain, global_batch=2, microbatch=1)
-    engine = Engine.build(chain, plan, loss=GPT.loss, optimizer=OptimizerConfig(name=name))
+    engine = Engine.build(chain, plan, loss=GPT.loss, optimizer=config)
     engine.step(TensorRows(tokens, tokens))
     engine.close()
 print(before, "torch._dynamo" in sys.modules,

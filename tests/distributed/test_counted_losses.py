@@ -102,7 +102,7 @@ def whole(kind: str) -> tuple[float, dict[str, Tensor]]:
     }
 
 
-def cut(
+def partitioned(
     kind: str, replicas: tuple[int, ...], schedule: str, micro: int, gathers: bool
 ) -> tuple[float, float, float, dict[str, Tensor]]:
     chain, batch = case(kind)
@@ -134,7 +134,7 @@ PLANS = [
 def check(pool: Pool, kind: str, plan: tuple[tuple[int, ...], str, int, bool]) -> None:
     expected, gradients = whole(kind)
     names = set[str]()
-    for loss, evaluated, stepped, found in pool.run(cut, sum(plan[0]), kind, *plan):
+    for loss, evaluated, stepped, found in pool.run(partitioned, sum(plan[0]), kind, *plan):
         assert (loss, evaluated, stepped) == pytest.approx((expected,) * 3, rel=1e-6)
         for name, gradient in found.items():
             names.add(name)
@@ -162,6 +162,6 @@ def test_labels_among_the_inputs_of_a_model_count(pool: Pool, kind: str, plan: A
 
 
 def test_labels_among_the_inputs_are_verified() -> None:
-    """Some are ignored, and the batch may be cut all the same."""
+    """Some are ignored, and the batch may be partitioned all the same."""
     chain, batch = labelled_chain("causal", torch.float32), labelled_batch("causal")
     assert verify(chain, usual_loss, batch, when=True).coupled == ""

@@ -14,7 +14,7 @@ from tests.distributed.test_engine import Case, compare, gpt, gpt_with_dropout, 
 
 
 class Sometimes(nn.Module):
-    """Drops without a module that says so, in two ways and several times."""
+    """Drops without a module that says so, with two functions and several times."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -19,7 +19,12 @@ from parallax.model.materialise import materialise
 from parallax.model.precision import PrecisionConfig
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
-from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.optim.config import OptimizerConfig
+from parallax.runtime.optim.ema import EmaConfig
+from parallax.runtime.optim.emas.off import EmaOff
+from parallax.runtime.optim.kinds.adamw import AdamWConfig
+from parallax.runtime.optim.schedule import ScheduleConfig
+from parallax.runtime.optim.schedules.cosine import CosineSchedule
 from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
@@ -28,7 +33,8 @@ from tests.plans import described, make_plan
 # Rows per step: whole, uneven, fewer than micro-batches, fewer than replicas.
 SIZES = 8, 3, 7, 1, 2
 STEPS = len(SIZES)
-OPTIMIZER = OptimizerConfig(lr=3e-3, warmup_steps=2, clip_norm=0.5)
+OPTIMIZER = AdamWConfig(lr=3e-3, clip_norm=0.5)
+SCHEDULE = CosineSchedule(warmup=2)
 IGNORED, POISON = -100, 63
 Weights = dict[str, Tensor]
 
@@ -173,9 +179,11 @@ class Case:
     compute: str = ""
     ignoring: bool = False
     optimizer: OptimizerConfig = OPTIMIZER
+    schedule: ScheduleConfig = SCHEDULE
     together: ReplicasConfig = field(default_factory=ReplicasConfig)
     compile: bool = False
     skips: int = 0
+    ema: EmaConfig = field(default_factory=EmaOff)
 
     def under(self, replicas: Sequence[int], directive: str = "keep", **options: Any) -> Case:
         chosen = {"replicas": tuple(replicas), "directive": directive, **options}
@@ -207,6 +215,8 @@ class Case:
             loss=self.loss,
             steps=STEPS,
             optimizer=self.optimizer,
+            schedule=self.schedule,
+            ema=self.ema,
             precision=self.precision(),
             swap=SwapConfig(minimum_bytes=1),
             replicas=self.together,
@@ -250,7 +260,7 @@ def plain_loss(case: Case, blocks: list[nn.Module], batch: TensorRows) -> Tensor
 def plain_training(
     case: Case, batches: Sequence[TensorRows] = (), *, skips: bool = False
 ) -> Outcome:
-    """On these ``batches``, or the case's; one that ``skips`` takes no step where the loss is no number."""
+    """On these ``batches``, or the case's; one that ``skips`` takes no step if the loss is NaN or Inf."""
     blocks, tensors = plain_blocks(case)
     trained = [t for t in tensors.values() if t.requires_grad]
     groups = [
@@ -267,7 +277,7 @@ def plain_training(
         loss.backward()
         outcome.norms.append(float(nn.utils.clip_grad_norm_(trained, OPTIMIZER.clip_norm)))
         for group in optimizer.param_groups:
-            group["lr"] = OPTIMIZER.rate(step, STEPS)
+            group["lr"] = OPTIMIZER.lr * SCHEDULE.factor(step, STEPS)
         optimizer.step()
         outcome.losses.append(loss.item())
     return outcome
@@ -452,7 +462,9 @@ def test_frozen_parameters_and_buffers(pool: Pool, factory: Callable[[], nn.Modu
     expected, (_, first) = plain_training(case), plain_blocks(case)
     for replicas in [(1,), (2, 1), (1, 2)]:
         found = pool.run(
-            training, sum(replicas), case.under(replicas, cuts=[2] if len(replicas) > 1 else None)
+            training,
+            sum(replicas),
+            case.under(replicas, boundaries=[2] if len(replicas) > 1 else None),
         )
         compare(found, expected, 1e-9)
         for name, tensor in ((n, t) for outcome in found for n, t in outcome.weights.items()):

@@ -17,7 +17,7 @@ from parallax.run.job import usual_loss
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.checkpoint.config import CheckpointConfig
 from parallax.runtime.engine import Engine
-from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.optim.kinds.adamw import AdamWConfig
 from tests.distributed.pool import Pool
 from tests.plans import make_plan
 from tests.unit.model.test_pretrained import MOE, TEXT, saved, tokens
@@ -49,7 +49,7 @@ def trained(config: HuggingFaceConfig, folder: Path, steps: int) -> tuple[list[f
         make_plan(chain, replicas=(1, 1), global_batch=4, microbatch=2),
         loss=usual_loss,
         steps=8,
-        optimizer=OptimizerConfig(name="adamw", lr=0.01),
+        optimizer=AdamWConfig(lr=0.01),
         scratch=folder / "swap",
     )
     losses = [engine.step(batch()).loss for _ in range(steps)]
@@ -81,7 +81,9 @@ def test_the_loss_is_that_of_the_run(
     begun = saved(tmp_path / "from", cls(cls.config_class(**settings)))
     config = HuggingFaceConfig(pretrained=str(tmp_path / "from"))
     (_, inside), *_ = pool.run(trained, 2, config, tmp_path / "run", 2)
-    configured = SimpleNamespace(model=config, seed=1, name="run", checkpoint=CheckpointConfig())
+    configured = SimpleNamespace(
+        model=config, seed=1, name="run", checkpoint=CheckpointConfig(), optimizer=AdamWConfig()
+    )
     run: Any = SimpleNamespace(directory=tmp_path / "run", config=configured)
     exported = export(run, FORMS["huggingface"], None)
     model, info = cls.from_pretrained(exported.directory, output_loading_info=True)
@@ -91,4 +93,4 @@ def test_the_loss_is_that_of_the_run(
     assert not any(same), "all of it was trained"
     again = HuggingFaceConfig(pretrained=str(exported.directory))
     (losses, _), *_ = pool.run(trained, 2, again, tmp_path / "again", 1)
-    assert losses == pytest.approx([inside], rel=1e-6), "it goes on where it was"
+    assert losses == pytest.approx([inside], rel=1e-6), "it resumes at its position"

@@ -34,7 +34,7 @@ def asks(failing: list[int]) -> tuple[str, str, dict[str, str]] | list[int]:
 
 def test_whose_error_it_is(pool: Pool) -> None:
     assert pool.run(asks, 3, []) == [[0, 2]] * 3
-    assert pool.run(asks, 3, [1]) == [[0, 2]] * 3  # not asked: the first of its node is
+    assert pool.run(asks, 3, [1]) == [[0, 2]] * 3  # only the first rank of each node checks
     why = "rank 2 has too little"
     assert pool.run(asks, 3, [2]) == [("unfit", why, {"host b": why})] * 3
     assert pool.run(asks, 3, [0, 2]) == [("all", "rank 0 has too little", {})] * 3

@@ -43,7 +43,7 @@ def build(pause: float) -> nn.Module:
 
 
 class Rows:
-    """Rows that wait ``on_demand`` seconds when they are asked for, of a source that waits ``before``, and keeps
+    """Rows that wait ``on_demand`` seconds when they are requested, of a source that waits ``before``, and keeps
     ``leak`` bytes of each batch."""
 
     def __init__(self, before: float = 0.0, on_demand: float = 0.0, leak: int = 0) -> None:
@@ -83,7 +83,7 @@ def running(folder: Path, source: Rows, replicas: tuple[int, ...], steps: int, p
     trainer = TrainerConfig(
         steps=steps, global_batch=4, eval_every=0, eval_batches=1, checkpoint_every=0
     )
-    logger = LoggerConfig(tensorboard=False, events=False)
+    logger = LoggerConfig(to=[], events=False)
     try:
         return train(engine, source, trainer, logger, folder, tokens_per_row=1)
     finally:
@@ -110,7 +110,7 @@ def test_a_source_that_keeps_nothing_is_not(tmp_path: Path) -> None:
 def test_the_share_of_a_step_that_waits_for_rows_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of rows that are made before the step, and of such as are made when they are asked for."""
+    """Of rows that are made before the step, and of such as are made on request."""
     shares = {}
     for name, source in (
         ("before", Rows(before=0.1)),

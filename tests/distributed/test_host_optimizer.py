@@ -12,7 +12,12 @@ import pytest
 import torch
 
 from parallax.errors import NonFiniteError
-from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.optim.config import OptimizerConfig
+from parallax.runtime.optim.kinds.adamw import AdamWConfig
+from parallax.runtime.optim.kinds.custom import CustomOptimizerConfig
+from parallax.runtime.optim.kinds.lion import LionConfig
+from parallax.runtime.optim.kinds.muon import MuonConfig
+from parallax.runtime.optim.kinds.sgd import SGDConfig
 from tests.distributed.pool import Pool
 from tests.distributed.test_checkpoint import CASE, training
 from tests.distributed.test_engine import (
@@ -34,7 +39,7 @@ def many_steps(
     case: Case, folder: Path, steps: int, clip: float
 ) -> tuple[list[float], dict[str, Any], int]:
     """Losses, weights, and the bytes of optimizer states that the tier holds at the end."""
-    optimizer = OptimizerConfig(lr=3e-3, warmup_steps=2, clip_norm=clip)
+    optimizer = AdamWConfig(lr=3e-3, clip_norm=clip)
     engine = replace(case, optimizer=optimizer).engine(folder)
     losses = [engine.step(make_batch(8, step)).loss for step in range(steps)]
     weights = {name: tensor.detach().clone() for name, tensor in engine.parameters.items()}
@@ -90,11 +95,21 @@ def test_a_hundred_steps_with_clipping_and_accumulation_are_bit_identical(
     assert all(torch.equal(offloaded[1][name], weight) for name, weight in plain[1].items())
 
 
-@pytest.mark.parametrize("name", ["sgd", "lion"])
-def test_other_optimizers(pool: Pool, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        SGDConfig(lr=1e-2, clip_norm=1.0),
+        LionConfig(lr=1e-2, clip_norm=1.0),
+        MuonConfig(lr=1e-2),
+        CustomOptimizerConfig(target="torch.optim:Adafactor", lr=1e-2),
+        CustomOptimizerConfig(target="torch.optim:NAdam", lr=1e-2, groups=[{"dims": 1, "lr": 0.1}]),
+    ],
+    ids=lambda config: config.label,
+)
+def test_other_optimizers(pool: Pool, tmp_path: Path, config: OptimizerConfig) -> None:
     case = replace(
         Case(gpt(), dtype=torch.float32),
-        optimizer=OptimizerConfig(name=name, lr=1e-2, clip_norm=1.0),
+        optimizer=config,
     )
     plain = pool.run(training, 1, case.under((1,)), tmp_path / "plain", 0, 3, None)
     offloaded = pool.run(

@@ -90,7 +90,7 @@ def gradients(replicas: tuple[int, ...], boundary: int) -> dict[str, Tensor]:
     plan = make_plan(
         chain,
         replicas=replicas,
-        cuts=[boundary] if len(replicas) > 1 else None,
+        boundaries=[boundary] if len(replicas) > 1 else None,
         global_batch=ROWS,
         microbatch=3,
     )

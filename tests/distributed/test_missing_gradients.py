@@ -1,4 +1,4 @@
-"""A parameter without a gradient is not updated, wherever the cuts are between it and the loss that ignores it."""
+"""A parameter without a gradient is not updated, for any stage boundaries between it and the loss that ignores it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 16
 
 
 class Enters(nn.Module):
-    """Tokens in two ways."""
+    """Two uses of the tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Enters(nn.Module):
 
 
 class Passes(nn.Module):
-    """Both ways through layers of their own."""
+    """Both uses, through separate layers."""
 
     def __init__(self) -> None:
         super().__init__()

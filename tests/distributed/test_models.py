@@ -47,9 +47,9 @@ class Case:
     offloaded: bool = False
 
     def __str__(self) -> str:
-        below = "-offloaded" if self.offloaded else ""
+        suffix = "-offloaded" if self.offloaded else ""
         return (
-            f"{self.model}-{self.schedule}-{self.replicas}-{self.directive}-{self.compute}{below}"
+            f"{self.model}-{self.schedule}-{self.replicas}-{self.directive}-{self.compute}{suffix}"
         )
 
     @property
@@ -82,8 +82,8 @@ def cases() -> list[Any]:
         if not stages_each(schedule, len(replicas)):
             replicas = next(pairs)
         # Every second model and schedule: each of both has cases with and without.
-        below = (list(MODELS).index(model) + list(SCHEDULES).index(schedule)) // len(SCHEDULES) % 2
-        found.append(Case(model, schedule, replicas, directive, offloaded=below == 0))
+        suffix = (list(MODELS).index(model) + list(SCHEDULES).index(schedule)) // len(SCHEDULES) % 2
+        found.append(Case(model, schedule, replicas, directive, offloaded=suffix == 0))
     schedules = len(SCHEDULES)
     skipped = [(i // schedules + i % schedules) % schedules > 0 for i in range(len(found))]
     found = [

@@ -17,7 +17,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
 from parallax.runtime.meters.step import StepResult
-from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.optim.kinds.sgd import SGDConfig
 from tests.distributed.pool import Pool
 from tests.distributed.test_engine import (
     POISON,
@@ -117,7 +117,7 @@ def engine(
 ) -> Engine:
     chain = describe(build)
     plan = make_plan(chain, global_batch=rows, microbatch=microbatch)
-    optimizer = OptimizerConfig(name="sgd", warmup_steps=0)
+    optimizer = SGDConfig()
     loss = nn.functional.mse_loss
     return Engine.build(
         chain,

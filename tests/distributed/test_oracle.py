@@ -67,10 +67,10 @@ def ours(schedule: str, pipeline_ranks: int) -> Found:
 def theirs(schedule: str, pipeline_ranks: int) -> Found:
     chain, batch, rank = make_chain(), make_batch(ROWS), dist.get_rank()
     plan, device = planned(chain, schedule, pipeline_ranks), torch.device("cpu")
-    cuts = {stage: plan.stages[stage] for stage in plan.stages_of(rank)}
+    partitions = {stage: plan.stages[stage] for stage in plan.stages_of(rank)}
     parts = {
         stage: nn.Sequential(*materialise(chain, partition.start, partition.stop, device))
-        for stage, partition in cuts.items()
+        for stage, partition in partitions.items()
     }
     count = len(plan.stages)
     held = [PipelineStage(part, stage, count, device) for stage, part in parts.items()]
@@ -87,7 +87,7 @@ def theirs(schedule: str, pipeline_ranks: int) -> Found:
     runner.step(*inputs, target=batch.targets(0, ROWS) if last else None, losses=losses)
     gradients = [
         (name, copy.deepcopy(parts[stage][index - partition.start].get_parameter(inner).grad))
-        for stage, partition in cuts.items()
+        for stage, partition in partitions.items()
         for name, (index, inner) in parameter_names(
             chain, range(partition.start, partition.stop)
         ).items()

@@ -1,7 +1,7 @@
 """One action list, two interpreters: what blocks run, in which order, is what the schedule's picture shows.
 
-Neither the executor nor the simulator is asked, for both go through the same list: the blocks themselves say what they
-compute and of which rows.
+Neither the executor nor the simulator is used, because both read the same list: the blocks themselves record what they
+compute and for which rows.
 """
 
 from __future__ import annotations

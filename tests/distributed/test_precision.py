@@ -13,7 +13,7 @@ from torch import Tensor
 from parallax.model.factory.gpt import GPT
 from parallax.model.precision import PrecisionConfig
 from parallax.runtime.engine import Engine
-from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.optim.kinds.adamw import AdamWConfig
 from parallax.swap.config import SwapConfig
 from tests.distributed.pool import Pool
 from tests.distributed.test_engine import gpt, make_batch
@@ -56,7 +56,7 @@ def engine(
         make_plan(chain, replicas=replicas, global_batch=8, microbatch=2, **options),
         loss=GPT.loss,
         steps=20,
-        optimizer=OptimizerConfig(lr=3e-3, warmup_steps=2, clip_norm=0.5),
+        optimizer=AdamWConfig(lr=3e-3, clip_norm=0.5),
         precision=precision,
         swap=SwapConfig(minimum_bytes=1),
         scratch=folder / "swap",

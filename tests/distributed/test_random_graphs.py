@@ -167,10 +167,10 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tensor) -> dict[str, Any]:
         mask = tokens % 2
-        values, halves = [x], [False]
+        values, halved = [x], [False]
 
         def whole(index: int) -> Tensor:
-            return F.pad(values[index], (0, WIDTH // 2)) if halves[index] else values[index]
+            return F.pad(values[index], (0, WIDTH // 2)) if halved[index] else values[index]
 
         for node in self.graph.nodes:
             first, second = node.sources
@@ -196,7 +196,7 @@ class Model(nn.Module):
                 made = self.parts[node.module](whole(first))
             parts = [made[0], made[1]] if node.operation == "split" else [made]
             values += parts
-            halves += [len(parts) == 2] * len(parts)
+            halved += [len(parts) == 2] * len(parts)
         outputs = [head(whole(output)) for head, output in zip(self.heads, self.graph.outputs)]
         return {"outputs": outputs, "spare": [values[spare] for spare in self.graph.spare]}
 
@@ -293,7 +293,7 @@ def cases(draw: st.DrawFn) -> Case:
         global_batch=draw(st.sampled_from([rows, 8])),
         microbatch=draw(st.integers(1, 4)),
         swap_limit=60000,
-        cuts=sorted(draw(inner) or ()),
+        boundaries=sorted(draw(inner) or ()),
         interleave=interleave,
     )
     mixed = []

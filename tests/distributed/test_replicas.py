@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from parallax.errors import PlanError
-from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.optim.kinds.adamw import AdamWConfig
 from parallax.runtime.replicas.config import ReplicasConfig
 from parallax.runtime.replicas.reducer import ReplicaSync
 from parallax.runtime.replicas.replicate import StageGradientSync
@@ -140,7 +140,7 @@ def test_power_sgd_gives_back_what_it_lost(pool: Pool, world: int) -> None:
         wide,
         dtype=torch.float32,
         together=POWER_SGD,
-        optimizer=OptimizerConfig(lr=3e-3, warmup_steps=0),
+        optimizer=AdamWConfig(lr=3e-3),
     )
     results = pool.run(repeated, world, case.under((world,), microbatch=4))
     for exact, found, losses, _ in results:

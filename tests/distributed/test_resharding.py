@@ -1,4 +1,4 @@
-"""Any checkpoint goes on under any plan: every kind of plan beside every other, with the same weights and states right
+"""Any checkpoint resumes under any plan: every kind of plan beside every other, with the same weights and states right
 after loading, and the same training from there on."""
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from parallax.runtime.checkpoint import checkpoint_name
-from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.optim.emas.off import EmaOff
+from parallax.runtime.optim.emas.on import EmaOn
+from parallax.runtime.optim.kinds.adamw import AdamWConfig
+from parallax.runtime.optim.kinds.custom import CustomOptimizerConfig
+from parallax.runtime.optim.kinds.lion import LionConfig
+from parallax.runtime.optim.kinds.sgd import SGDConfig
 from parallax.runtime.replicas.config import ReplicasConfig
 from tests.distributed.pool import Pool
 from tests.distributed.test_engine import Case, Scaled
@@ -108,10 +113,17 @@ KINDS = {
     "streamed to replicas": Kind((2,), offloaded(1.0, "host", 0.5), tied=False),
 }
 OPTIMIZERS = {
-    "adamw": OptimizerConfig(lr=3e-3, warmup_steps=2, clip_norm=0.5),
-    "sgd": OptimizerConfig(name="sgd", lr=3e-2, warmup_steps=2, clip_norm=0.5),
-    "lion": OptimizerConfig(name="lion", lr=1e-3, warmup_steps=2, clip_norm=0.5),
+    "adamw": AdamWConfig(lr=3e-3, clip_norm=0.5),
+    "sgd": SGDConfig(lr=3e-2, clip_norm=0.5),
+    "lion": LionConfig(lr=1e-3, clip_norm=0.5),
+    "adafactor": CustomOptimizerConfig(
+        target="torch.optim:Adafactor", lr=1e-2
+    ),  # of whole parameters
+    "adagrad": CustomOptimizerConfig(target="torch.optim:Adagrad", lr=1e-2),  # states before step 1
+    "counting": CustomOptimizerConfig(target=f"{__name__}:Counting", lr=1e-2),
+    "averaged": AdamWConfig(lr=3e-3, clip_norm=0.5),
 }
+AVERAGES = {"averaged": EmaOn(decay=0.9)}
 ALIKE = "uneven"  # a kind that is looked at with itself by default
 APART = 5  # of the others each with the one so much further on
 
@@ -129,9 +141,22 @@ def case_of(kind: Kind, optimizer: str, *, tied: bool) -> Case:
         partial(everything, tied=tied),
         sizes=(8, 7, 8, 5),
         optimizer=OPTIMIZERS[optimizer],
+        ema=AVERAGES.get(optimizer, EmaOff()),
         together=ReplicasConfig(batchnorm="sync"),
     )
     return case.under(kind.replicas, **{"microbatch": 2, "directive": "keep", **kind.options})
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in numbers of its groups and states, as many libraries do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for p in (p for p in group["params"] if p.grad is not None):
+                self.state[p]["seen"] = self.state[p].get("seen", 0) + 1
+                p.grad *= 1 / (group["count"] + self.state[p]["seen"])
+        super().step(closure)
 
 
 # ---- jobs
@@ -186,7 +211,7 @@ def check_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 class Table:
-    """Halves of trainings, each made once."""
+    """The first halves of trainings, each run once."""
 
     def __init__(self, pool: Pool, folder: Path) -> None:
         self._pool, self._folder = pool, folder

@@ -23,7 +23,7 @@ COUNT = 64  # rows of the data set: the same on all ranks, in another order
 
 
 class OnDemand:
-    """Rows of ``order``, made when they are asked for."""
+    """Rows of ``order``, made on request."""
 
     def __init__(self, order: list[int], noise: bool = False) -> None:
         self._order, self._noise = order, noise

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 
 from parallax.machine.device import CpuCopies
 from parallax.runtime.optim import resident
-from parallax.runtime.optim.optimizer import OptimizerConfig, StageOptimizer
+from parallax.runtime.optim.builder import OptimizerBuilder
+from parallax.runtime.optim.config import OptimizerConfig
+from parallax.runtime.optim.kinds.adamw import AdamWConfig
+from parallax.runtime.optim.kinds.lion import LionConfig
+from parallax.runtime.optim.kinds.sgd import SGDConfig
+from parallax.runtime.optim.optimizer import StageOptimizer
 from parallax.runtime.replicas.replicate import SharedStates
 from parallax.swap.parameters.offloaded import ResidentParameters
 from tests.distributed.pool import Pool
@@ -26,7 +31,7 @@ Saved = list[tuple[Tensor, dict[str, Tensor]]]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is stepped. ``bucket_bytes``: small ones cut parameters."""
+    """What is stepped. ``bucket_bytes``: small ones divide parameters."""
 
     config: OptimizerConfig
     dtype: torch.dtype = torch.float32
@@ -74,24 +79,25 @@ def stepping(setting: Setting, first: int, last: int, saved: Saved | None, shard
     world = dist.get_world_size() if dist.is_initialized() else 1
     made: list[Counting] = []
 
-    def deal(group: Any, parameters: Sequence[nn.Parameter]) -> Counting:
+    def assign_owners(group: Any, parameters: Sequence[nn.Parameter]) -> Counting:
         made.append(Counting(SharedStates(group, dist.get_rank(), world, parameters)))
         return made[-1]
 
     ranks = list(range(world))
-    spread = partial(deal, dist.new_group(ranks)) if world > 1 and shard else None
+    shard_exchange = partial(assign_owners, dist.new_group(ranks)) if world > 1 and shard else None
     parameters = make_parameters(setting.dtype)
+    named = {str(index): parameter for index, parameter in enumerate(parameters)}
     optimizer = StageOptimizer(
-        parameters,
-        setting.config,
+        named,
+        OptimizerBuilder.over(setting.config, named),
         torch.device("cpu"),
         offload=setting.offloaded,
         always_offloaded=(),
         copies=CpuCopies(),
         open_store=lambda needed, places: None,
-        share=partial(deal, dist.new_group(ranks)) if setting.offloaded else None,
+        share=partial(assign_owners, dist.new_group(ranks)) if setting.offloaded else None,
         streamed=ResidentParameters(),
-        shard=spread,
+        shard=shard_exchange,
     )
     if saved is not None:
         optimizer.reset()
@@ -111,7 +117,7 @@ def stepping(setting: Setting, first: int, last: int, saved: Saved | None, shard
         if step == 2:
             optimizer.skip()
         else:
-            optimizer.step(torch.tensor(7.0), 1e-2 / (1 + step), setting.scale)
+            optimizer.step(torch.tensor(7.0), 10 / (1 + step), setting.scale)
     optimizer.finish()
     states = [
         {key: value.clone() for key, value in optimizer.states(p).items()} for p in parameters
@@ -142,10 +148,10 @@ def check_same(one: Saved, other: Saved) -> None:
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerConfig(clip_norm=0.5),
-    "unclipped": OptimizerConfig(clip_norm=0.0),
-    "sgd": OptimizerConfig(name="sgd", clip_norm=0.5),
-    "lion": OptimizerConfig(name="lion", clip_norm=0.5),
+    "adamw": AdamWConfig(clip_norm=0.5),
+    "unclipped": AdamWConfig(clip_norm=0.0),
+    "sgd": SGDConfig(clip_norm=0.5),
+    "lion": LionConfig(clip_norm=0.5),
 }
 
 

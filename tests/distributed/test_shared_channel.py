@@ -96,7 +96,7 @@ def test_a_peer_that_dies_before_it_has_connected() -> None:
         with pytest.raises(TransportError, match="rank 3 has ended"):
             receiver.receive(2)
         with pytest.raises(TransportError, match="rank 4 has ended"):
-            SharedSender(ROUTE, Contact(None, "\0nobody-is-there", child), 2)
+            SharedSender(ROUTE, Contact(None, "\0no-listener", child), 2)
 
 
 def receive_one(contact: Contact, connection: Connection) -> None:

@@ -9,25 +9,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.optim.kinds.sgd import SGDConfig
+from parallax.runtime.optim.schedules.constant import ConstantSchedule
 from tests.distributed.pool import Pool
 from tests.distributed.test_engine import Case, Outcome, compare, plain_blocks, plain_loss, training
 
 WIDTH = 16
 RATE = 0.1
-SGD = OptimizerConfig(
-    name="sgd",
+SGD = SGDConfig(
     lr=RATE,
     momentum=0.0,
     weight_decay=0.0,
     clip_norm=0.0,
-    warmup_steps=0,
-    final_rate=1.0,
 )
 
 
 class Looks(nn.Module):
-    """Three ways to a sparse gradient; one table is tied to the head."""
+    """Three sources of a sparse gradient; one table is tied to the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +95,7 @@ def test_sparse_gradients_train_as_in_plain_torch(
     pool: Pool, replicas: tuple[int, ...], options: dict[str, Any]
 ) -> None:
     """Their norm cannot be taken, they have no storage, and they do not fit buckets."""
-    case = Case(looked_up, optimizer=SGD).under(replicas, **options)
+    case = Case(looked_up, optimizer=SGD, schedule=ConstantSchedule()).under(replicas, **options)
     expected = plain_sgd(case)
     found = pool.run(training, case.world, case)
     for outcome in found:
@@ -107,7 +105,7 @@ def test_sparse_gradients_train_as_in_plain_torch(
 
 def test_a_tied_table_of_sparse_gradients(pool: Pool) -> None:
     """Of the same parameter one stage has a sparse gradient and another a dense one."""
-    case = Case(looked_up_and_tied, optimizer=SGD).under((2, 1))
+    case = Case(looked_up_and_tied, optimizer=SGD, schedule=ConstantSchedule()).under((2, 1))
     blocks, tensors = plain_blocks(case)
     optimizer = torch.optim.SGD(tensors.values(), lr=RATE)
     losses = []

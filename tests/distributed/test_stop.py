@@ -87,7 +87,7 @@ def running(folder: Path, afters: dict[int, int], every: int) -> tuple[dict[str,
     trainer = TrainerConfig(
         steps=STEPS, global_batch=4, eval_every=0, eval_batches=1, checkpoint_every=every
     )
-    logger = LoggerConfig(tensorboard=False, events=False)
+    logger = LoggerConfig(to=[], events=False)
     try:
         summary = train(engine, SameRows(), trainer, logger, folder, tokens_per_row=1)
     finally:
@@ -141,7 +141,7 @@ class Counted(SameRows):
         self.state = dict(state)
 
 
-class Asked(NoWatchdog):
+class StopsAtStep(NoWatchdog):
     """Asks this rank to end in the midst of its third step, or another."""
 
     def __init__(self, source: Counted, step: int = 3) -> None:
@@ -155,16 +155,16 @@ Ended = tuple[list[dict[str, Any]], dict[str, Tensor], list[tuple[int, dict[str,
 
 
 def in_parts(folder: Path, every: int, requested: bool) -> Ended:
-    """The summaries of a run that one rank is asked to end, and that resumes; its weights; the contents of the
+    """The summaries of a run that one rank is requested to end, and that resumes; its weights; the contents of the
     checkpoints that were there in between."""
     summaries, between = [], []
     for ask in (requested, False):
         engine, source = an_engine(folder), Counted()
-        watchdog = Asked(source) if ask and engine.mesh.rank == 1 else NoWatchdog()
+        watchdog = StopsAtStep(source) if ask and engine.mesh.rank == 1 else NoWatchdog()
         trainer = TrainerConfig(
             steps=STEPS, global_batch=4, eval_every=0, eval_batches=1, checkpoint_every=every
         )
-        logger = LoggerConfig(tensorboard=False, events=False)
+        logger = LoggerConfig(to=[], events=False)
         reported = train(
             engine, source, trainer, logger, folder, tokens_per_row=1, watchdog=watchdog
         )
@@ -199,12 +199,12 @@ def test_a_request_in_a_step_ends_all_after_it(pool: Pool, tmp_path: Path, every
 
 
 def extended(folder: Path) -> tuple[str, int]:
-    """What the summary says of a complete run that was made longer, and asked to end in its next step."""
+    """What the summary says of a complete run that was made longer and stopped in its next step."""
     for steps in (2, 4):
         engine, source = an_engine(folder), Counted()
         trainer = TrainerConfig(steps=steps, global_batch=4, eval_batches=1)
-        logger = LoggerConfig(tensorboard=False, events=False)
-        requested = Asked(source)
+        logger = LoggerConfig(to=[], events=False)
+        requested = StopsAtStep(source)
         train(engine, source, trainer, logger, folder, tokens_per_row=1, watchdog=requested)
         engine.close()
         torch.distributed.barrier()

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.optim.kinds.adamw import AdamWConfig
 from parallax.swap.parameters.offloaded import ResidentParameters
 from tests.distributed.pool import Pool
 from tests.distributed.test_checkpoint import CASE, training
@@ -189,7 +189,7 @@ def compare_training(
     **shape: Any,
 ) -> None:
     case = replace(
-        Case(factory, dtype=torch.float32), optimizer=OptimizerConfig(lr=3e-3, clip_norm=0.1)
+        Case(factory, dtype=torch.float32), optimizer=AdamWConfig(lr=3e-3, clip_norm=0.1)
     )
     expected = pool.run(
         training, sum(replicas), case.under(replicas, **shape), folder / "device", 0, 4, None
@@ -285,8 +285,8 @@ def test_a_checkpoint_does_not_know_where_parameters_were(
 
 def test_recurrent_weights_are_offloaded_on_a_cpu(pool: Pool, tmp_path: Path) -> None:
     case = Case(recurrent, dtype=torch.float32).under((1,), **OFFLOADED)
-    ((below, resident),) = pool.run(offloaded_names, 1, case, tmp_path)
-    assert any("cells.weight" in name for name in below)
+    ((offloaded, resident),) = pool.run(offloaded_names, 1, case, tmp_path)
+    assert any("cells.weight" in name for name in offloaded)
     assert not resident
 
 
@@ -295,9 +295,9 @@ def offloaded_names(case: Case, folder: Path) -> tuple[set[str], set[str]]:
     engine = case.engine(folder)
     stage = engine._stage
     named = {n: t for n, t in stage.named_tensors().items() if isinstance(t, nn.Parameter)}
-    below = {name for name, parameter in named.items() if stage.is_offloaded(parameter)}
+    offloaded = {name for name, parameter in named.items() if stage.is_offloaded(parameter)}
     engine.close()
-    return below, named.keys() - below
+    return offloaded, named.keys() - offloaded
 
 
 @pytest.mark.parametrize("replicas", [(1,), (1, 1)], ids=str)
@@ -306,6 +306,6 @@ def test_a_shared_parameter_stays_and_the_rest_is_offloaded(
 ) -> None:
     """The embedding and the head use one matrix: in one stage, or on two ranks, which sum its gradients."""
     case = Case(gpt(), dtype=torch.float32).under(replicas, **OFFLOADED)
-    for below, resident in pool.run(offloaded_names, len(replicas), case, tmp_path):
+    for offloaded, resident in pool.run(offloaded_names, len(replicas), case, tmp_path):
         assert resident == {"embedding.token.weight"}
-        assert len(below) > 5
+        assert len(offloaded) > 5

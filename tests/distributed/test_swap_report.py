@@ -62,7 +62,7 @@ def looping(folder: Path) -> None:
             engine,
             Rows(),
             trainer,
-            LoggerConfig(tensorboard=False, events=False),
+            LoggerConfig(to=[], events=False),
             folder,
             tokens_per_row=16,
         )

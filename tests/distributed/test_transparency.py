@@ -123,8 +123,8 @@ TELLING = {
     ("1f1b", "gpt"): [(1, 2), (2, 1), (2, 2)],
     ("gpipe", "mlp"): [(1, 1), (1, 2, 1)],
 }
-"""Replicas before, after and on both sides of a cut, and no replicas; one stage, alone and with replicas, is trained in
-test_engine.py, and three stages below."""
+"""Replicas before, after and on both sides of a boundary, and no replicas. test_engine.py trains one stage, alone and
+with replicas; below are three stages."""
 
 
 @pytest.mark.parametrize(

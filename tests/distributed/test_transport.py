@@ -163,7 +163,7 @@ SEQUENCES: dict[str, list[list[Spec]]] = {
         pytest.param(name, kind, marks=[pytest.mark.thorough] if i % 2 == j else [])
         for i, name in enumerate(SEQUENCES)
         for j, kind in enumerate(("group", "staged", "shared"))
-    ],  # all in shared memory, and in turn in one of the other ways
+    ],  # all in shared memory, and in turn with one of the other transports
 )
 def test_messages_that_change(pool: Pool, name: str, kind: str) -> None:
     variants = [

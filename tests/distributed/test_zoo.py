@@ -32,8 +32,8 @@ GROUPS = sorted({name.rpartition("/")[0] for name in entries()})
 TROUBLE = (Result.DIFFERENT, Result.CRASH, Result.NAN)
 
 
-def judged(jobs: Iterable[tuple[str, int]]) -> list[Verdict]:
-    """Models by name, each in one of the ways; 0 is the usual one."""
+def verdicts_of(jobs: Iterable[tuple[str, int]]) -> list[Verdict]:
+    """Models by name, each in one of its variants; 0 is the default."""
     known = entries()
     variants = (USUAL, *WAYS)
     return list(judge_all(Job(name, known[name], variants[variant]) for name, variant in jobs))
@@ -46,7 +46,7 @@ def sample() -> dict[str, Verdict]:
 
 
 def _sample() -> dict[str, Verdict]:
-    found = {verdict.name: verdict for verdict in judged((name, 0) for name in EQUAL)}
+    found = {verdict.name: verdict for verdict in verdicts_of((name, 0) for name in EQUAL)}
     return {**found, **{harm: spoilt(harm) for harm in HARMS}}
 
 
@@ -63,14 +63,14 @@ def test_trains_as_by_itself(name: str, sample: dict[str, Verdict]) -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_what_is_not_refused_trains_as_by_itself(group: str) -> None:
     names = [name for name in entries() if name.rpartition("/")[0] == group]
-    assert not _in_trouble(alone(judged, [(name, 0) for name in names], seconds=600.0))
+    assert not _in_trouble(alone(verdicts_of, [(name, 0) for name in names], seconds=600.0))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("variant", range(len(WAYS)))
 def test_some_of_all_shapes_train_in_all_variants(variant: int) -> None:
     jobs = [(name, variant + 1) for name in VARIED]
-    assert not _in_trouble(alone(judged, jobs, seconds=600.0))
+    assert not _in_trouble(alone(verdicts_of, jobs, seconds=600.0))
 
 
 def _in_trouble(verdicts: list[Verdict]) -> list[str]:

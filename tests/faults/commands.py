@@ -28,14 +28,14 @@ from tests.distributed.pool import ROOT
 from tests.plans import make_plan
 
 TINY = ["experiment=tiny", "plan=two_stages", "data.max_bytes=64KiB", "trainer.global_batch=4"]
-LONG = [*TINY, "trainer.checkpoint_every=0", "trainer.eval_every=0", "logger.tensorboard=false"]
-ENDLESS = [*LONG, "trainer.steps=1000000", "optimizer.final_rate=1"]
+LONG = [*TINY, "trainer.checkpoint_every=0", "trainer.eval_every=0", "logger=none"]
+ENDLESS = [*LONG, "trainer.steps=1000000", "schedule.final=1"]
 SETTLED = [
     "trainer.microbatch=2",
     "plan.stages=2",
     "plan.schedule=1f1b",
     "plan.activations=keep",
-    "optimizer.final_rate=1",
+    "schedule.final=1",
 ]
 MODULE = [sys.executable, "-m", "parallax"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
@@ -121,7 +121,7 @@ def prepared(
     plan: Callable[[Plan], Plan] = lambda plan: plan,
 ) -> Path:
     """A run directory as ``prepare`` writes it, and remembers what it names, without measuring anything. Where nothing
-    else is said, a failure ends the run."""
+    else is set, a failure ends the run."""
     settings = config.compose(["trainer.max_restarts=0", *overrides, f"name={name}"])
     folder = Path("runs") / name
     folder.mkdir(parents=True)

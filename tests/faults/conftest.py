@@ -71,7 +71,7 @@ def called(
 
 
 @pytest.fixture
-def said(here: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+def command_output(here: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """What a command prints with ``--json``; its exit code must be 0 and nothing else may be printed."""
 
     def run(*arguments: str) -> Any:

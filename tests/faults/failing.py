@@ -76,7 +76,7 @@ def leaves() -> None:
     os._exit(0)
 
 
-def is_asked_to_end() -> None:
+def is_requested_to_end() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(HEARD_SECONDS)
 
@@ -85,7 +85,7 @@ HOW: dict[str, Callable[[], None]] = {
     each.__name__: each
     for each in (
         *(raises, has_no_disk, finds_no_room),
-        *(crashes, is_killed, sleeps, is_stopped, is_asked_to_end),
+        *(crashes, is_killed, sleeps, is_stopped, is_requested_to_end),
         *(exits, leaves),
     )
 }

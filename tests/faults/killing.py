@@ -27,8 +27,8 @@ SETTINGS = [
     "trainer.eval_every=0",
     "trainer.checkpoint_every=2",
     "checkpoint.asynchronous=false",  # its step is that of its name, so it is known which is the last
-    "optimizer.final_rate=1",
-    "logger.tensorboard=false",
+    "schedule.final=1",
+    "logger=none",
 ]
 Kill = tuple[int, int, str]
 """On which rank, in which step (from 0), in which action: init, load, forward, backward, update, save; swap_out and

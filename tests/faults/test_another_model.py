@@ -22,8 +22,8 @@ MODEL = """
 from pathlib import Path
 from torch import nn
 def build():
-    said = Path("layers.txt").read_text().split()
-    layers = [nn.Linear(16, 16, bias=bias == "bias") for bias in said]
+    biases = Path("layers.txt").read_text().split()
+    layers = [nn.Linear(16, 16, bias=bias == "bias") for bias in biases]
     return nn.Sequential(nn.Embedding(256, 16), *layers, nn.Linear(16, 256))
 """
 OWN = ("model=custom", "model.target=changing_model:build", "model.verify=false")
@@ -62,7 +62,7 @@ def test_it_is_refused_before_anything_is_made(
 ) -> None:
     (here / "layers.txt").write_text(layers)
     monkeypatch.setattr(job, "plan_model", None)  # nothing is measured
-    monkeypatch.setattr(job, "build_loss", None)  # nor is anything asked of the model
+    monkeypatch.setattr(job, "build_loss", None)  # and the model is not called
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*") if path.is_file())
     assert cli.main(["train", "name=run"]) == 2
     line = one_line(capfd.readouterr().err)
@@ -76,7 +76,7 @@ def test_it_is_refused_before_anything_is_made(
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "index": lambda folder: (folder / "checkpoint.json").write_text("{"),
-    "cut short": lambda folder: _weights(folder).write_bytes(_weights(folder).read_bytes()[:99]),
+    "truncated": lambda folder: _weights(folder).write_bytes(_weights(folder).read_bytes()[:99]),
 }
 
 
@@ -130,3 +130,12 @@ def test_names_that_were_changed_in_the_files_are_refused(
     assert cli.main(["export", "run", "--to", "safetensors", "--out", "out"]) == 2
     assert "is not of the model in the run's present settings" in one_line(capfd.readouterr().err)
     assert not Path("out").exists()
+
+
+def test_other_frozen_parameters_are_named(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    groups = 'optimizer.groups=[{match: "0.*", freeze: true}]'
+    assert cli.main(["train", "name=run", groups, "trainer.steps=2"]) == 2
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert (
+        "frozen parameters; resume with the model and the optimizer.groups of the training" in line
+    )

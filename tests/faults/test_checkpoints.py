@@ -33,7 +33,7 @@ SETTINGS = [
     "trainer.checkpoint_every=100",
     "checkpoint.keep=0",
     "trainer.eval_every=0",
-    "logger.tensorboard=false",
+    "logger=none",
 ]
 Called = Callable[..., tuple[int, str, str]]
 
@@ -125,7 +125,7 @@ SHORT = [
     "data.max_bytes=64KiB",
     "trainer.global_batch=4",
     "trainer.steps=2",
-    "logger.tensorboard=false",
+    "logger=none",
 ]
 
 

@@ -1,4 +1,4 @@
-"""The command line as people meet it: real processes, their last words, and what they leave behind."""
+"""The command line as people meet it: real processes, their messages, and the files and processes that they leave."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def test_a_rank_that_cannot_begin_is_not_started_again(here: Path) -> None:
         "TORCHELASTIC_ERROR_FILE": str(here / "logs/0/0/error.json"),
         "LOCAL_RANK": "0",
     }
-    torchrun = "trap 'echo asked to end' TERM; \"$@\"; echo $?"
+    torchrun = "trap 'echo requested to end' TERM; \"$@\"; echo $?"
     process = start(["bash", "-c", torchrun, "bash", *MODULE, "train", "--nonsense"], **environment)
     _, out, err = finish(process)
-    assert out.split() == ["asked", "to", "end", "2"]
+    assert out.split() == ["requested", "to", "end", "2"]
     assert "unrecognized arguments: --nonsense" in one_line(err)
     assert (here / "logs/0" / REFUSED).exists()
 

@@ -37,7 +37,7 @@ WORTHLESS = {
 
 
 def damages(data: bytes) -> Iterator[tuple[str, bytes]]:
-    """A good file, damaged in many ways; some leave it good."""
+    """A good file, damaged at random; some changes leave it valid."""
     yield from WORTHLESS.items()
     yield "half", data[: len(data) // 2]
     yield "utf-16", data.decode().encode("utf-16")

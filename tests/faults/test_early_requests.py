@@ -209,7 +209,7 @@ def test_what_has_ended_already_says_no_more(here: Path, number: int, what: str)
 @pytest.mark.parametrize("seconds", [0.0, 0.2, 0.5])
 @pytest.mark.parametrize("begun", ["server", "ranks"])
 def test_ctrl_c_while_ranks_start(here: Path, begun: str, seconds: float) -> None:
-    """A terminal sends it to all processes: those that it ends were asked to, and are not started again."""
+    """A terminal sends it to all processes: processes that it ends are not started again."""
     run = prepared(*ENDLESS, "trainer.max_restarts=3")
     process = start(["setsid", *MODULE, "train", "--run-dir", str(run)])
     launcher = psutil.Process(process.pid)

@@ -28,7 +28,7 @@ SMALL = {
 RUN = (
     *("model=huggingface", "model.pretrained=from", "model.sequence=16", "model.verify=false"),
     *("data.max_bytes=64KiB", "trainer.global_batch=4", "trainer.steps=2", "trainer.eval_every=2"),
-    *("trainer.eval_batches=1", "logger.tensorboard=false"),
+    *("trainer.eval_batches=1", "logger=none"),
 )
 
 
@@ -91,9 +91,23 @@ def test_peft_loads_the_adapters_of_a_run(
         assert torch.equal(found[name], trained[f"model/{name}"]), name
         assert found[name].any(), name
     capfd.readouterr()
-    assert cli.main(["export", "run", "--to", "huggingface", "--out", "other"]) == 2
-    assert "use --to peft" in capfd.readouterr().err
-    assert not (here / "other").exists()
+    for arguments, message in (
+        (["--to", "safetensors"], "use --to peft; with --merge"),
+        (
+            ["--to", "huggingface", "--step", "9"],
+            "--step 9: accepted are the existing checkpoints, step 2",
+        ),
+    ):
+        assert cli.main(["export", "run", *arguments, "--out", "other"]) == 2
+        assert message in one_line(capfd.readouterr().err)
+        assert not (here / "other").exists()
+    assert (
+        cli.main(["export", "run", "--to", "huggingface", "--merge", "--best", "--out", "whole"])
+        == 0
+    )
+    whole = transformers.AutoModelForCausalLM.from_pretrained("whole").state_dict()
+    theirs = peft.PeftModel.from_pretrained(base, "out").merge_and_unload().state_dict()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in whole.items())
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ if __name__ == "__main__":
 def test_a_run_continues_without_its_logs(here: Path) -> None:
     """Metrics, events, curves, summary and pictures grow beyond the limit; checkpoints are smaller pieces here."""
     own = ["model.hidden=8", "model.layers=2"]
-    run = prepared(*LONG, *own, "logger.tensorboard=true", "trainer.steps=240")
+    run = prepared(*LONG, *own, "logger=tensorboard", "trainer.steps=240")
     code, out, err = finish(start([sys.executable, "-c", LIMITED, "train", "--run-dir", str(run)]))
     assert code == 0, err
     assert "Traceback" not in out + err
@@ -98,7 +98,7 @@ def test_metrics_and_events_continue_once_the_disk_has_space(tmp_path: Path) -> 
     unwritten = Unwritten()
     span = Span(0, 1, "forward", 0, 0, 0.0, 1.0)
     with (
-        MetricsLog(tmp_path, LoggerConfig(tensorboard=False), unwritten) as log,
+        MetricsLog(tmp_path, LoggerConfig(to=[]), unwritten) as log,
         EventLog(tmp_path / "e") as events,
     ):
         log.write({"step": 1})

@@ -28,7 +28,7 @@ from parallax.runtime.engine import Engine
 from tests.faults.commands import TINY, declare, one_line, prepared
 from tests.plans import make_plan
 
-SETTINGS = [*TINY, "trainer.steps=9", "optimizer.warmup_steps=1", "model.verify=false"]
+SETTINGS = [*TINY, "trainer.steps=9", "schedule.warmup=1", "model.verify=false"]
 PRECISIONS = ["fp32", "mixed_bf16"]
 Import = Callable[..., str]
 
@@ -258,8 +258,8 @@ def test_other_weights_are_refused_with_their_names(here: Path, imported: Import
     change, message = CHANGES[how]
     weights(here / "w.safetensors", change)
     before = sorted(here.rglob("*"))
-    typed_words = ["w.safetensors", "--from", "safetensors", "name=other", *SETTINGS]
-    assert message in one_line(imported(*typed_words, code=2))
+    typed_arguments = ["w.safetensors", "--from", "safetensors", "name=other", *SETTINGS]
+    assert message in one_line(imported(*typed_arguments, code=2))
     assert sorted(here.rglob("*")) == before
 
 
@@ -349,7 +349,7 @@ def test_weights_with_scales_beside_them_are_quantized(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed_words", "message"),
+    ("typed_arguments", "message"),
     [
         (["w.safetensors", "--from", "safetensors", "name=taken"], "runs/taken is there already"),
         (["w.safetensors", "--from", "safetensors", "--step", "9"], "accepted is 0 to 8"),
@@ -372,7 +372,7 @@ def test_weights_with_scales_beside_them_are_quantized(here: Path) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_mistakes_are_one_line_and_leave_nothing(
-    here: Path, imported: Import, typed_words: list[str], message: str
+    here: Path, imported: Import, typed_arguments: list[str], message: str
 ) -> None:
     weights(here / "w.safetensors")
     mark = here / "executed"
@@ -383,8 +383,8 @@ def test_mistakes_are_one_line_and_leave_nothing(
     (here / "runs" / "taken").mkdir(parents=True)
     (here / "runs" / "taken" / "mine").touch()
     before = sorted(here.rglob("*"))
-    named = [] if any(word.startswith("name=") for word in typed_words) else ["name=other"]
-    assert message in one_line(imported(*typed_words, *named, *SETTINGS, code=2))
+    named = [] if any(word.startswith("name=") for word in typed_arguments) else ["name=other"]
+    assert message in one_line(imported(*typed_arguments, *named, *SETTINGS, code=2))
     assert sorted(here.rglob("*")) == before
     assert not mark.exists()
 
@@ -405,8 +405,8 @@ def test_a_hostile_index_executes_nothing(here: Path, imported: Import) -> None:
     index = pickle.loads(file.read_bytes())
     index.planner_data = _Payload(mark)
     file.write_bytes(pickle.dumps(index))
-    typed_words = ["out", "--from", "dcp", "name=other", *SETTINGS]
-    line = one_line(imported(*typed_words, code=2))
+    typed_arguments = ["out", "--from", "dcp", "name=other", *SETTINGS]
+    line = one_line(imported(*typed_arguments, code=2))
     assert "it names posix.mkdir, which an index does not contain; it is not executed" in line
     assert not mark.exists()
     assert not Path("runs/other").exists()
@@ -429,8 +429,8 @@ def test_states_of_another_optimizer_are_refused(
     run = prepared(*SETTINGS)
     train(run, 1)
     assert cli.main(["export", "run", "--to", "dcp", "--out", "out"]) == 0
-    typed_words = ["out", "--from", "dcp", "name=other", *SETTINGS, *typed]
-    assert message in one_line(imported(*typed_words, code=2))
+    typed_arguments = ["out", "--from", "dcp", "name=other", *SETTINGS, *typed]
+    assert message in one_line(imported(*typed_arguments, code=2))
     assert not Path("runs/other").exists()
 
 

@@ -37,8 +37,8 @@ def broken():
 """
 OWN = [
     *("model=custom", "model.target=begins:build", "data=custom", "data.target=begins:Source"),
-    *("trainer.global_batch=4", "trainer.steps=2", "optimizer.warmup_steps=1"),
-    *("logger.tensorboard=false", "trainer.eval_every=0", "model.verify=false"),
+    *("trainer.global_batch=4", "trainer.steps=2", "schedule.warmup=1"),
+    *("logger=none", "trainer.eval_every=0", "model.verify=false"),
 ]
 
 

@@ -25,7 +25,7 @@ from tests.faults.commands import (
 from tests.results import read_metrics
 
 LINE = str(ROOT / "launch" / "torchrun.sh")
-SETTINGS = ["name=two", *TINY, *SETTLED, "trainer.eval_every=0", "logger.tensorboard=false"]
+SETTINGS = ["name=two", *TINY, *SETTLED, "trainer.eval_every=0", "logger=none"]
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_a_signal_to_the_script_reaches_its_ranks(here: Path) -> None:
     lines[1].send_signal(signal.SIGUSR1)
     ended = [finish(each) for each in lines]
     assert [code for code, _, _ in ended] == [0, 0], ended
-    words = "".join(err for _, _, err in ended).splitlines(keepends=True)
-    message = one_line("".join(word for word in words if word.startswith("parallax: ")))
+    stderr_lines = "".join(err for _, _, err in ended).splitlines(keepends=True)
+    message = one_line("".join(word for word in stderr_lines if word.startswith("parallax: ")))
     assert message.startswith("parallax: stopped by SIGUSR1 after step ")
     assert len(list_checkpoints(here / "runs/two/checkpoints")) == 1
     assert running(here) == []

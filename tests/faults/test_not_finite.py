@@ -16,7 +16,7 @@ from parallax.model.precision import PrecisionConfig
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.checkpoint import list_checkpoints
 from parallax.runtime.engine import Engine
-from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.optim.kinds.sgd import SGDConfig
 from parallax.train.loop import TrainerConfig, train
 from parallax.train.monitor import LoggerConfig
 from tests.plans import make_plan
@@ -70,7 +70,7 @@ def training(
     torch.manual_seed(1)
     chain = describe(build)
     plan = make_plan(chain, replicas=(1,), global_batch=80, microbatch=40)
-    optimizer = OptimizerConfig(name="sgd", lr=lr, warmup_steps=0, clip_norm=0.0)
+    optimizer = SGDConfig(lr=lr)
     trainer = TrainerConfig(
         steps=steps,
         global_batch=80,
@@ -88,7 +88,7 @@ def training(
         nonfinite_skips=trainer.nonfinite_skips,
     )
     try:
-        train(engine, rows, trainer, LoggerConfig(tensorboard=False), folder, tokens_per_row=1)
+        train(engine, rows, trainer, LoggerConfig(to=[]), folder, tokens_per_row=1)
     finally:
         engine.close()
 
@@ -96,7 +96,7 @@ def training(
 def test_a_policy_skips_shows_and_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a loss scale, and nothing that is no number is saved."""
+    """Without a loss scale, no NaN or Inf is saved."""
     training(tmp_path, Rows("targets", float("nan")), nonfinite="skip")
     out = capsys.readouterr().out
     assert f"step {BAD} was skipped, loss nan: row 70 of the batch's targets holds nan" in out

@@ -53,8 +53,8 @@ OWN = [
     "trainer.global_batch=4",
     "trainer.eval_every=0",
     "trainer.checkpoint_every=2",
-    "logger.tensorboard=false",
-    "optimizer.final_rate=1",
+    "logger=none",
+    "schedule.final=1",
 ]
 
 
@@ -62,15 +62,15 @@ OWN = [
 def test_states_of_generators_are_restored(here: Path, called: Called) -> None:
     (here / "own_state.py").write_text(SOURCE)
     whole = prepared(*OWN, "trainer.steps=4", name="whole", replicas=(1,))
-    cut = prepared(*OWN, "trainer.steps=2", name="cut", replicas=(1,))
-    for run in (whole, cut):
+    shortened = prepared(*OWN, "trainer.steps=2", name="shortened", replicas=(1,))
+    for run in (whole, shortened):
         assert called("train", "--run-dir", str(run))[0] == 0
-    settings = (cut / "config.yaml").read_text()
-    (cut / "config.yaml").write_text(settings.replace("steps: 2", "steps: 4"))
-    code, out, _ = called("train", "--run-dir", str(cut))
+    settings = (shortened / "config.yaml").read_text()
+    (shortened / "config.yaml").write_text(settings.replace("steps: 2", "steps: 4"))
+    code, out, _ = called("train", "--run-dir", str(shortened))
     assert code == 0
     assert "continuing after step 2" in out
-    check_same_weights(cut, whole)
+    check_same_weights(shortened, whole)
 
 
 @pytest.mark.parametrize(

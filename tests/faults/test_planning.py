@@ -39,9 +39,9 @@ def test_plan_as_json_of_an_own_folder(
 
 
 def test_plan_simulate_explain_and_diff_without_measuring(
-    here: Path, said: Callable[..., Any]
+    here: Path, command_output: Callable[..., Any]
 ) -> None:
-    planned = said(
+    planned = command_output(
         "plan",
         *DGX,
         "plan.stages=2",
@@ -54,7 +54,9 @@ def test_plan_simulate_explain_and_diff_without_measuring(
     assert plan.world_size == 4
     assert Path("plan.inputs.json").is_file()
 
-    simulated = said("simulate", "plan.yaml", "--trace", "trace.json", "--png", "timeline.png")
+    simulated = command_output(
+        "simulate", "plan.yaml", "--trace", "trace.json", "--png", "timeline.png"
+    )
     assert simulated["step_seconds"] == pytest.approx(plan.prediction.step_seconds, abs=1e-6)
     assert [rank["peak_bytes"] for rank in simulated["ranks"]] == [
         r.peak_bytes for r in plan.prediction.ranks
@@ -63,14 +65,17 @@ def test_plan_simulate_explain_and_diff_without_measuring(
     events = json.loads(Path("trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1, 2, 3}
 
-    explained = said("explain", "plan.yaml")
+    explained = command_output("explain", "plan.yaml")
     assert explained["lines"] == explain(plan, [describe_figures("a100-80")])
     assert any("Megatron-LM" in line and "error" in line for line in explained["lines"])
     assert len(explained["stages"]) == 2
 
-    said("plan", *DGX, "plan.stages=1", "--output", "other.yaml")
-    assert said("plan", "--diff", "plan.yaml", "plan.yaml") == {"equal": True, "differences": []}
-    different = said("plan", "--diff", "plan.yaml", "other.yaml")
+    command_output("plan", *DGX, "plan.stages=1", "--output", "other.yaml")
+    assert command_output("plan", "--diff", "plan.yaml", "plan.yaml") == {
+        "equal": True,
+        "differences": [],
+    }
+    different = command_output("plan", "--diff", "plan.yaml", "other.yaml")
     assert not different["equal"]
     assert any(line.startswith("microbatch: 4 -> ") for line in different["differences"])
 
@@ -96,16 +101,18 @@ def test_people_get_tables(here: Path, capfd: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_profile_says_why_nothing_moves(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    said = "tensors smaller than swap.minimum_bytes="
+    note = "tensors smaller than swap.minimum_bytes="
     small = ["profile", "model=mlp", "model.layers=1", "model.hidden=64"]
     assert cli.main(small) == 0
-    assert f"can be offloaded: {said}65536 stay" in capfd.readouterr().out
+    assert f"can be offloaded: {note}65536 stay" in capfd.readouterr().out
     assert cli.main([*small, "swap.minimum_bytes=1"]) == 0
-    assert said not in capfd.readouterr().out
+    assert note not in capfd.readouterr().out
 
 
-def test_a_profile_is_used_instead_of_measuring(here: Path, said: Callable[..., Any]) -> None:
-    profile = said("profile", *DGX, "--output", "mine.json")
+def test_a_profile_is_used_instead_of_measuring(
+    here: Path, command_output: Callable[..., Any]
+) -> None:
+    profile = command_output("profile", *DGX, "--output", "mine.json")
     assert profile["source"] == "analytic"
     assert json.loads(Path("mine.json").read_text()) == profile
     slow = dict(
@@ -116,13 +123,13 @@ def test_a_profile_is_used_instead_of_measuring(here: Path, said: Callable[..., 
         ],
     )
     Path("slow.json").write_text(json.dumps(slow))
-    quick = said("plan", *DGX, "--profile", "mine.json")["prediction"]["step_seconds"]
-    assert said("plan", *DGX)["prediction"]["step_seconds"] == quick
-    assert said("plan", *DGX, "--profile", "slow.json")["prediction"]["step_seconds"] > 7
+    quick = command_output("plan", *DGX, "--profile", "mine.json")["prediction"]["step_seconds"]
+    assert command_output("plan", *DGX)["prediction"]["step_seconds"] == quick
+    assert command_output("plan", *DGX, "--profile", "slow.json")["prediction"]["step_seconds"] > 7
 
 
-def test_what_if(said: Callable[..., Any]) -> None:
-    found = said(
+def test_what_if(command_output: Callable[..., Any]) -> None:
+    found = command_output(
         *("plan", *GPT2, "cluster=dgx_a100", "cluster.price_per_hour=3", "plan.activations=keep"),
         *("--what-if", "devices=1,2", "trainer.global_batch=8,16", "plan.replicas=1,[2]"),
     )
@@ -138,14 +145,14 @@ def test_what_if(said: Callable[..., Any]) -> None:
     assert "needs 2 devices, and there are 1" in refused["reason"]
 
 
-def test_what_cannot_be_combined_is_a_row(said: Callable[..., Any]) -> None:
-    found = said("plan", *DGX, "plan.optimizer=host", "--what-if", "swap=off,auto")
+def test_what_cannot_be_combined_is_a_row(command_output: Callable[..., Any]) -> None:
+    found = command_output("plan", *DGX, "plan.optimizer=host", "--what-if", "swap=off,auto")
     assert [outcome["fits"] for outcome in found] == [False, True]
     assert "plan.optimizer=host needs a host" in found[0]["reason"]
 
 
-def test_estimate(said: Callable[..., Any]) -> None:
-    found = said(
+def test_estimate(command_output: Callable[..., Any]) -> None:
+    found = command_output(
         "estimate", *GPT2, "precision=bf16", "trainer.global_batch=8", "trainer.microbatch=2"
     )
     assert (found["rows"], found["micro_batches"], found["precision"]) == (
@@ -156,10 +163,19 @@ def test_estimate(said: Callable[..., Any]) -> None:
     assert found["keep"]["optimizer"] == 8 * found["parameters"]
     assert found["recompute"]["activations"] < found["keep"]["activations"]
     assert [need["stages"] for need in found["pipelines"]] == [1, 2, 4, 6]
-    mixed = said("estimate", *GPT2, "precision=mixed_bf16")
+    mixed = command_output("estimate", *GPT2, "precision=mixed_bf16")
     assert mixed["keep"]["master"] == 2 * mixed["keep"]["gradients"] == 4 * mixed["parameters"]
-    counted = said("estimate", "experiment=tiny")
+    counted = command_output("estimate", "experiment=tiny")
     assert counted["keep"]["parameters"] == 4 * counted["parameters"]
+
+
+def test_frozen_groups_of_a_model_without_names_are_refused(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    groups = 'optimizer.groups=[{match: "*", freeze: true}]'
+    for command in ("plan", "estimate"):
+        assert cli.main([command, *DGX, *GPT2, groups]) == 2
+        assert "model=transformer has only sizes, and no names" in one_line(capfd.readouterr().err)
 
 
 def test_files_that_do_not_belong_together(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +207,7 @@ def test_a_run_that_measured_nothing_cannot_be_calibrated(
 
 
 @pytest.mark.thorough  # as a trillion parameters on a thousand devices, in tests/unit/plan/test_candidates.py
-def test_a_thousand_devices_are_planned_for(said: Callable[..., Any]) -> None:
+def test_a_thousand_devices_are_planned_for(command_output: Callable[..., Any]) -> None:
     """How long deeper models take is kept by benchmarks/regret.py."""
     model = [
         "model=transformer",
@@ -200,7 +216,7 @@ def test_a_thousand_devices_are_planned_for(said: Callable[..., Any]) -> None:
         "model.heads=64",
         "precision=bf16",
     ]
-    planned = said(
+    planned = command_output(
         "plan", *model, "cluster=dgx_a100", "cluster.nodes=128", "trainer.global_batch=1024"
     )
     assert sum(stage["replicas"] for stage in planned["stages"]) >= 1024

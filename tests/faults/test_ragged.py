@@ -1,4 +1,4 @@
-"""Rows of several lengths in forms that cannot be cut end in one line."""
+"""Rows of several lengths that cannot be divided into micro-batches end in one line."""
 
 from __future__ import annotations
 

@@ -15,11 +15,11 @@ pytestmark = pytest.mark.faults
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", TEXT, re.M | re.S)
 SMALL = ["model.layers=2", "model.hidden=64", "model.heads=2", "model.sequence=64"]
-QUICK = ["data.max_bytes=64KiB", "trainer.global_batch=4", "logger.tensorboard=false"]
+QUICK = ["data.max_bytes=64KiB", "trainer.global_batch=4", "logger=none"]
 
 
 def typed(beginning: str) -> list[str]:
-    """The words behind `parallax` in the README's line that begins so, but for its environment."""
+    """The arguments of `parallax` in the README's line that begins so, but for its environment."""
     lines = [line for language, body in BLOCKS if not language for line in body.splitlines()]
     (line,) = [line for line in lines if f"parallax {beginning}" in line and "&&" not in line]
     return shlex.split(line.partition("parallax ")[2], comments=True)

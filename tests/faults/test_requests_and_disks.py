@@ -21,7 +21,7 @@ from tests.faults.test_left_over import SWAPPING
 from tests.faults.test_swap_disk import offloading
 
 # Of the first rank: what the last stage offloads it may want back before it has gone.
-ASKED = ((0, 1, "swap_out"), (0, 3, "swap_in"), (1, 5, "write"))
+REQUESTS = ((0, 1, "swap_out"), (0, 3, "swap_in"), (1, 5, "write"))
 STEPS = 9
 
 
@@ -30,13 +30,15 @@ STEPS = 9
 def test_a_request_in_the_middle_of_a_transfer(
     here: Path, called: Callable[..., tuple[int, str, str]], behind: bool
 ) -> None:
-    """One rank is asked to end; both save the same step, and the resumed run has equal results."""
+    """One rank is requested to end; both save the same step, and the resumed run has equal results."""
     settings = [*SWAPPING, f"trainer.steps={STEPS}", f"checkpoint.asynchronous={behind}"]
     whole, run = (
-        prepared(*kill_at(*requested, how="is_asked_to_end"), *settings, name=name, plan=offloading)
-        for name, requested in (("whole", ()), ("run", ASKED))
+        prepared(
+            *kill_at(*requested, how="is_requested_to_end"), *settings, name=name, plan=offloading
+        )
+        for name, requested in (("whole", ()), ("run", REQUESTS))
     )
-    for _, step, action in ASKED:
+    for _, step, action in REQUESTS:
         code, _, err = called("train", "--run-dir", str(run))
         assert code == 0, (action, err)
         found = re.fullmatch(

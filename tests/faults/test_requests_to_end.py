@@ -42,8 +42,8 @@ from torch import nn
 from parallax import TensorRows
 
 def ask(where):
-    if os.environ.get("RANK", "") == "1" and os.environ.get("ASK") == where and not pathlib.Path("asked").exists():
-        pathlib.Path("asked").touch()
+    if os.environ.get("RANK", "") == "1" and os.environ.get("ASK") == where and not pathlib.Path("requested").exists():
+        pathlib.Path("requested").touch()
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(0.3)  # until it is heard
 
@@ -130,7 +130,7 @@ def test_a_request_is_served_after_the_step(
 def is_served(
     here: Path, run: Path, process: subprocess.Popen[str], number: signal.Signals, code: int
 ) -> int:
-    """The step after which the process ended as it was asked to."""
+    """The step after which the process ended on request."""
     settings = config.load((run / "config.yaml").read_text())
     found, out, err = finish(process)
     assert found == code, err
@@ -149,7 +149,7 @@ def is_served(
 def test_a_stopped_run_resumes_bit_for_bit(
     here: Path, called: Callable[..., tuple[int, str, str]]
 ) -> None:
-    settings = [*LONG, "trainer.steps=60", "optimizer.final_rate=1", "trainer.eval_every=0"]
+    settings = [*LONG, "trainer.steps=60", "schedule.final=1", "trainer.eval_every=0"]
     whole, interrupted = prepared(*settings, name="whole"), prepared(*settings, name="interrupted")
     process = stepping(interrupted)
     process.send_signal(signal.SIGTERM)
@@ -192,7 +192,7 @@ OWN = [
 OWN += [
     "trainer.global_batch=4",
     "trainer.microbatch=2",
-    "logger.tensorboard=false",
+    "logger=none",
     "trainer.steps=6",
 ]
 OWN += ["trainer.checkpoint_every=2", "trainer.eval_every=2", "trainer.eval_batches=2"]
@@ -249,7 +249,7 @@ def test_what_has_nothing_to_save_has_not_ended_well(
 @pytest.mark.parametrize(
     ("number", "code"),
     [
-        (signal.SIGUSR1, 1),  # 0 says that what was asked for is done
+        (signal.SIGUSR1, 1),  # 0 means that the command is complete
         (signal.SIGTERM, 143),
     ],
 )
@@ -260,7 +260,7 @@ def test_what_cannot_be_saved_in_time_ends_without(
     number: signal.Signals,
     code: int,
 ) -> None:
-    """Whoever asked kills it then anyway, without a word."""
+    """The requester then kills it without a message."""
     asking = ASKING.replace("SIGUSR1", number.name).replace("time.sleep(0.3)", "time.sleep(60)")
     (here / "asking.py").write_text(asking)
     run = prepared(*OWN, "trainer.grace_seconds=1")

@@ -217,7 +217,7 @@ def test_the_fork_server_is_killed(here: Path) -> None:
     process = started(run)
     server, before = fork_server(process), ranks(process)
     server.kill()
-    wait_for(lambda: not any(map(lives, before)), "the end of the ranks")
+    wait_for(lambda: not any(map(is_alive, before)), "the end of the ranks")
     seen = steps_taken(run)
     wait_for(lambda: steps_taken(run) > seen, "new steps")
     process.send_signal(signal.SIGTERM)
@@ -245,7 +245,7 @@ def test_the_launcher_is_killed(here: Path) -> None:
     process.kill()
     process.communicate()
     wait_for(
-        lambda: not running(here) and not any(map(lives, everything)), "the end of all processes"
+        lambda: not running(here) and not any(map(is_alive, everything)), "the end of all processes"
     )
     print(f"all processes gone after {time.monotonic() - begun:.2f} s")
     assert time.monotonic() - begun < ALL_GONE_SECONDS
@@ -332,7 +332,7 @@ def test_two_torchruns_count_restarts_each_for_itself(
     assert running(here) == []
 
 
-def lives(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -163,7 +163,7 @@ def build(width):
 """
 
 
-@pytest.mark.thorough  # what was named is remembered: test_own_words.py; a run resumes by its name: test_runs.py
+@pytest.mark.thorough  # what was named is remembered: test_own_class_paths.py; a run resumes by its name: test_runs.py
 def test_a_run_of_ones_own_model_resumes_by_its_name(
     here: Path, called: Callable[..., tuple[int, str, str]]
 ) -> None:

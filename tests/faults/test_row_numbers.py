@@ -57,7 +57,7 @@ def plain():
 OWN = [
     *("model=custom", "model.target=unlike:Model", "data=custom", "data.target=unlike:Source"),
     *("trainer.global_batch=16", "trainer.microbatch=16", "trainer.steps=2"),
-    *("logger.tensorboard=false", "trainer.eval_every=1", "optimizer.warmup_steps=1"),
+    *("logger=none", "trainer.eval_every=1", "schedule.warmup=1"),
 ]
 
 

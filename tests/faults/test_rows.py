@@ -60,12 +60,12 @@ SETTINGS = [
         "trainer.checkpoint_every=2",
     ),
     *(
-        "logger.tensorboard=false",
+        "logger=none",
         "optimizer=sgd",
         "optimizer.lr=1e-30",
         "precision=fp64",
     ),
-    *("trainer.eval_every=0", "optimizer.final_rate=1", "cluster.kind=cpu"),
+    *("trainer.eval_every=0", "schedule.final=1", "cluster.kind=cpu"),
 ]
 
 

@@ -108,7 +108,7 @@ def test_train_resume_and_ranks_of_torchrun(
     assert steps == [1, 2, 3, 4, 5, 6]
 
     codes, printed = as_under_torchrun(
-        here, ["train", *settings, "name=b", "trainer.steps=6", "logger.tensorboard=false"]
+        here, ["train", *settings, "name=b", "trainer.steps=6", "logger=none"]
     )
     assert codes == [0, 0], printed
     assert not [line for line in printed.splitlines() if line.startswith(NOISE)], printed
@@ -155,7 +155,7 @@ def one_of_torchruns(here: Path, port: int, rank: int, arguments: Sequence[str])
 
 @pytest.mark.faults
 def test_torchrun_trains_the_same(here: Path, called: Callable[..., tuple[int, str, str]]) -> None:
-    settings = [*TINY, *SETTLED, "trainer.steps=4", "logger.tensorboard=false"]
+    settings = [*TINY, *SETTLED, "trainer.steps=4", "logger=none"]
     code, _, err = called("train", *settings, "name=a", "cluster.devices=2")
     assert (code, err.strip()) == (0, "")
     code, out, err = call("-m", "parallax", "train", *settings, "name=b", launcher=TORCHRUN)

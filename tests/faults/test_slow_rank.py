@@ -39,7 +39,7 @@ class Rows:
         pass
 """
 OWN = ["model=custom", "model.target=slow:build", "+model.kwargs={}"]
-OWN += ["data=custom", "data.target=slow:Rows", "logger.tensorboard=false", "cluster.devices=2"]
+OWN += ["data=custom", "data.target=slow:Rows", "logger=none", "cluster.devices=2"]
 OWN += ["trainer.global_batch=4", "trainer.microbatch=1", "trainer.eval_every=0", "plan.stages=2"]
 OWN += ["plan.replicas=1", "trainer.eval_batches=1", "swap=off", "plan.schedule=gpipe"]
 

@@ -33,7 +33,7 @@ SETTINGS = [
     "trainer.eval_every=0",
     "trainer.checkpoint_every=0",
     "data.max_bytes=64KiB",
-    "logger.tensorboard=false",
+    "logger=none",
 ]
 STEP = 2  # of the fault
 
@@ -60,7 +60,7 @@ def seconds_until_gone(folder: Path, ended: Callable[[], bool]) -> float:
 
 @dataclass(frozen=True)
 class Ended:
-    """What is left of launchers: exit codes, last words, and for how long there were ranks after the fault."""
+    """What is left of launchers: exit codes, messages, and for how long there were ranks after the fault."""
 
     codes: list[int]
     err: str

@@ -25,7 +25,7 @@ ONE = [
     *TINY,
     "plan=single",
     "cluster.devices=1",
-    "logger.tensorboard=false",
+    "logger=none",
     "trainer.microbatch=2",
 ]
 EXAMPLE = ["--config-dir", str(ROOT / "examples" / "scaling"), "experiment=scaling"]
@@ -71,24 +71,24 @@ def test_a_wrong_point_is_named(here: Path, capfd: pytest.CaptureFixture[str]) -
 def test_a_failing_point_ends_nothing_but_itself(
     called: Callable[..., tuple[int, str, str]], here: Path
 ) -> None:
-    (here / "mine" / "room").mkdir(parents=True)
-    for name, memory in (("little", "1MiB"), ("plenty", "auto")):
+    (here / "mine" / "limit").mkdir(parents=True)
+    for name, memory in (("small", "1MiB"), ("large", "auto")):
         text = f"# @package _global_\ncluster: {{device_memory: {memory}}}\n"
-        (here / "mine" / "room" / f"{name}.yaml").write_text(text)
+        (here / "mine" / "limit" / f"{name}.yaml").write_text(text)
     short = ["trainer.steps=3", "trainer.eval_every=0", "trainer.checkpoint_every=0"]
-    command = ["train", "-m", "-cd", "mine", *ONE, *short, "room=little,plenty", "name=s"]
+    command = ["train", "-m", "-cd", "mine", *ONE, *short, "limit=small,large", "name=s"]
     code, out, err = called(*command)
     assert code == 1
-    assert one_line(err).startswith("parallax: 1 of 2 points are not done: room-little (")
-    assert "point 1 of 2: room=little" in out
+    assert one_line(err).startswith("parallax: 1 of 2 points are not done: limit-small (")
+    assert "point 1 of 2: limit=small" in out
     assert "point 1 of 2 failed after" in out
     assert "1 left, about" in out
     assert "point 2 of 2 done after" in out
-    done = here / "runs" / "s" / "room-plenty"
+    done = here / "runs" / "s" / "limit-large"
     assert json.loads((done / "summary.json").read_text())["steps"] == 3
     log = (done / "output.log").read_text()
 
-    code, out, err = called(*command, "room=choice(plenty)")  # again: what is done is done
+    code, out, err = called(*command, "limit=choice(large)")  # again: what is done is done
     assert (code, err) == (0, "")
     assert "1 point(s), 1 of them done" in out
     assert "point 1 of 1" not in out
@@ -96,21 +96,21 @@ def test_a_failing_point_ends_nothing_but_itself(
 
     code, out, err = called("report", "s")
     assert (code, err) == (0, "")
-    assert "room-little: " in out
+    assert "limit-small: " in out
     assert "not drawn, Strong scaling: it needs" in out
     report = here / "runs" / "s" / "report"
     rows = list(csv.DictReader((report / "points.csv").open()))
-    assert [(row["room"], row["status"]) for row in rows] == [("little", "failed"), ("plenty", "done")]  # fmt: skip
+    assert [(row["limit"], row["status"]) for row in rows] == [("small", "failed"), ("large", "done")]  # fmt: skip
     assert "MiB" in rows[0]["reason"]
     assert float(rows[1]["step_seconds"]) > 0
     assert "plan=single" in (report / "report.html").read_text()
-    for arguments in (["explain", "s/room-plenty"], ["report", "runs/s/room-plenty"]):
+    for arguments in (["explain", "s/limit-large"], ["report", "runs/s/limit-large"]):
         assert called(*arguments)[0] == 0
     assert (done / "report" / "report.html").is_file()
     code, _, err = called("train", "name=s", "trainer.steps=3")
     assert code == 2
     assert "runs/s is a sweep; add -m" in one_line(err)
-    code, _, err = called("train", "-m", "name=s/room-plenty")
+    code, _, err = called("train", "-m", "name=s/limit-large")
     assert code == 2
 
 

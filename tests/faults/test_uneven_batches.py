@@ -1,4 +1,4 @@
-"""Batches that are smaller than what they are cut into, uneven or empty: they work, or are refused with the numbers."""
+"""Batches with fewer rows than micro-batches, uneven or empty: they work, or are refused with the numbers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build():
 """
 OWN = [
     *("model=custom", "model.target=uneven:build", "data=custom", "data.target=uneven:Source"),
-    *("logger.tensorboard=false", "trainer.eval_every=0"),
+    *("logger=none", "trainer.eval_every=0"),
 ]
 SIZES = (8, 9, 5, 1)  # of micro-batches of two rows: whole, one more, uneven, fewer than there are
 

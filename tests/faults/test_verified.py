@@ -1,4 +1,4 @@
-"""A chain that is not its model, and rows that must not be cut, are refused in one line before anything is trained."""
+"""A chain that differs from its model, and rows that must not be divided, are refused in one line before training."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_remedies_work() -> None:
     model = "model.target=checked:Contrastive"
     whole = plan_of(model, "trainer.microbatch=8", "name=whole")
     assert whole.micro_batches(8) == 1
-    split = plan_of(model, "trainer.microbatch=2", "model.verify=false", "name=cut")
+    split = plan_of(model, "trainer.microbatch=2", "model.verify=false", "name=split")
     assert split.micro_batches(8) == 4
     gathered = plan_of(model, "trainer.microbatch=2", "trainer.gather_loss=true", "name=gathered")
     assert gathered.micro_batches(8) == 4

@@ -38,7 +38,7 @@ def hang():
         lock = ctypes.CDLL(None).pthread_mutex_lock
         lock(mutex)
         lock(mutex)
-    while how == "goes on":
+    while how == "continues":
         try:
             time.sleep(600)
         except (Exception, KeyboardInterrupt):
@@ -138,14 +138,14 @@ def test_work_is_no_hang(here: Path) -> None:
         pytest.param("train", "sleeps", marks=pytest.mark.thorough),
         ("train", "heeds nothing"),
         pytest.param("plan", "spins", marks=pytest.mark.thorough),
-        ("plan", "goes on"),
+        ("plan", "continues"),
     ],
 )
 def test_ctrl_c_ends_it_at_once(here: Path, command: str, how: str) -> None:
     process = hanging(command, "trainer.watchdog_seconds=0", how=how)
     wait_for((here / "hangs").exists, "the hang")
     process.send_signal(signal.SIGINT)
-    if how == "goes on":  # what takes the first for its own has the second to reckon with
+    if how == "continues":  # what takes the first for its own has the second to reckon with
         time.sleep(1.0)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)

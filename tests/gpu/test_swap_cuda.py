@@ -1,4 +1,4 @@
-"""The swap on a CUDA device: pinned memory of the size asked, and waits that hold although every copy may be late."""
+"""The swap on a CUDA device: pinned memory of the requested size, and waits that hold although any copy may be late."""
 
 from __future__ import annotations
 

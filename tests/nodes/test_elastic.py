@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.hosts import ROOT, Host, TwoHosts
-from tests.nodes.test_two_hosts import output, ranks, said, wait_for
+from tests.nodes.test_two_hosts import end_messages, output, ranks, wait_for
 
 pytestmark = pytest.mark.nodes
 
@@ -30,8 +30,8 @@ SETTINGS = (
     "trainer.steps=100000",
     "trainer.eval_every=0",
     "trainer.checkpoint_every=5",
-    "optimizer.final_rate=1",
-    "logger.tensorboard=false",
+    "schedule.final=1",
+    "logger=none",
 )
 STEP = "+data.kwargs.seconds=0.1"
 SOON = 60.0
@@ -49,8 +49,8 @@ def line(hosts: TwoHosts, tmp_path: Path) -> tuple[str, ...]:
     option = tmp_path / "options" / "experiment" / "stages.yaml"
     option.parent.mkdir(parents=True)
     option.write_text("# @package _global_\nplan: {stages: 2}\n")
-    words = ("--config-dir", str(tmp_path / "options"), "experiment=stages")
-    return (*words, *SETTINGS, STEP, f"checkpoint.directory={tmp_path / 'shared'}")
+    message = ("--config-dir", str(tmp_path / "options"), "experiment=stages")
+    return (*message, *SETTINGS, STEP, f"checkpoint.directory={tmp_path / 'shared'}")
 
 
 def begin(hosts: TwoHosts, line: tuple[str, ...]) -> None:
@@ -81,7 +81,7 @@ def stages(host: Host) -> list[int]:
 
 
 def ends_well(hosts: TwoHosts, folder: Path) -> None:
-    """Asked to end, all do. What was trained is what one process makes of the same, and no step is missing."""
+    """All hosts end on request. The trained weights equal those of one process, and no step is missing."""
     os.kill(ranks(hosts.a)[0], signal.SIGUSR1)
     wait_for(lambda: not ranks(hosts.a) and not ranks(hosts.b), hosts, SOON)
     found = losses(hosts.a)
@@ -152,7 +152,7 @@ def test_after_a_partition_one_side_continues(
     os.kill(stopped, signal.SIGCONT)
     wait_for(lambda: not ranks(hosts.b), hosts, 20.0)
     assert "continuing after" not in output(hosts.b)
-    assert any("cannot be reached" in words for words in said(hosts.b)), output(hosts.b)
+    assert any("cannot be reached" in message for message in end_messages(hosts.b)), output(hosts.b)
     hosts.a.set_link(up=True)
     wait_for(lambda: restarts(hosts.a) == 2, hosts, SOON)
     reaches(hosts, max(losses(hosts.a)) + 3)
@@ -167,7 +167,7 @@ def test_too_few_devices_end_the_run_with_what_is_missing(
     hosts.b.kill()
     process = hosts.started[0]
     assert process.wait(SOON) == 2
-    assert "plan.stages=2 with 1 device(s)" in said(hosts.a)[-1]
+    assert "plan.stages=2 with 1 device(s)" in end_messages(hosts.a)[-1]
 
 
 def test_an_unfit_host_is_refused_and_the_others_continue(
@@ -183,10 +183,11 @@ def test_an_unfit_host_is_refused_and_the_others_continue(
     (refused,) = hosts.start(1, line, nodes="1:2", on=[hosts.b])
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     assert refused.wait(SOON) == 2, output(hosts.b)
-    (words,) = said(hosts.b)
-    assert "on node-b has parallax 0.0.9, and rank " in words
+    (message,) = end_messages(hosts.b)
+    assert "on node-b has parallax 0.0.9, and rank " in message
     assert (
-        "install the same versions on all hosts; the other hosts continue without this one" in words
+        "install the same versions on all hosts; the other hosts continue without this one"
+        in message
     )
     reached = max(losses(hosts.a))
     reaches(hosts, reached + 3)

@@ -53,8 +53,8 @@ def output(host: Host) -> str:
     return path.read_text(errors="replace") if path.is_file() else ""
 
 
-def said(host: Host) -> list[str]:
-    """Return Parallax's messages about its end."""
+def end_messages(host: Host) -> list[str]:
+    """Return the lines in which Parallax reports its end."""
     return [line for line in output(host).splitlines() if line.startswith("parallax:")]
 
 
@@ -80,10 +80,14 @@ def ranks(host: Host) -> list[int]:
     found = []
     for process in host.processes():
         try:
-            words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+            command = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"parallax" in words and b"torch.distributed.run" not in words and b"train" in words:
+        if (
+            b"parallax" in command
+            and b"torch.distributed.run" not in command
+            and b"train" in command
+        ):
             found.append(process)
     return found
 
@@ -134,7 +138,7 @@ def test_a_node_without_its_checkpoints_is_named(hosts: TwoHosts) -> None:
             path.unlink()
     codes = [process.wait(ENDS_SECONDS) for process in hosts.start(1, ("name=both",))]
     assert 0 not in codes
-    lines = [*said(hosts.a), *said(hosts.b)]
+    lines = [*end_messages(hosts.a), *end_messages(hosts.b)]
     assert any(
         "step-00000002 is not whole" in line and "that node-b saved" in line for line in lines
     ), lines
@@ -164,8 +168,8 @@ def test_a_partition_ends_all_ranks_and_is_reported_on_both_hosts(hosts: TwoHost
     seconds = wait_for(lambda: not ranks(hosts.a) and not ranks(hosts.b), hosts, 30.0)
     assert seconds < 15.0
     for host, other, rank in ((hosts.a, "node-b", 1), (hosts.b, "node-a", 0)):
-        wait_for(lambda host=host: bool(said(host)), hosts, 5.0)
-        (line,) = said(host)
+        wait_for(lambda host=host: bool(end_messages(host)), hosts, 5.0)
+        (line,) = end_messages(host)
         assert f"rank {rank} (stage {rank}, replica 0) on {other} cannot be reached" in line
         assert "last seen" in line
     hosts.stop()
@@ -178,8 +182,8 @@ def test_a_lost_host_ends_all_ranks(hosts: TwoHosts, lost: str) -> None:
     gone, left = (hosts.a, hosts.b) if lost == "a" else (hosts.b, hosts.a)
     gone.kill()
     assert wait_for(lambda: not ranks(left), hosts, 30.0) < 2.0
-    wait_for(lambda: bool(said(left)), hosts, 5.0)
-    (line,) = said(left)
+    wait_for(lambda: bool(end_messages(left)), hosts, 5.0)
+    (line,) = end_messages(left)
     rank = 0 if lost == "a" else 1
     assert f"rank {rank} (stage {rank}, replica 0) on {gone.name} ended without a report" in line
     hosts.stop()

@@ -1,4 +1,4 @@
-"""Workers whose torch has the simulated accelerator. It is built when it is first asked for."""
+"""Workers whose torch has the simulated accelerator. It is built on first use."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Ran(NamedTuple):
     """``losses`` of the steps, what was noticed in all of them, the host's ``waits`` of the last by place, and after
     each the bytes on the device, and of pinned memory. ``left``: the sum of each parameter's absolute values after
     the second step and at the end, and before that the loss of what comes next. ``contexts``: numbers of devices that
-    would have one, of those on which some thread asked for an event."""
+    would have one, of those on which some thread requested an event."""
 
     losses: list[float]
     verdict: Verdict
@@ -192,7 +192,7 @@ def _fail_by_rows(engine: Engine) -> None:
         engine.step(Broken(tokens.inputs(0, 8), tokens.targets(0, 8)))
     except ArithmeticError:
         return
-    raise AssertionError("broken rows were not asked for")
+    raise AssertionError("broken rows were not requested")
 
 
 def _fail_on_disk(engine: Engine, following: Callable[[TensorRows], object]) -> None:
@@ -207,7 +207,7 @@ def _fail_on_disk(engine: Engine, following: Callable[[TensorRows], object]) -> 
         except SwapError:
             assert torch.equal(before, first), "a step that failed has changed weights"
             return
-    raise AssertionError("a full disk was not told of")
+    raise AssertionError("a full disk was not reported")
 
 
 class OneBuffer(Shared):

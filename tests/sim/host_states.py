@@ -1,4 +1,4 @@
-"""States of an optimizer that lie in files: asked for, set and forgotten while a step is under way."""
+"""States of an optimizer that lie in files: read, set and forgotten while a step is under way."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def _states_in_files(bucket_bytes: int) -> Iterator[_Stepped]:
         assert store.most_behind_bytes <= most, "more buckets are kept in host memory than promised"
 
 
-def states_asked_for(bucket_bytes: int) -> None:
-    """While a step is under way: asked for, set, stepped again, and not stepped."""
+def states_read(bucket_bytes: int) -> None:
+    """While a step is under way: read, set, stepped again, and not stepped."""
     with _states_in_files(bucket_bytes) as both:
         both.step()
         both.assert_alike()
@@ -142,8 +142,8 @@ def states_lost() -> None:
 
 
 SCENARIOS: dict[str, Callable[[], None]] = {
-    "states asked for": lambda: states_asked_for(16384),
-    "states asked for in one bucket": lambda: states_asked_for(MIB),
+    "states read": lambda: states_read(16384),
+    "states read in one bucket": lambda: states_read(MIB),
     "states set back": lambda: states_set_back(16384),
     "states set back in one bucket": lambda: states_set_back(MIB),
     "states lost": states_lost,

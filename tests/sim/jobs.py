@@ -90,7 +90,7 @@ def timed() -> Any:
 
 
 def offloading() -> tuple[float, float]:
-    """What a trial finds, in virtual time."""
+    """The result of an offload micro-benchmark, in virtual time."""
     from tests.sim.timed import offloading
 
     return offloading()
@@ -196,7 +196,7 @@ def loop(tier: str, steps: int) -> dict[str, Any]:
 
 
 def events_made() -> tuple[int, int]:
-    """How many events two hundred copies down and up make, and what comes of it when all are asked for at the end."""
+    """How many events two hundred copies down and up make, and the result when all are queried at the end."""
     import torch
 
     from parallax.machine.device import StreamCopies
@@ -281,7 +281,7 @@ def shown_often() -> list[bool]:
 
 
 def selected() -> list[int]:
-    """The number of the device that a mesh is on, and of that which is current then, when it was asked for by its kind
+    """The number of the device that a mesh is on, and of that which is current then, when it was requested by its kind
     alone, and by another number than the current one's."""
     import torch
 

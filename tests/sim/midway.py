@@ -117,7 +117,7 @@ def written_twice(tier: str) -> None:
         assert store.most_behind_bytes <= 3 * most, "more is kept in host memory than promised"
 
 
-def gradients_asked_for() -> None:
+def gradients_read() -> None:
     """Before a step, which gives their places away; they are looked at after it."""
     mine, plain = twins(3)
     with streaming("host", mine, sgd) as (streamed, host, _):
@@ -374,7 +374,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     "masters disk": lambda: masters("disk"),
     "gradients lost": gradients_lost,
     "gradients cleared": gradients_cleared,
-    "gradients asked for": gradients_asked_for,
+    "gradients read": gradients_read,
     "weights set while read": weights_set_while_read,
     "owner fails": owner_fails,
     "writes lost": writes_lost,

@@ -72,7 +72,7 @@ _BETWEEN_RANKS = (
 )
 # Nothing ends that computes for so long, or does nothing for so long: the clock knows too little on a busy machine.
 _BUSY_SECONDS, _IDLE_SECONDS = 200.0, 20.0
-_LATE = 30  # how often transfers are asked about in vain
+_LATE = 30  # the number of queries before a transfer is complete
 _CLOSE = {"fp32": 1e-5, "bf16": 2e-3}  # of losses, relative
 
 
@@ -301,7 +301,7 @@ def _wrong(engine: _Engine, lateness: int) -> str:
     return ""
 
 
-def judged(number: int) -> str:
+def verdict_on(number: int) -> str:
     """What became of one mutant; '' if it was not found."""
     if waits()[number].place.startswith(_BETWEEN_RANKS):
         return _in_pairs(number)
@@ -341,7 +341,7 @@ def _first_found(each: Sequence[Sequence[str]]) -> str:
         while running:
             for process in [each for each in running if each.poll() is not None]:
                 running.remove(process)
-                if why := _said(process):
+                if why := _output(process):
                     return why
             if abs((now := _worked(running)) - worked) > 0.2:
                 worked, since = now, time.monotonic()
@@ -361,7 +361,7 @@ def _worked(running: Sequence[subprocess.Popen[str]]) -> float:
     return spent
 
 
-def _said(process: subprocess.Popen[str]) -> str:
+def _output(process: subprocess.Popen[str]) -> str:
     """What a process found that has ended."""
     assert process.stdout is not None
     lines = [line for line in process.stdout.read().splitlines() if line.startswith("FOUND ")]
@@ -392,7 +392,7 @@ def main() -> None:
     found, all_waits = 0, waits()
     numbers = [int(each) for each in sys.argv[1:]] or [*range(len(all_waits))]
     for number in numbers:
-        why = judged(number)
+        why = verdict_on(number)
         found += bool(why)
         print(
             f"{number:3} {'found ' if why else 'MISSED'} {all_waits[number]}\n      {why[:150]}",

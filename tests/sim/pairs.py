@@ -50,7 +50,7 @@ _OFFLOADED: dict[str, Any] = {"optimizer_offload": 1.0, "parameter_offload": 1.0
 
 @cache
 def on_a_cpu() -> list[float]:
-    """The losses of one rank; asked for first before there are two."""
+    """The losses of one rank; computed before there are two."""
     return train("cpu", (1,), {}, steps=_STEPS).losses
 
 

@@ -15,7 +15,7 @@ from tests.sim.swapping import WIDTH, rows, sgd
 
 
 class Beside(nn.Module):
-    """Two ways at the same time. Synchronisation between the streams is kept: memory that one lets go of while the
+    """Two streams at the same time. Synchronisation between the streams is kept: memory that one lets go of while the
     other still reads is the model's own affair."""
 
     def __init__(self, side: torch.Stream, kept: list[Tensor]) -> None:

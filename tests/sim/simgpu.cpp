@@ -59,7 +59,7 @@ std::array<uint64_t, ACTORS> ticks{};
 uint64_t seq = 0;
 std::array<int, DEVICES> made{};  // streams beside the default one
 std::vector<Report> reports;
-std::set<std::string> told;
+std::set<std::string> reported;
 std::map<std::string, int64_t> counts;
 // Virtual time, where it is on: kernels take what their operations or bytes take, whichever is longer, copies what the
 // link takes; streams run beside each other and beside the host, which takes a moment for each launch.
@@ -74,10 +74,10 @@ std::map<std::string, int64_t> sync_where;
 size_t cap = 0;
 int sync_micros = 0;     // how long event.synchronize takes at least
 std::array<c10::CachingDeviceAllocator::DeviceStats, DEVICES> stats;
-std::set<int> contexts;  // devices that a thread was on when it asked for an event or waited for one: a driver, which is
-                         // not told there whose event it is, makes a context on that device
+std::set<int> contexts;  // devices that a thread was on when it created an event or waited for one: a driver, which is
+                         // not reported there whose event it is, makes a context on that device
 thread_local int device_now = 0;
-thread_local bool quiet = false;  // this thread's waits are nobody's: it stands for the device's own machinery
+thread_local bool quiet = false;  // this thread's waits are ignored: it stands for the device's own machinery
 thread_local std::array<int, DEVICES> stream_now{};
 thread_local std::vector<size_t> fill;   // reports that want a Python stack
 thread_local std::vector<std::string> fill_sync;
@@ -109,7 +109,7 @@ std::string name(int who) {
 }
 
 void report(const std::string& what) {
-  if (!told.insert(what).second) { counts["repeated"]++; return; }
+  if (!reported.insert(what).second) { counts["repeated"]++; return; }
   reports.push_back({what, ""});
   if (stacks) fill.push_back(reports.size() - 1);
 }
@@ -703,7 +703,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("sync_where", [] { Scope s; return sync_where; }, nogil);
   m.def("pending", [] { Scope s; return tasks.size(); }, nogil);
   m.def("pinned_bytes", [] { Scope s; size_t n = 0; for (auto& [p, b] : blocks) if (b.pinned) n += b.size; return n; }, nogil);
-  m.def("reset", [] { Scope s; reports.clear(); told.clear(); counts.clear(); sync_where.clear(); contexts.clear(); }, nogil);
+  m.def("reset", [] { Scope s; reports.clear(); reported.clear(); counts.clear(); sync_where.clear(); contexts.clear(); }, nogil);
   m.def("contexts", [] { Scope s; return contexts; }, nogil);
   m.def("host_writes", [](uintptr_t p, size_t n) { Scope s; sim::host_writes(p, n); }, nogil);
   m.def("configure", [](int l, bool late_, bool st, bool ss, size_t c) { Scope s; lateness = l; late = late_; stacks = st; sync_stacks = ss; cap = c; },

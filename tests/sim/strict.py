@@ -1,8 +1,8 @@
 """Real stores that check their callers against the contract, whatever the timing.
 
 That a transfer is mostly over before its place is used again hides a wait that is missing, and a disk is mostly faster
-than the code that should wait for it. Here it counts who has asked: a place is read only when somebody has waited for
-its write, and given back only when somebody has waited for, or stopped, every transfer there. Importing this registers
+than the code that should wait for it. This store checks the waits: a slot may be read only after the caller has waited
+for its write, and freed only after the caller has waited for, or stopped, all its transfers. Importing this registers
 the tiers ``strict host`` and ``strict disk``.
 """
 
@@ -24,7 +24,7 @@ from parallax.swap.stores.tiers import StoreRequest, open_disk, open_host, regis
 STRICT_HOST, STRICT_DISK = replace(HOST, name="strict host"), replace(DISK, name="strict disk")
 
 
-class _Asked:
+class _Transfer:
     """A transfer, and whether anybody knows that it is over."""
 
     def __init__(self, inner: Pending, size: int) -> None:
@@ -62,20 +62,20 @@ class _Asked:
 
 
 class StrictStore:
-    """``inner``, and how it is used. ``most_behind_bytes``: the most bytes of host memory whose writes nobody had
+    """``inner``, and how it is used. ``most_behind_bytes``: the most bytes of host memory whose writes no caller had
     waited for at one time; they are held until somebody does."""
 
     def __init__(self, inner: Store) -> None:
         self._inner, self.tier, self.slots = inner, inner.tier, inner.slots
         self.waste_bytes = inner.waste_bytes
         self.most_behind_bytes = 0
-        self._writes: dict[StoreSlot, _Asked] = {}
-        self._reads: dict[StoreSlot, list[_Asked]] = {}
-        self._behind: list[_Asked] = []
+        self._writes: dict[StoreSlot, _Transfer] = {}
+        self._reads: dict[StoreSlot, list[_Transfer]] = {}
+        self._behind: list[_Transfer] = []
 
     def write(self, data: Tensor) -> tuple[StoreSlot, Pending]:
         slot, pending = self._inner.write(data)
-        requested = self._writes[slot] = _Asked(pending, data.nbytes)
+        requested = self._writes[slot] = _Transfer(pending, data.nbytes)
         self._reads[slot] = []
         if data.is_cpu:
             self._behind = [*(each for each in self._behind if not each.known), requested]
@@ -85,16 +85,16 @@ class StrictStore:
 
     def read(self, slot: StoreSlot, target: Tensor) -> Pending:
         if not self._writes[slot].known:
-            raise AssertionError(f"{slot} is read, and nobody has waited for its write")
-        requested = _Asked(self._inner.read(slot, target), target.nbytes)
+            raise AssertionError(f"{slot} is read without a wait for its write")
+        requested = _Transfer(self._inner.read(slot, target), target.nbytes)
         self._reads[slot].append(requested)
         return requested
 
     def free(self, slot: StoreSlot) -> None:
         if not self._writes[slot].known:
-            raise AssertionError(f"{slot} is given back, and nobody has waited for its write")
+            raise AssertionError(f"{slot} is freed without a wait for its write")
         if not all(read.known for read in self._reads[slot]):
-            raise AssertionError(f"{slot} is given back, and nobody has waited for a read of it")
+            raise AssertionError(f"{slot} is freed without a wait for a read of it")
         del self._writes[slot], self._reads[slot]
         self._inner.free(slot)
 

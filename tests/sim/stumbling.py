@@ -90,7 +90,7 @@ def _rows(seed: int) -> TensorRows:
 
 @cache
 def on_a_cpu() -> list[float]:
-    """The losses of one rank that never fails; asked for before there are two."""
+    """The losses of one rank that never fails; computed before there are two."""
     chain = describe(_model)
     plan = make_plan(chain, microbatch=8 // MICRO_BATCHES)
     with tempfile.TemporaryDirectory() as folder:

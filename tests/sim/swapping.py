@@ -104,7 +104,7 @@ def dropped(tier: str) -> None:
 
 
 def early(tier: str) -> None:
-    """Three micro-batches are asked for before the first comes back, which takes their places again; the graph of one
+    """Three micro-batches are requested before the first comes back, which takes their places again; the graph of one
     is dropped instead."""
     torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]

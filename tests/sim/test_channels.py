@@ -67,7 +67,7 @@ def unpinned_too_early(left: str) -> tuple[int, list[tuple[str, str]]]:
     from tests.sim.races import judge
 
     class Posted(Address):
-        """A peer that has sent zeros before it was asked."""
+        """A peer that has sent zeros before the request."""
 
         def receive(self, buffer: torch.Tensor) -> Any:
             tensors = [torch.zeros(16)]

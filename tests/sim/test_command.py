@@ -86,7 +86,7 @@ def trained(tmp_path: Path, tier: str, *prefix: str) -> tuple[str, dict[str, Any
         "plan.stages=1",
         f"swap.tier={tier}",
         "swap.minimum_bytes=1",  # so that offloading is measured
-        "logger.tensorboard=false",
+        "logger=none",
     ]
     with subprocess.Popen(
         [sys.executable, *prefix, "-m", "parallax", "train", *TINY, *settings],

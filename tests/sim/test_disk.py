@@ -9,7 +9,7 @@ from tests.distributed.pool import Pool
 
 
 def host_bytes() -> tuple[bool, dict[str, int]]:
-    """Whether bytes of host memory come back while the device is busy, and what its runtime was asked meanwhile."""
+    """Whether bytes of host memory come back while the device is busy, and the calls of its runtime meanwhile."""
     import torch
 
     from parallax.machine.device import StreamCopies

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.distributed.pool import Pool
-from tests.sim.mutants import NO_WAITS, judged, waits, waits_of_any_kind
+from tests.sim.mutants import NO_WAITS, verdict_on, waits, waits_of_any_kind
 
-_WAITS_NEXT = "only asked whether a wait would be short: the wait follows"
+_WAITS_NEXT = "only a query whether a wait would be short: the wait follows"
 # By file and function, with what is called where there are others: why nothing is wrong without it in what is run here.
 UNNOTICED = {
     "runtime/replicas/compress.py reduce": "of gloo alone, which ends sums on threads of its own and carries no tensor "
@@ -22,7 +22,7 @@ UNNOTICED = {
     "swap/lms/offloaded_states.py is_written": _WAITS_NEXT,
     "swap/lms/states.py _finish_writes": _WAITS_NEXT,
     "swap/stores/store.py done: self._own_future().done()": _WAITS_NEXT,
-    "runtime/channels/staging.py close: self._released[0][1].done()": "asked when the device has ended all work, "
+    "runtime/channels/staging.py close: self._released[0][1].done()": "queried when the device has ended all work, "
     "unless it failed",
     "swap/parameters/chunks.py has_ended: has_ended(pending)": _WAITS_NEXT,
     "swap/parameters/chunks.py is_written": _WAITS_NEXT,
@@ -50,4 +50,4 @@ def test_what_is_no_wait_is_there() -> None:
 def test_a_wait_is_missed(sim_pool: Pool, number: int) -> None:
     if ALL[number].is_in(UNNOTICED):
         pytest.skip("named as unnoticed, with the reason")
-    assert judged(number)
+    assert verdict_on(number)

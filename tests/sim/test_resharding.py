@@ -1,4 +1,4 @@
-"""Checkpoints between a CPU and a simulated accelerator, both ways. Only workers have that device."""
+"""Checkpoints between a CPU and a simulated accelerator, in both directions. Only workers have that device."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ PARTS = [
 MIDWAY = [
     *("other orders host", "other orders disk", "stops streaming host", "stops streaming disk"),
     *("stops at once host", "stops at once disk", "written twice disk"),
-    *("masters host", "masters disk", "gradients lost", "gradients cleared", "gradients asked for"),
+    *("masters host", "masters disk", "gradients lost", "gradients cleared", "gradients read"),
     *("weights set while read", "owner fails", "writes lost"),
     *("step fails host", "step fails disk", "scope ends midway host", "scope ends midway disk"),
-    *("states asked for", "states asked for in one bucket"),
+    *("states read", "states read in one bucket"),
     *("states set back", "states set back in one bucket", "states lost"),
     *(
         "loop clips host",
@@ -46,7 +46,7 @@ MIDWAY = [
 )
 @pytest.mark.parametrize("name", PARTS + MIDWAY)
 def test_trains_alike_without_a_race(sim_pool: Pool, name: str, lateness: int) -> None:
-    """``lateness``: transfers are over when they are first asked about, or later."""
+    """``lateness``: transfers are complete at the first query, or later."""
     ((error, races, counts),) = sim_pool.run(jobs.scenario, 1, name, lateness)
     assert not error
     assert not races, races[0]

@@ -52,7 +52,7 @@ def test_waits_of_the_stream_are_stalls(figures: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("directive", ["keep", "recompute", "offload"])
 def test_the_device_may_be_as_small_as_was_planned(figures: dict[str, Any], directive: str) -> None:
-    """The allocator refuses more than the plan's peak, and was never asked for it."""
+    """The allocator refuses more than the plan's peak, and no request exceeded it."""
     assert 0.5 * figures[directive]["planned_bytes"] < figures[directive]["peak_bytes"]
     assert figures[directive]["peak_bytes"] <= figures[directive]["planned_bytes"]
 

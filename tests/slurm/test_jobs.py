@@ -1,4 +1,4 @@
-"""Runs as jobs of a real Slurm: started, asked to end and queued again, moved to another node, as an array."""
+"""Runs as jobs of a real Slurm: started, requested to end and queued again, moved to another node, as an array."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.slurm.cluster import Slurm
 pytestmark = pytest.mark.slurm
 
 SECONDS = 240.0  # for any job here; most of it is planning and starting
-QUIET = ["trainer.eval_every=0", "trainer.eval_batches=1", "logger.tensorboard=false"]
+QUIET = ["trainer.eval_every=0", "trainer.eval_batches=1", "logger=none"]
 STEPS = 300
 # Plans, and with them sums, are the same in each start.
 RUN = [*TINY, *SETTLED, *QUIET, f"trainer.steps={STEPS}", "trainer.checkpoint_every=0"]
@@ -99,24 +99,24 @@ def undisturbed(slurm: Slurm, capfd: pytest.CaptureFixture[str], kept: list[floa
 
 
 @pytest.mark.parametrize("whom", [[], ["--batch"]], ids=["steps", "shell"])
-def test_a_run_asked_to_end_saves_and_resumes(
+def test_a_run_requested_to_end_saves_and_resumes(
     slurm: Slurm, undisturbed: list[float], capfd: pytest.CaptureFixture[str], whom: list[str]
 ) -> None:
     """As before a time limit, of which --signal=B: tells the batch shell."""
-    number = launched(capfd, *TWO, "name=cut", *RUN)
-    wait_for_step(slurm, "cut", 2)
+    number = launched(capfd, *TWO, "name=preempted", *RUN)
+    wait_for_step(slurm, "preempted", 2)
     slurm.call("scancel", *whom, "--signal=USR1", number)
     slurm.wait_for(
-        lambda: int(slurm.job(number)["Restarts"]) == 1, "a requeue", SECONDS, log_of("cut")
+        lambda: int(slurm.job(number)["Restarts"]) == 1, "a requeue", SECONDS, log_of("preempted")
     )
-    (saved,) = list_checkpoints(Path("runs/cut/checkpoints"))
+    (saved,) = list_checkpoints(Path("runs/preempted/checkpoints"))
     step = int(saved.name.removeprefix("step-"))
     assert 0 < step < STEPS
-    job = completed(slurm, number, "cut")
+    job = completed(slurm, number, "preempted")
     assert job["Restarts"] == "1"
-    assert losses("cut") == undisturbed
-    text = log_of("cut").read_text()
-    assert f"runs/cut is queued again and resumes from {saved}" in text
+    assert losses("preempted") == undisturbed
+    text = log_of("preempted").read_text()
+    assert f"runs/preempted is queued again and resumes from {saved}" in text
     assert f"continuing after step {step} from {saved}" in text
 
 
@@ -138,7 +138,7 @@ def test_a_job_signalled_before_it_trains_is_not_queued_again(
     slurm.call("scancel", "--batch", "--signal=USR1", number)
     job = slurm.wait_for_job(number, log, 60)
     assert (job["JobState"], job["Restarts"]) == ("FAILED", "0")
-    assert "runs/early was asked to end before its first step" in log.read_text()
+    assert "runs/early was requested to end before its first step" in log.read_text()
 
 
 def test_a_node_that_is_lost_is_replaced(

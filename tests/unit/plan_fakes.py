@@ -78,13 +78,13 @@ def cluster(
 
 
 def stages(
-    cuts: Sequence[int],
+    bounds: Sequence[int],
     replicas: Sequence[int] | None = None,
     directive: str = "keep",
     limit: int = HUGE,
 ):
-    """Stages between neighbouring ``cuts``."""
-    counts = replicas or [1] * (len(cuts) - 1)
+    """Stages between neighbouring ``bounds``."""
+    counts = replicas or [1] * (len(bounds) - 1)
     return [
         StagePlan(
             start=low,
@@ -94,7 +94,7 @@ def stages(
             swap_limit_bytes=limit,
             tier_bytes=HUGE,
         )
-        for low, high, r in zip(cuts, cuts[1:], counts)
+        for low, high, r in zip(bounds, bounds[1:], counts)
     ]
 
 

@@ -112,7 +112,7 @@ def test_tokens_are_shown_as_text(tmp_path: Path, capfd: pytest.CaptureFixture[s
     out = shown(capfd, *typed, "model.sequence=3", "data.validation=0")
     assert "row 1   inputs: 'one two one'\n        targets: 'two one two'" in out
     out = shown(capfd, *typed, "model.sequence=500", "data.documents=lines", "data.validation=0")
-    assert "targets: 400 of 500: 'two one two" in out
+    assert "targets: 400 of 500 count: 'two one two" in out
 
 
 def test_arrays_are_shown_with_ranges(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

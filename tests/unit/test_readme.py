@@ -70,7 +70,7 @@ def test_every_command_parses_and_its_settings_exist(
 
 
 def _mistake(typed: list[str], *, in_a_sentence: bool) -> str:
-    """What the command would refuse; a command in a sentence may lack words."""
+    """The error that the command would raise; a command in a sentence may lack arguments."""
     settings = [word for word in typed if "=" in word and word[0] != "-" and "..." not in word]
     try:
         if not in_a_sentence:

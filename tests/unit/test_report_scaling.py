@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from parallax.report.scaling import (
     results_table,
     write_report,
 )
-from parallax.report.scaling.charts import CHARTS, frontier
+from parallax.report.scaling.charts import CHARTS, frontier, metric_charts
 from parallax.report.scaling.page import page
 from tests.browser import opened
 
@@ -137,6 +139,13 @@ def test_charts_are_drawn_where_there_are_data(
         assert (f"{chart.title}: it needs" in text) == (chart.file not in drawn)
 
 
+@pytest.mark.filterwarnings("error")
+def test_peaks_of_no_bytes_are_drawn_without_a_warning(tmp_path: Path) -> None:
+    points = [point("a", 1, batch, 1.0, peaks=(RankPeak(0, 8 << 20),)) for batch in (8, 16)]
+    written = write_report(SweepResults("x", "", tuple(points)), tmp_path)
+    assert "Frontier" not in " ".join(written.missing)
+
+
 @pytest.mark.slow
 def test_the_same_points_give_the_same_page_and_a_chart_of_before_goes(tmp_path: Path) -> None:
     written = write_report(ALL, tmp_path)
@@ -149,10 +158,104 @@ def test_the_same_points_give_the_same_page_and_a_chart_of_before_goes(tmp_path:
     assert {path.name for path in tmp_path.iterdir()} == {"points.csv", "report.html"}
 
 
+def rated(lr: str, layers: str, accuracy: float, **changed: Any) -> PointResult:
+    settings = {"optimizer.lr": lr, "model.layers": layers}
+    measured = {"validation_accuracy": accuracy, "loss_last": 2.0}
+    name = f"lr-{lr}_layers-{layers}"
+    return PointResult(name=name, swept=settings, status="done", metrics=measured, **changed)
+
+
+RATES = SweepResults(
+    "rates",
+    "parallax train -m",
+    (
+        rated("1e-4", "2", 0.5),
+        rated("1e-2", "2", 0.75),
+        rated("1e-4", "4", math.nan),
+        rated("1e-2", "4", 0.625),
+        failed("bad", "disk full"),
+    ),
+    "validation_accuracy",
+)
+
+
+def shown(results: SweepResults) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(results_table(results))
+    return console.export_text()
+
+
+def test_the_metric_that_was_asked_for_is_in_table_csv_and_page(tmp_path: Path) -> None:
+    text = shown(RATES)
+    line = "best validation_accuracy: 0.75, lr-1e-2_layers-2: optimizer.lr=1e-2 model.layers=2"
+    assert re.search(r"lr-1e-2_layers-2 .*0\.75 +done", text)
+    assert line in text
+    written = write_report(RATES, tmp_path)
+    page = written.page.read_text()
+    assert line in page
+    assert '<td class="number" data-number="0.625">0.625</td>' in page
+    found = columns(RATES, "metric validation_accuracy")
+    assert found["lr-1e-2_layers-4"] == [0.625]
+    assert found["bad"] == [None]
+    charts = {"metric-1-optimizer-lr.png", "metric-2-model-layers.png"}
+    assert {path.name for path in tmp_path.glob("*.png")} == charts
+    assert 'alt="validation_accuracy by optimizer.lr"' in page
+    write_report(replace(RATES, points=RATES.points[:1]), tmp_path)
+    assert not list(tmp_path.glob("*.png")), "charts of before are removed"
+
+
+@pytest.mark.parametrize(
+    ("metric", "best"),
+    [("validation_accuracy", "lr-1e-2_layers-2"), ("loss_last", "lr-1e-4_layers-2")],
+)
+def test_the_best_point_has_the_highest_accuracy_or_the_lowest_loss(metric: str, best: str) -> None:
+    found = replace(RATES, metric=metric).best
+    assert found is not None
+    assert found.name == best
+
+
+def lines_of(results: SweepResults, title: str) -> dict[str, list[tuple[float, float]]]:
+    """Of the chart with this title: legend → places of its points, before it is drawn."""
+    (chart,) = [each for each in metric_charts(results) if each.title == title]
+    (axes,) = chart.figure(chart.series(results)).axes
+    return {str(line.get_label()): list(zip(*line.get_data())) for line in axes.lines}
+
+
+def test_lines_join_points_that_differ_in_one_setting() -> None:
+    lines = lines_of(RATES, "validation_accuracy by optimizer.lr")
+    assert lines["model.layers=2"] == [(1e-4, 0.5), (1e-2, 0.75)]
+    assert (1e-2, 0.75) in [place for label in lines for place in lines[label] if label[0] == "_"]
+    words = [replace(p, swept={"model": p.name}) for p in RATES.points[:2]]
+    (line, _) = lines_of(
+        replace(RATES, points=tuple(words)), "validation_accuracy by model"
+    ).values()
+    assert line == [(0.0, 0.5), (1.0, 0.75)]
+    many = [rated(str(i), str(i * i), 1.0 * i) for i in range(1, 40)]
+    lines = lines_of(replace(RATES, points=tuple(many)), "validation_accuracy by model.layers")
+    assert max(len(places) for places in lines.values()) == 39
+
+
+def test_speed_ups_of_more_than_the_devices_are_doubted(tmp_path: Path) -> None:
+    rates = {1: 100.0, 2: 201.0, 4: 520.0}
+    results = SweepResults("x", "", tuple(point("a", n, 8, rate) for n, rate in rates.items()))
+    doubt = (
+        "a-4-8: 5.20 times the rate of 1 device is more than 4 devices can give: compare medians of longer runs; "
+        "caches or swapping differ"
+    )
+    text = shown(results)
+    assert doubt in text
+    assert text.count("can give") == 1
+    assert doubt in write_report(results, tmp_path).page.read_text()
+
+
 def hostile() -> SweepResults:
-    points = [point(HOSTILE, n, batch, 10.0 * n + batch) for n in (1, 2) for batch in (8, 16)]
+    points = [
+        point(HOSTILE, n, batch, 10.0 * n + batch, metrics={HOSTILE: 1.0 * n})
+        for n in (1, 2)
+        for batch in (8, 16)
+    ]
     bad = failed(HOSTILE, f"{HOSTILE} <img src=https://example.org/x.png>")
-    return SweepResults(HOSTILE, f"parallax {HOSTILE}", (*points, bad))
+    return SweepResults(HOSTILE, f"parallax {HOSTILE}", (*points, bad), HOSTILE)
 
 
 def test_what_users_wrote_is_text() -> None:
@@ -171,9 +274,10 @@ def test_what_users_wrote_is_text() -> None:
 )
 def test_the_page_opens_in_a_browser(tmp_path: Path, results: SweepResults) -> None:
     written = write_report(results, tmp_path / "report")
+    assert len(metric_charts(hostile())) == 2
     with opened(written.page, tmp_path / "profile") as shown:
         assert shown.troubles == []
-        check_charts(shown, 4)
+        check_charts(shown, 4 + len(metric_charts(results)))
         rates = "[...document.querySelectorAll('tbody tr')].map(r => r.cells[7].dataset.number)"
         head = "document.querySelectorAll('th')[7]"
         numbers = sorted(p.per_second for p in results.timed if p.per_second is not None)

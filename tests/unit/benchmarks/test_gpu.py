@@ -19,7 +19,8 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import compare, report
 from benchmarks.gpu.bars import bars
 from benchmarks.gpu.parts.activations import beside_plain
-from benchmarks.gpu.parts.demo import demo, words
+from benchmarks.gpu.parts.demo import arguments as kind_arguments
+from benchmarks.gpu.parts.demo import demo
 from benchmarks.gpu.parts.part import Findings, Given
 from benchmarks.gpu.parts.planned import allocator_cap
 from benchmarks.gpu.parts.planned import rows_of as rows_of_plans
@@ -313,17 +314,19 @@ def test_the_demo_is_held_against_its_plan(tmp_path: Path) -> None:
 
 def test_the_demo_on_a_gpu_is_the_one_of_make_train() -> None:
     on_gpu, plain = (
-        compose([each for each in words(kind) if each.startswith(("experiment", "trainer"))])
+        compose(
+            [each for each in kind_arguments(kind) if each.startswith(("experiment", "trainer"))]
+        )
         for kind in ("cuda", "cpu")
     )
-    assert compose(words("cuda")).cluster.kind == "cuda"
+    assert compose(kind_arguments("cuda")).cluster.kind == "cuda"
     assert (on_gpu.plan.stages, on_gpu.trainer.steps) == (2, 20)
     assert plain.trainer.steps == 2
 
 
 def test_make_hands_parts_on() -> None:
-    def typed(*words: str) -> str:
-        command = ["make", "-n", *words]
+    def typed(*targets: str) -> str:
+        command = ["make", "-n", *targets]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
     assert "benchmarks.gpu --parts tests demo --check --dry" in typed("gpu-check", "ARGS=--dry")

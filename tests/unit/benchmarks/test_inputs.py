@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import default_collate
 
-from benchmarks.inputs import KINDS, Sizes, ours, theirs
+from benchmarks.input_cases import KINDS, Sizes
+from benchmarks.inputs import ours, theirs
+from parallax.train.data.indexed import IndexedSource
 from tests.unit.benchmarks.test_benchmarks import run
 
-SMALL = Sizes(repetitions=1, seconds=0.01, warm=1, images=32, photos=8)
+SMALL = Sizes(
+    repetitions=1, seconds=0.01, warm=1, images=32, photos=8, sounds=32, chats=32, rows=64
+)
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +32,19 @@ def test_both_sides_read_batches_of_one_size(kind: str, tmp_path: Path) -> None:
         batches = side(case, 0)
         assert [next(batches) for _ in range(3)] == [case.rows] * 3
         batches.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens", "chat", "arrays", "parquet"])
+def test_rows_are_equal_on_both_sides(kind: str, tmp_path: Path) -> None:
+    case = KINDS[kind](tmp_path / "rows", SMALL)
+    source = replace(case.config, validation=0, shuffle=False).open(case.model, 0)
+    assert isinstance(source, IndexedSource)
+    assert len(source) == len(case.dataset)  # type: ignore[arg-type]
+    batch = source.batch(8)
+    rows = (case.collate or default_collate)([case.dataset[row] for row in range(8)])
+    inputs, targets = rows.values() if isinstance(rows, dict) else rows
+    torch.testing.assert_close(torch.as_tensor(batch.inputs(0, 8)), inputs, rtol=0, atol=0)
+    torch.testing.assert_close(torch.as_tensor(batch.targets(0, 8)), targets, rtol=0, atol=0)
 
 
 def test_photos_are_the_same_on_both_sides(tmp_path: Path) -> None:

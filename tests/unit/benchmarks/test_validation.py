@@ -69,7 +69,7 @@ def test_lines_are_read(tmp_path: Path) -> None:
 def test_what_was_predicted_is_found_again(tmp_path: Path) -> None:
     calibration = write(tmp_path / "a.csv", RUNS[:15])
     table = vtrain.check(calibration, write(tmp_path / "b.csv", RUNS))
-    assert table.summary["lines"] == 5, "lines that were fitted to are not judged"
+    assert table.summary["lines"] == 5, "lines used for the fit are not evaluated"
     assert table.summary["time_mean_error"] < 0.02
     assert table.summary["regret_mean"] == 0.0
     assert table.summary["regret_tasks"] == 1.0
@@ -108,8 +108,13 @@ def test_regret_is_what_the_choice_costs() -> None:
 
 def test_stages_and_replicas_cost_what_they_should() -> None:
     base = replace(RUNS[0], pipeline=1, data=1, rows=1)
-    alone, halves = vtrain.predict(base, TRUTH), vtrain.predict(replace(base, pipeline=2), TRUTH)
-    assert alone / 2 < halves < alone, "two stages take more than half, because of bubble and head"
+    alone, two_stages = (
+        vtrain.predict(base, TRUTH),
+        vtrain.predict(replace(base, pipeline=2), TRUTH),
+    )
+    assert alone / 2 < two_stages < alone, (
+        "two stages take more than half, because of bubble and head"
+    )
     replicas = vtrain.predict(replace(base, data=2, global_batch=32), TRUTH)
     assert alone < replicas < 1.2 * alone, "the same micro-batches, and an all-reduce"
 
@@ -127,7 +132,7 @@ def test_the_formula_is_close_to_the_simulator(run: vtrain.Run) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pipeline parallelism": "3"}, "cannot be dealt out evenly to 3 stages"),
+        ({"pipeline parallelism": "3"}, "cannot be divided evenly among 3 stages"),
         ({"hidden size": "wide"}, "invalid literal"),
         ({"iteration time (ms)": "0"}, "must be above zero"),
         ({"tensor parallelism": "2"}, "no line without tensor parallelism"),
@@ -167,12 +172,12 @@ def test_layers_are_recomputed_and_reduced_over_the_network_on_several_nodes() -
         assert vtrain.simulate(run, TRUTH) == pytest.approx(vtrain.predict(run, TRUTH), rel=0.06)
 
 
-def test_lines_of_several_nodes_are_judged_with_and_without_calibration(
+def test_lines_of_several_nodes_are_evaluated_with_and_without_calibration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wide = [replace(run, data=16, global_batch=128) for run in RUNS[::2]]
-    known, judged = write(tmp_path / "a.csv", RUNS), write(tmp_path / "b.csv", wide)
-    assert main(["--calibrate", str(known), "--evaluate", str(judged), "--json"]) == 0
+    known, unknown = write(tmp_path / "a.csv", RUNS), write(tmp_path / "b.csv", wide)
+    assert main(["--calibrate", str(known), "--evaluate", str(unknown), "--json"]) == 0
     lines = capsys.readouterr().out.splitlines()
     figures = json.loads(lines[-1])["vtrain"]
     assert figures["time_mean_error"] < 0.03 < figures["default_time_mean_error"]
@@ -269,7 +274,7 @@ def test_published_steps_of_unseen_models() -> None:
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="the published table is not here")
 @pytest.mark.parametrize("hidden", [1024, 2048])
 def test_published_steps_of_an_unseen_size(hidden: int) -> None:
-    """Fitted to one width, judged on the other, which asks twice or half the operations of a byte."""
+    """Fitted to one width, evaluated on the other, which has twice or half the operations per byte."""
     runs = vtrain.read_runs(PUBLISHED)
     efficiency = vtrain.fit([run for run in runs if run.hidden != hidden])
     unseen = [run for run in runs if run.hidden == hidden]

@@ -1,4 +1,4 @@
-"""Files of others: whatever is in them, reading ends soon, takes little, and says in words what is wrong."""
+"""Untrusted files: reading any content ends soon, uses little memory, and reports errors in plain text."""
 
 from __future__ import annotations
 

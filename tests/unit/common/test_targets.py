@@ -28,7 +28,7 @@ class Net(nn.Sequential):
     def __init__(self, width, *, layers=2):
         super().__init__(*(nn.Linear(width, width) for _ in range(layers)))
 
-class Judged(Net):
+class WithLoss(Net):
     def loss(self, outputs):
         return outputs.mean()
 
@@ -208,8 +208,8 @@ def custom(*typed: str) -> list[str]:
     ("typed", "expected"),
     [
         (
-            ["model.target=own_targets:Judged", "data.target=own_targets:Rows"],
-            "the loss of Judged: loss(outputs): ",
+            ["model.target=own_targets:WithLoss", "data.target=own_targets:Rows"],
+            "the loss of WithLoss: loss(outputs): ",
         ),
         (
             ["model.target=own_targets:JudgedByModule", "data.target=own_targets:Rows"],

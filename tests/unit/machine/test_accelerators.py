@@ -1,5 +1,5 @@
-"""Devices that are no CPU, as a cluster and in the environment of ranks. What CUDA's runtime would say of them is said
-by an accelerator of the tests: how many there are, what they are called, and their bytes."""
+"""Devices other than CPUs, as a cluster and in the environment of ranks. A simulated accelerator replaces the CUDA
+runtime's answers: the number of devices, their names, and their bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from parallax.run.processes.launch import rank_environment
 from tests.unit.plan_fakes import plan
 
 GIB, MIB = 2**30, 2**20
-H100, UNKNOWN = "NVIDIA H100 80GB HBM3", "a device that nobody knows"
+H100, UNKNOWN = "NVIDIA H100 80GB HBM3", "a device that in no catalog"
 GROUP, WAY = "NCCL_MAX_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS"
 
 
@@ -185,7 +185,7 @@ def test_each_rank_has_the_budget_of_its_own_device(tmp_path: Path) -> None:
         [None, None],
         [],
     ],
-    ids=["two kinds", "one without a name", "one without a device", "CPUs", "nobody asked"],
+    ids=["two kinds", "one without a name", "one without a device", "CPUs", "no request"],
 )
 def test_devices_that_some_ranks_do_not_report_are_not_collected(
     found: list[OwnDevice | None],
@@ -196,7 +196,13 @@ def test_devices_that_some_ranks_do_not_report_are_not_collected(
 @pytest.mark.parametrize(
     ("local_rank", "selected", "index"),
     [("1", 0, 1), ("5", 0, 1), (None, 2, 2), (None, 0, 0), ("1", 3, 3)],
-    ids=["torchrun's", "more ranks", "the user's own", "nobody's", "the user's under torchrun"],
+    ids=[
+        "torchrun's",
+        "more ranks",
+        "the user's own",
+        "without an owner",
+        "the user's under torchrun",
+    ],
 )
 def test_a_rank_has_the_device_that_it_selected_or_will(
     monkeypatch: pytest.MonkeyPatch, local_rank: str | None, selected: int, index: int

@@ -81,5 +81,5 @@ def test_what_is_no_meeting_place_is_refused(
 
 def test_a_name_without_an_address_is_refused(host: Callable[[dict[str, str]], None]) -> None:
     host({})
-    with pytest.raises(ConfigError, match="nobody has no address here"):
-        torchrun_options("nobody:29400")
+    with pytest.raises(ConfigError, match="unknown-host has no address here"):
+        torchrun_options("unknown-host:29400")

@@ -177,6 +177,17 @@ def test_the_constructor_is_recorded_and_no_process_builds_all(
     assert "on the host" not in caplog.text
 
 
+def test_modules_with_numbers_as_names() -> None:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    found = adapted(layers, {"peft_type": "LORA", "target_modules": [1]}, "")
+    trained = [name for name, p in found.named_parameters() if p.requires_grad]
+    assert len(trained) == 2
+    assert all(".1.lora_" in f".{name}" for name in trained)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match="7 is no module of Sequential; accepted are 0, 1"):
+        adapted(layers, {"peft_type": "LORA", "target_modules": [7]}, "")
+
+
 # ---- what is refused --------------------------------------------------------------------------------
 
 
@@ -310,7 +321,7 @@ def test_a_factory_that_calls_peft_itself_is_a_model_like_any_other() -> None:
     chain = describe(lambda: peft.get_peft_model(Net(), config), sample=tokens)
     assert len(chain.blocks) > 2
     assert chain.frozen
-    assert not chain.left_out, "who knows what the base was is not asked"
+    assert not chain.left_out, "the original base model is not checked"
 
 
 def test_the_configuration_builds_it(tmp_path: Path) -> None:

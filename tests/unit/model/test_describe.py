@@ -1,4 +1,4 @@
-"""A model becomes a chain; its weights do not depend on where the chain is cut."""
+"""A model becomes a chain; its weights do not depend on the boundaries of its stages."""
 
 from __future__ import annotations
 
@@ -67,10 +67,12 @@ class Returning(nn.Module):
         return self.found(self)
 
 
-def weights(factory: Callable[[], nn.Module], cuts: list[int], **options: Any) -> dict[str, Tensor]:
+def weights(
+    factory: Callable[[], nn.Module], bounds_inside: list[int], **options: Any
+) -> dict[str, Tensor]:
     """All parameters and buffers by their names in the model, materialised stage by stage."""
     chain = describe(factory, **options)
-    bounds = [0, *cuts, len(chain.blocks)]
+    bounds = [0, *bounds_inside, len(chain.blocks)]
     found: dict[str, Tensor] = {}
     for low, high in itertools.pairwise(bounds):
         blocks = materialise(chain, low, high, CPU)
@@ -176,8 +178,8 @@ def test_errors_say_what_to_do(factory: Any, blocks: Any, message: str) -> None:
 def test_weights_are_the_same_under_every_plan(factory: Callable[[], nn.Module]) -> None:
     whole = weights(factory, [], seed=3)
     count = len(describe(factory).blocks)
-    for cuts in [[1], [2], [1, 2, 3], list(range(1, count))]:
-        parts = weights(factory, cuts, seed=3)
+    for bounds_inside in [[1], [2], [1, 2, 3], list(range(1, count))]:
+        parts = weights(factory, bounds_inside, seed=3)
         assert parts.keys() == whole.keys()
         assert all(torch.equal(parts[name], whole[name]) for name in whole)
     other = weights(factory, [], seed=4)
@@ -236,8 +238,8 @@ def test_what_only_the_constructor_initialises(caplog: pytest.LogCaptureFixture)
     whole = weights(factory, [], seed=3)
     assert not caplog.text
     assert torch.equal(whole["1.scale"], torch.ones(4))
-    for cuts in ([1], [2], [1, 2]):
-        parts = weights(factory, cuts, seed=3)
+    for bounds_inside in ([1], [2], [1, 2]):
+        parts = weights(factory, bounds_inside, seed=3)
         assert all(torch.equal(parts[name], whole[name]) for name in whole)
 
 

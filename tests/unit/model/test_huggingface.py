@@ -1,4 +1,4 @@
-"""Models of transformers cut into blocks: the same numbers, the same names, weights read stage by stage."""
+"""Models of transformers divided into blocks: the same numbers, the same names, weights read stage by stage."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def build(attention: str, entry: Entry) -> nn.Module:
 
 
 def in_turn(names: Iterable[str], variants: Iterable[str]) -> list[Any]:
-    """Each name in one of the two ways, the next one in the other; the rest is thorough."""
+    """Each name with one of the two options, in turn; the other combinations are thorough."""
     return [
         pytest.param(name, variant, marks=[pytest.mark.thorough] if (i + j) % 2 else [])
         for i, name in enumerate(names)

@@ -466,7 +466,7 @@ class Joining(nn.Module):
         return (self.linear(wide) + x) * mask
 
 
-class Relay(nn.Module):
+class PassesOn(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stages = nn.ModuleList([Skipping(), Joining()])
@@ -486,7 +486,7 @@ def test_all_boundary_tensors_are_priced() -> None:
             rows, WIDE
         )
 
-    first, second = profile_of(Relay, sample=masked).blocks
+    first, second = profile_of(PassesOn, sample=masked).blocks
     row = WIDE * FLOAT
     assert first.input.at(3) == 3 * (row + row // 2)
     assert first.output.at(3) == second.input.at(3) == 3 * (2 * row + row + row // 2)

@@ -57,7 +57,7 @@ def test_offloading_is_tried_for_each_kind_of_block_that_may_offload(tmp_path: P
     high, low = (sorted(offloader.moved[part]) for part in (slice(0, 3), slice(3, 6)))
     assert high == [2 * moved for moved in low]
     assert ModelProfile.from_json(found.to_json()) == found
-    assert list(tmp_path.glob("parallax-trial-*")) == []
+    assert list(tmp_path.glob("parallax-benchmark-*")) == []
 
 
 def test_a_tier_too_small_for_a_block_is_logged_and_the_block_is_measured(
@@ -94,12 +94,12 @@ def test_a_trial_moves_what_a_block_saves_and_changes_no_gradient(tmp_path: Path
     plain = torch.autograd.grad(block(rows).sum(), [rows, *block.parameters()])
     with OffloadBenchmarks("disk", SwapConfig(minimum_bytes=1), tmp_path).of(
         block, 1 << 20, CPU
-    ) as trial:
+    ) as benchmark:
         for _ in range(2):
-            with trial.saving():
+            with benchmark.saving():
                 out = block(rows)
-            trial.bring_back()
-            assert trial.moved_bytes > 0
+            benchmark.bring_back()
+            assert benchmark.moved_bytes > 0
             found = torch.autograd.grad(out.sum(), [rows, *block.parameters()])
             assert all(torch.equal(a, b) for a, b in zip(plain, found))
     assert list(tmp_path.iterdir()) == []

@@ -113,7 +113,7 @@ def test_what_is_timed_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = NoiseMeter.timed_part
     monkeypatch.setattr(NoiseMeter, "timed_part", lambda self: parts.append(1) or plain(self))
     profile_of(chain_of(linear()))
-    assert len(parts) >= 4  # whole and in halves, at each number of rows
+    assert len(parts) >= 4  # whole and halved, at each number of rows
 
 
 def test_a_forgotten_profile_is_measured_again(

@@ -1,4 +1,4 @@
-"""A model whose forward was recorded and cut computes what the plain model computes."""
+"""A model whose forward was recorded and partitioned computes what the plain model computes."""
 
 from __future__ import annotations
 

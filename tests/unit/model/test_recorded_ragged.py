@@ -83,11 +83,11 @@ class ReturnsPacked(Layers):
 
 
 RANDOM = torch.Generator().manual_seed(5)
-WORDS = [torch.randint(1, 16, (length,), generator=RANDOM) for length in LENGTHS]
+SEQUENCES = [torch.randint(1, 16, (length,), generator=RANDOM) for length in LENGTHS]
 
 
 def padded() -> tuple[Tensor, Tensor]:
-    return pad_sequence(WORDS, batch_first=True), torch.tensor(LENGTHS)
+    return pad_sequence(SEQUENCES, batch_first=True), torch.tensor(LENGTHS)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], int]] = {
@@ -118,7 +118,7 @@ def test_a_chain_gives_what_the_model_gives(name: str, caplog: pytest.LogCapture
     build, inputs, blocks = MODELS[name]
     targets: Any = torch.arange(ROWS) % 3
     if name == "returns packed":
-        targets = pad_sequence([row % 3 for row in WORDS], batch_first=True)
+        targets = pad_sequence([row % 3 for row in SEQUENCES], batch_first=True)
     batch = TensorRows(inputs(), targets)
     chain = make_chain(build, batch)
     assert len(chain.blocks) >= blocks
@@ -152,7 +152,7 @@ def test_a_row_permutation_does_not_cross_a_boundary() -> None:
 
 
 def test_a_packed_sequence_between_blocks_of_ones_own_is_one_line() -> None:
-    packed = pack_sequence(WORDS, enforce_sorted=False)
+    packed = pack_sequence(SEQUENCES, enforce_sorted=False)
     with pytest.raises(
         DescribeError, match=r"returned a PackedSequence.*pack or nest them"
     ) as error:
@@ -175,7 +175,7 @@ def test_rows_that_are_not_padded_are_refused_with_what_pads_them(
     name: str, kind: str, given: Callable[[list[Tensor]], Any]
 ) -> None:
     """As inputs, targets, in a nest, from a source of one's own, in a sample: in one line, which works as it stands."""
-    value = given([row.double() for row in WORDS])
+    value = given([row.double() for row in SEQUENCES])
     rows = {"x": torch.zeros(ROWS)}
 
     class Own:
@@ -212,9 +212,9 @@ def test_a_list_of_rows_is_refused_with_what_pads_it() -> None:
     with pytest.raises(
         DescribeError, match=r"of one row has 1 tensor.s. and of two rows 2"
     ) as error:
-        describe(PacksItself, sample=lambda rows: WORDS[:rows])
+        describe(PacksItself, sample=lambda rows: SEQUENCES[:rows])
     code = re.search(r"\(padded, lengths = (.*)\)$", str(error.value))
     assert code is not None
-    found, lengths = eval(code[1], {"torch": torch, "rows": WORDS})
+    found, lengths = eval(code[1], {"torch": torch, "rows": SEQUENCES})
     assert torch.equal(found, padded()[0])
     assert torch.equal(lengths, padded()[1])

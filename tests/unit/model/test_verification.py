@@ -30,7 +30,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 class Net(nn.Module):
-    """Whatever a cut may lose: dropout, a counter in a buffer, a residual, noise."""
+    """Everything that a partition may lose: dropout, a counter in a buffer, a residual, noise."""
 
     def __init__(self) -> None:
         super().__init__()

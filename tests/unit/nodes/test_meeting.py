@@ -30,7 +30,7 @@ def meet(store: Any) -> list[Any]:
 
 
 def test_each_meeting_has_a_part_of_its_own() -> None:
-    """Also of a rank that asked, died, and is there again."""
+    """Also of a rank that sent a request, died, and is back."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     for number in range(3):
         with pytest.raises(TimeoutError, match="no rank 0 has answered within 0 s"):

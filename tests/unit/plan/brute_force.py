@@ -1,5 +1,5 @@
 """Every plan there is, on small cases: what the search must equal. It shares with the search the costs of one stage and
-the formula, and none of its ways to leave plans out."""
+the formula, and none of its rules that exclude plans."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Numbers = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageCase:
     """Blocks from ``start`` to ``stop`` on ``replicas`` devices, each with up to ``rows`` rows of a micro-batch;
     ``in_flight`` micro-batches are under way at once."""
 
@@ -58,10 +58,16 @@ class Sums:
     work: Numbers
 
     @classmethod
-    def of(cls, request: Request, cut: Cut) -> Sums:
-        blocks, speed = request.profile.blocks[cut.start : cut.stop], request.device(0, 1).speed
+    def of(cls, request: Request, stage_case: StageCase) -> Sums:
+        blocks, speed = (
+            request.profile.blocks[stage_case.start : stage_case.stop],
+            request.device(0, 1).speed,
+        )
         loads = [
-            [load_block(b, d, cut.rows, speed=speed, split=cut.split) for d in request.allowed]
+            [
+                load_block(b, d, stage_case.rows, speed=speed, split=stage_case.split)
+                for d in request.allowed
+            ]
             for b in blocks
         ]
         picks = choices(len(blocks), len(loads[0]))
@@ -143,26 +149,36 @@ def each(seconds: Callable[[float], float], sizes: Numbers) -> Numbers:
 
 
 def every_stage(
-    request: Request, shape: Shape, cut: Cut, *, always: bool
+    request: Request, shape: Shape, stage_case: StageCase, *, always: bool
 ) -> list[tuple[float, float, float]]:
     """(seconds, tail, least peak bytes) of the fastest directives that fit, for every share of offloaded states."""
     model, device = request.profile, request.device(0, 1)
-    sums, keep = Sums.of(request, cut), (Directive.KEEP,) * (cut.stop - cut.start)
+    sums, keep = (
+        Sums.of(request, stage_case),
+        (Directive.KEEP,) * (stage_case.stop - stage_case.start),
+    )
     found: list[tuple[float, float, float]] = []
     for offload in request.host_states:
-        if offload.sharded and cut.replicas == 1 and found:
+        if offload.sharded and stage_case.replicas == 1 and found:
             continue
-        where = {"device": device, "offload": offload, "replicas": cut.replicas, "split": cut.split}
-        load = load_stage(model, cut.start, keep, cut.rows, **where)
-        memory = MemoryCheck(sums, load, device, cut.in_flight)
+        where = {
+            "device": device,
+            "offload": offload,
+            "replicas": stage_case.replicas,
+            "split": stage_case.split,
+        }
+        load = load_stage(model, stage_case.start, keep, stage_case.rows, **where)
+        memory = MemoryCheck(sums, load, device, stage_case.in_flight)
         if not memory.fits.any():
             continue
-        best, tail = memory.seconds(), tail_seconds(request, load, cut.replicas)
+        best, tail = memory.seconds(), tail_seconds(request, load, stage_case.replicas)
         if offload.sharded:
             if found and found[0][0] <= best * TIE and not always:
                 continue
-            spread = broadcast_seconds(load.trained_bytes, cut.replicas, request.cluster.local)
-            tail += spread
+            sending = broadcast_seconds(
+                load.trained_bytes, stage_case.replicas, request.cluster.local
+            )
+            tail += sending
         found.append((best, tail, float(memory.peak[memory.fits].min())))
     return found
 
@@ -179,15 +195,19 @@ def brute_force(request: Request, *, always: bool = False) -> float:
     known: dict[Any, Any] = {}
     least = math.inf
     for shape in every_shape(request):
-        for cuts in every_cut(request, shape):
+        for cuts in every_partition(request, shape):
             found = []
-            for cut in cuts:
-                if (shape.split, cut) not in known:
-                    known[shape.split, cut] = every_stage(request, shape, cut, always=always)
-                found.append(known[shape.split, cut])
+            for stage_case in cuts:
+                if (shape.split, stage_case) not in known:
+                    known[shape.split, stage_case] = every_stage(
+                        request, shape, stage_case, always=always
+                    )
+                found.append(known[shape.split, stage_case])
             for picked in itertools.product(*found):
                 times = [stage[0] for stage in picked]
-                work = sum(seconds * cut.replicas for seconds, cut in zip(times, cuts))
+                work = sum(
+                    seconds * stage_case.replicas for seconds, stage_case in zip(times, cuts)
+                )
                 tail = max(stage[1] for stage in picked)
                 least = min(least, request.score(shape, max(times), sum(times), tail, work)[0])
     return least
@@ -205,7 +225,7 @@ def every_shape(request: Request) -> Iterator[Shape]:
                 yield shape
 
 
-def every_cut(request: Request, shape: Shape) -> Iterator[list[Cut]]:
+def every_partition(request: Request, shape: Shape) -> Iterator[list[StageCase]]:
     """The stages of each plan of a shape."""
     blocks, devices = len(request.profile.blocks), len(request.devices)
     parts, micro = shape.pipeline_ranks, shape.microbatch
@@ -217,7 +237,7 @@ def every_cut(request: Request, shape: Shape) -> Iterator[list[Cut]]:
                 continue
             in_flight_by_stage = [shape.schedule.in_flight(parts, s, count) for s in range(parts)]
             yield [
-                Cut(start, stop, r, -(-micro // r), in_flight, shape.split)
+                StageCase(start, stop, r, -(-micro // r), in_flight, shape.split)
                 for start, stop, r, in_flight in zip(
                     bounds, bounds[1:], replicas, in_flight_by_stage
                 )

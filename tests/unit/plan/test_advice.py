@@ -22,7 +22,7 @@ WORD = re.compile(r"\b[a-z]+(?:\.[a-z_]+)+=(?:\[[^\]]*\]|[^\s,;()]+)")
 
 
 def advised(message: str) -> list[list[str]]:
-    """The ways out that a refusal names, each as what is to be typed."""
+    """The remedies that a refusal names, each as overrides to type."""
     _, _, text = re.sub(r"these changes fit: ", "use ", message).partition("use ")
     found = [WORD.findall(part) for part in re.split(r", or |, ", text)]
     return [overrides for overrides in found if overrides]

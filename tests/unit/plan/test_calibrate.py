@@ -38,13 +38,13 @@ def true_profile() -> ModelProfile:
 
 
 def plan_of(
-    cuts: Sequence[int], replicas: Sequence[int], directive: str, schedule: str = "1f1b"
+    bounds: Sequence[int], replicas: Sequence[int], directive: str, schedule: str = "1f1b"
 ) -> Plan:
     rank = RankPrediction(
         peak_bytes=1, budget_bytes=1, tier_peak_bytes=0, offloaded_bytes=0, stall_seconds=0.0
     )
     return fakes.plan(
-        stages=tuple(fakes.stages(cuts, replicas, directive)),
+        stages=tuple(fakes.stages(bounds, replicas, directive)),
         schedule=schedule,
         prediction=Prediction(step_seconds=1.0, bubble=0.0, ranks=(rank,) * sum(replicas)),
     )
@@ -98,8 +98,8 @@ def test_a_second_prediction_is_at_most_half_as_wrong(
     directive: str,
     concurrent: float,
 ) -> None:
-    cuts, replicas = pipeline
-    plan = plan_of(cuts, replicas, directive, schedule)
+    bounds, replicas = pipeline
+    plan = plan_of(bounds, replicas, directive, schedule)
     cluster = fakes.cluster(sum(replicas), concurrent=concurrent, link=LINK, write=LINK)
     truth = spans_of(true_profile(), cluster, plan)
     wrong = distorted(true_profile(), forward, backward, update)
@@ -203,7 +203,7 @@ def test_spans_of_another_plan_are_refused() -> None:
 
 
 def test_actions_of_microseconds_give_no_ratio() -> None:
-    """Their dispatch takes most of it. The error of the step is spread over all blocks instead."""
+    """Their dispatch takes most of it. The error of the step is distributed over all blocks instead."""
     plan, cluster = plan_of((0, 1, 6), (1, 1), "keep"), fakes.cluster(2)
     tiny = [fakes.block("0", 1e-7, 2e-7, parameter_bytes=8, input=2, output=2, moved=4)]
     profile = replace(true_profile(), blocks=(*tiny, *true_profile().blocks[1:]))

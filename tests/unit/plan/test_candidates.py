@@ -1,4 +1,4 @@
-"""The search of large questions: what is tried, what is left out, and that nothing asked for by hand is better."""
+"""The search of large questions: what is tried, what is left out, and that no plan requested by hand is better."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_no_even_pipeline_is_forecast_below_the_bound_of_its_shape(name: str) ->
     ],
 )
 def test_plans_requested_by_hand_are_no_better(name: str, cell: Cell) -> None:
-    """By its own forecast the planner once took a third longer than a plan that anybody might have asked for: it tried
+    """By its own forecast the planner once took a third longer than a plan that a user might have requested: it tried
     halvings of the batch alone, which leave every second replica with a row less, and ranked zero-bubble schedules by
     what they save where all activations stay."""
     question = Question.of(name)

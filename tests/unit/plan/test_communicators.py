@@ -26,8 +26,8 @@ def machines(devices: int, **fields: int) -> Cluster:
 
 
 def forecast(replicas: list[int], machines: Cluster, **changes: object) -> Forecast:
-    cuts = [0, 2, 3] if len(replicas) == 2 else [0, 1, 2, 3]
-    parts = [replace(stage, **changes) for stage in stages(cuts, replicas)]  # type: ignore[arg-type]
+    bounds = [0, 2, 3] if len(replicas) == 2 else [0, 1, 2, 3]
+    parts = [replace(stage, **changes) for stage in stages(bounds, replicas)]  # type: ignore[arg-type]
     prediction = replace(plan().prediction, ranks=plan().prediction.ranks[:1] * sum(replicas))
     return predict(MODEL, machines, plan(stages=tuple(parts), prediction=prediction))
 

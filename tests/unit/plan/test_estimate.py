@@ -1,4 +1,4 @@
-"""Memory estimates against the planner's own arithmetic and against every other cut."""
+"""Memory estimates against the planner's own arithmetic and against every other partition."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def test_no_partition_needs_less(stages: int, directive: Directive) -> None:
     least = min(
         max(
             peak(profile, directive, a, b, rows, in_flight)
-            for a, b, in_flight in zip(cuts, cuts[1:], in_flight_by_stage)
+            for a, b, in_flight in zip(bounds, bounds[1:], in_flight_by_stage)
         )
         for inner in itertools.combinations(range(1, blocks), stages - 1)
-        for cuts in [(0, *inner, blocks)]
+        for bounds in [(0, *inner, blocks)]
     )
     found = estimate(MODEL.work("fp32"), global_batch=8, microbatch=rows)
     (need,) = [need for need in found.pipelines if need.stages == stages]

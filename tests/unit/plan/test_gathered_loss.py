@@ -52,10 +52,10 @@ def test_the_file_of_a_profile_says_so() -> None:
 def test_the_loss_takes_its_time_once(replicas: tuple[int, ...]) -> None:
     link = Link(bytes_per_second=640.0)
     where = cluster(sum(replicas), link=link)
-    spread = stages([0, 2, 4], replicas)
+    even = stages([0, 2, 4], replicas)
     pipeline = Pipeline(
         schedule=SCHEDULES["gpipe"],
-        stages=tuple(spread),
+        stages=tuple(even),
         global_batch=ROWS,
         microbatch=2,
         placement=tuple(range(sum(replicas))),

@@ -91,3 +91,22 @@ def test_an_offloading_stage_without_a_limit_is_left_as_it_is() -> None:
     forecast = predict(model, machine, pipeline)
     assert forecast.ranks[0].returns_freed
     assert with_ample_memory(model, machine, pipeline, forecast) == (pipeline, forecast)
+
+
+def test_blocks_are_recomputed_to_leave_memory_for_freed_blocks_where_that_is_faster() -> None:
+    """Recomputing one more block costs less than giving all memory back; no more blocks than necessary are."""
+    model = replace(profile([block(moved=Affine(0, 100))] * 12), freeing_slowdown=1.2)
+    machine = cluster(1, 780, kept_share=0.1)
+    directives = (Directive.KEEP,) * 6 + (Directive.RECOMPUTE,) * 6
+    stage = StagePlan(start=0, stop=12, replicas=1, directives=directives)
+    pipeline = Pipeline(
+        schedule=SCHEDULES["1f1b"], stages=(stage,), global_batch=4, microbatch=1, placement=(0,)
+    )
+    forecast = predict(model, machine, pipeline)
+    found, faster = with_ample_memory(model, machine, pipeline, forecast)
+    assert forecast.ranks[0].returns_freed
+    assert not faster.ranks[0].returns_freed
+    again = Directive.RECOMPUTE
+    assert found.stages[0].directives == (again, *directives[1:])
+    assert faster.step_seconds == pytest.approx(4 * (12 * 3 + 7))
+    assert forecast.step_seconds == pytest.approx(1.2 * 4 * (12 * 3 + 6))

@@ -24,7 +24,10 @@ from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
-from parallax.runtime.optim.optimizer import OptimizerConfig, StageOptimizer
+from parallax.runtime.optim.builder import OptimizerBuilder
+from parallax.runtime.optim.kinds.adamw import AdamWConfig
+from parallax.runtime.optim.kinds.sgd import SGDConfig
+from parallax.runtime.optim.optimizer import StageOptimizer
 from parallax.runtime.replicas.replicate import SharedStates
 from parallax.runtime.stage import offloadable
 from parallax.swap.parameters.offloaded import ResidentParameters
@@ -163,7 +166,7 @@ def test_a_plan_of_another_optimizer_is_refused(scratch: Path) -> None:
     # One state, not two.
     half = replace(plan.stages[0], state_bytes=plan.stages[0].state_bytes // 2)
     lighter = replace(plan, stages=(half,))
-    sgd = OptimizerConfig(name="sgd")
+    sgd = SGDConfig()
     Engine.build(chain, lighter, loss=loss, optimizer=sgd, scratch=scratch).close()
     with pytest.raises(PlanError, match="for this model, optimizer and precision"):
         Engine.build(chain, lighter, loss=loss, scratch=scratch)
@@ -211,9 +214,10 @@ def test_replicas_take_no_more_than_their_part(seed: int, precision: str) -> Non
         def share_out(partition: Any, replica: int = replica) -> SharedStates:
             return SharedStates(None, replica, replicas, partition)  # type: ignore[arg-type]
 
+        named = {str(index): parameter for index, parameter in enumerate(parameters)}
         StageOptimizer(
-            parameters,
-            OptimizerConfig(),
+            named,
+            OptimizerBuilder.over(AdamWConfig(), named),
             CPU,
             offload=share,
             always_offloaded=(),
@@ -277,9 +281,9 @@ def test_plan_and_stage_offload_the_same_recurrent_weights(device: str, frozen: 
 
 def test_states_stepped_in_the_tier_because_of_another_stage_are_counted() -> None:
     chain = describe(Tied, blocks=["first", "middle", "last"])
-    plan = make_plan(chain, replicas=(1, 1), cuts=[1])
-    halves = (replace(plan.stages[0], optimizer_offload=1.0), plan.stages[1])
-    first, second = with_offload_bytes(costs(chain), halves, 2)
+    plan = make_plan(chain, replicas=(1, 1), boundaries=[1])
+    stages_changed = (replace(plan.stages[0], optimizer_offload=1.0), plan.stages[1])
+    first, second = with_offload_bytes(costs(chain), stages_changed, 2)
     tied = WIDTH * 40 * 4 * 2
     assert (first.state_bytes, second.state_bytes) == (tied + 40 * 4 * 2, tied)
     alone = with_offload_bytes(costs(chain), plan.stages, 2)

@@ -25,10 +25,10 @@ def pipeline(
     schedule: str, pipeline_ranks: int, rows: int, interleave: int = 1, replicas: int = 1
 ) -> Pipeline:
     count = pipeline_ranks * interleave
-    cuts = [8 * s // count for s in range(count + 1)]
+    bounds = [8 * s // count for s in range(count + 1)]
     return Pipeline(
         schedule=SCHEDULES[schedule],
-        stages=tuple(stages(cuts, [replicas] * count)),
+        stages=tuple(stages(bounds, [replicas] * count)),
         global_batch=rows,
         microbatch=replicas,
         interleave=interleave,

@@ -64,8 +64,8 @@ def shape_of(
     schedule: Schedule, pipeline_ranks: int, interleave: int = 1, directive: str = "keep"
 ) -> Pipeline:
     """Stages of one block each."""
-    cuts = range(pipeline_ranks * interleave + 1)
-    return pipeline(stages(cuts, None, directive), schedule=schedule, interleave=interleave)
+    bounds = range(pipeline_ranks * interleave + 1)
+    return pipeline(stages(bounds, None, directive), schedule=schedule, interleave=interleave)
 
 
 @pytest.mark.parametrize(("count", "micro"), SHAPES)

@@ -1,4 +1,4 @@
-"""What the search chooses: cuts, replicas, placement and schedules, as asked for or on its own."""
+"""What the search chooses: boundaries, replicas, placement and schedules, as requested or on its own."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def test_forty_two_layers_on_sixteen_stages_balance_embedding_and_head() -> None
     plan, _ = search(model, cluster(16), PlanConfig(stages=16), global_batch=64, microbatch=1)
     times = [
         sum(b.forward_seconds.at(1) + b.backward_seconds.at(1) for b in part)
-        for part in cut(model, plan)
+        for part in partition(model, plan)
     ]
     # Three layers; the head's stage holds one layer beside it.
     assert max(times) == pytest.approx(9e-3)
     assert min(stage.stop - stage.start for stage in plan.stages) >= 1
 
 
-def cut(model: ModelProfile, plan: Plan) -> list[tuple[BlockCost, ...]]:
+def partition(model: ModelProfile, plan: Plan) -> list[tuple[BlockCost, ...]]:
     return [model.blocks[stage.start : stage.stop] for stage in plan.stages]
 
 

@@ -18,7 +18,7 @@ from parallax.report import plan_table
 from tests.unit.plan.searched import SIZES, random_case
 from tests.unit.plan_fakes import block, cluster, profile
 
-PLENTY = 10**9
+AMPLE = 10**9
 
 
 def empty_places(plan: Plan) -> list[tuple[int, int, int]]:
@@ -57,16 +57,16 @@ def test_few_rows_at_their_measured_cost_are_not_chosen() -> None:
     """One row takes nearly as long as two: micro-batches of one row are the slowest way to train."""
     seconds = Affine.measured([(1, 1.8), (2, 2.0), (4, 4.0)])
     blocks = [replace(block(), forward_seconds=seconds, backward_seconds=seconds)] * 4
-    plan, _ = search(profile(blocks), cluster(2, PLENTY), PlanConfig(stages=2), global_batch=16)
+    plan, _ = search(profile(blocks), cluster(2, AMPLE), PlanConfig(stages=2), global_batch=16)
     assert plan.microbatch >= 2
 
 
 @pytest.mark.parametrize(("batch", "used"), [(1, 1), (2, 2), (16, 3)])
 def test_devices_that_do_not_shorten_the_step_stay_unused(batch: int, used: int) -> None:
-    """One block cannot be cut, so that as many devices help as there are rows."""
+    """One block cannot be partitioned, so that as many devices help as there are rows."""
     plan, _ = search(
         profile([block()]),
-        cluster(3, PLENTY, concurrent=3),
+        cluster(3, AMPLE, concurrent=3),
         PlanConfig(),
         global_batch=batch,
         spare=True,
@@ -80,7 +80,7 @@ def test_devices_that_do_not_shorten_the_step_stay_unused(batch: int, used: int)
 def test_cores_that_are_shared_by_more_processes_do_not_help() -> None:
     plan, _ = search(
         profile([block()] * 6),
-        cluster(3, PLENTY, concurrent=2),
+        cluster(3, AMPLE, concurrent=2),
         PlanConfig(),
         global_batch=12,
         spare=True,
@@ -89,7 +89,7 @@ def test_cores_that_are_shared_by_more_processes_do_not_help() -> None:
 
 
 def test_ranks_that_were_started_are_all_used_and_idle_ones_are_named() -> None:
-    plan, _ = search(profile([block()]), cluster(3, PLENTY), PlanConfig(), global_batch=2)
+    plan, _ = search(profile([block()]), cluster(3, AMPLE), PlanConfig(), global_batch=2)
     idle = [rank for rank in range(3) if not plan.rows_of(rank)]
     assert (plan.world_size, len(idle)) == (3, 1)
     assert f"rank {idle[0]} of 3 replicas never has a row" in str(plan_table(plan).caption)
@@ -98,7 +98,7 @@ def test_ranks_that_were_started_are_all_used_and_idle_ones_are_named() -> None:
 def test_requested_replicas_may_be_idle_and_are_named() -> None:
     config = PlanConfig(stages=2, replicas=[1, 2])
     plan, _ = search(
-        profile([block()] * 4), cluster(3, PLENTY), config, global_batch=4, microbatch=1, spare=True
+        profile([block()] * 4), cluster(3, AMPLE), config, global_batch=4, microbatch=1, spare=True
     )
     assert [plan.rows_of(rank) for rank in range(3)] == [4, 0, 4]
     assert "rank 1 of 2 replicas never has a row of micro-batches of 1" in str(
@@ -114,7 +114,7 @@ def test_what_fits_stays_on_the_device(devices: int, device_seconds: float) -> N
     model = profile(
         [block(parameters=100, parameter_bytes=400)] * 3, optimizer_seconds=device_seconds
     )
-    machines = cluster(devices, PLENTY, host_update_seconds=1e-9)
+    machines = cluster(devices, AMPLE, host_update_seconds=1e-9)
     plan, _ = search(model, machines, PlanConfig(), global_batch=8)
     assert not any(
         stage.offloads or stage.optimizer_offload or stage.parameter_offload

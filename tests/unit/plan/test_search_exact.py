@@ -91,7 +91,7 @@ def test_the_cases_above_are_not_all_alike() -> None:
 def test_the_plan_is_one_of_the_best_and_fits(seed: int) -> None:
     r = random.Random(seed)
     model, machines, batch = random_case(r, *r.choice(SIZES[:10]))
-    config = PlanConfig(interleave=1)  # interleaved stages are cut one way only
+    config = PlanConfig(interleave=1)  # interleaved stages have a single partition
     request = Request(model, machines, config, global_batch=batch)
     idle = not has_rows_for_all(request)
     expected = brute_force(request.changed(idle=idle))

@@ -97,9 +97,9 @@ def odd_case(r: random.Random) -> tuple[ModelProfile, Cluster, PlanConfig, dict[
     else:
         model = replace(model, ties=(), frozen_ties=())
     stages = r.randrange(1, min(blocks, devices) + 1)
-    cuts = [0, *sorted(r.sample(range(1, devices), stages - 1)), devices]
+    bounds = [0, *sorted(r.sample(range(1, devices), stages - 1)), devices]
     requested: dict[str, Any] = r.choice(
-        [{}, {"stages": stages}, {"replicas": [b - a for a, b in itertools.pairwise(cuts)]}]
+        [{}, {"stages": stages}, {"replicas": [b - a for a, b in itertools.pairwise(bounds)]}]
     )
     config = PlanConfig(**requested, activations=r.choice(["auto", "keep", "offload", "recompute"]))
     options = {
@@ -195,10 +195,10 @@ def test_no_pipeline_scores_below_the_bound_of_its_shape(seed: int) -> None:
 
 
 def random_score(r: random.Random, request: Request, shape: Shape) -> float:
-    """The formula for random cuts, replicas and directives of a shape."""
+    """The formula for random bounds, replicas and directives of a shape."""
     blocks, devices = len(request.profile.blocks), len(request.devices)
     stages = shape.pipeline_ranks * shape.interleave
-    cuts = [0, *sorted(r.sample(range(1, blocks), stages - 1)), blocks]
+    bounds = [0, *sorted(r.sample(range(1, blocks), stages - 1)), blocks]
     ends = [0, *sorted(r.sample(range(1, devices), shape.pipeline_ranks - 1)), devices]
     times, tails, work = [], [], 0.0
     for pipeline_rank, (first, stop) in enumerate(itertools.pairwise(ends)):
@@ -206,11 +206,11 @@ def random_score(r: random.Random, request: Request, shape: Shape) -> float:
         where = StageSetting(stop - first, -(-shape.microbatch // (stop - first)), 1)
         for stage in range(pipeline_rank, stages, shape.pipeline_ranks):
             directives = tuple(
-                r.choice(list(Directive)) for _ in range(cuts[stage + 1] - cuts[stage])
+                r.choice(list(Directive)) for _ in range(bounds[stage + 1] - bounds[stage])
             )
             device = replace(request.device(first, stop), tier_bytes=10**12)
             choice = evaluate_stage(
-                request.profile, device, cuts[stage], directives, where, request.host_states[0]
+                request.profile, device, bounds[stage], directives, where, request.host_states[0]
             )
             assert choice is not None
             seconds, tail = seconds + choice.seconds, tail + choice.tail_seconds

@@ -94,7 +94,28 @@ def test_states_on_the_host_count_in_its_tier_and_in_the_update() -> None:
     assert rank.memory["staging"] == 100  # on the disk, they come up to be stepped
     # A share is rounded up to whole parameters, and here may be one.
     assert rank.tier_peak_bytes == 200
-    assert rank.seconds["update"] == pytest.approx(50 * 0.02 + 50 * 0.5 + 5 + 5)
+    assert rank.seconds["update"] == pytest.approx(50 * 0.02 + 50 * 0.5)
+    # Two bytes of states for each of weights are read and written, and the only block's forward waits for them.
+    assert rank.seconds["stall"] == pytest.approx(2 * 50 / 10 + 2 * 50 / 10)
+
+
+@pytest.mark.parametrize(("speed", "stall"), [(1000.0, 0.4), (10.0, 40.0)])
+def test_a_forward_waits_for_states_that_the_disk_has_not_passed_yet(
+    speed: float, stall: float
+) -> None:
+    """States pass block by block while the next forward runs, so the only block's forward waits for all of them."""
+    link = Link(bytes_per_second=speed)
+    machines = nodes(1, write=link, read=link)
+    part = replace(stages([0, 1])[0], optimizer_offload=1.0)
+    result = run(
+        [block(parameter_bytes=100)],
+        [part],
+        rows=4,
+        micro=4,
+        machines=machines,
+    )
+    assert result.ranks[0].seconds["stall"] == pytest.approx(stall)
+    assert result.step_seconds == pytest.approx(4 * 3 + stall)
 
 
 @settings(max_examples=100, deadline=None)
@@ -209,9 +230,9 @@ def test_replicas_that_share_states_step_a_part_and_send_it() -> None:
     # One may get half of the largest parameter more.
     assert shared.ranks[0].memory["optimizer"] == 2000 // 2 + 100
     stepped = 11 * (4 + 7 * 0.55) / 11
-    spread = 2 * 1 + 1000 / 100
+    broadcast = 2 * 1 + 1000 / 100
     assert plain.ranks[0].seconds["update"] == pytest.approx(11)
-    assert shared.ranks[0].seconds["update"] == pytest.approx(stepped + spread)
+    assert shared.ranks[0].seconds["update"] == pytest.approx(stepped + broadcast)
     alone = run(
         parts,
         [replace(part, shard_optimizer=True) for part in stages([0, 1])],

@@ -71,8 +71,8 @@ def test_what_is_left_of_the_ramp(
 ) -> None:
     """(p − 1)·(T_B − T_W) where a weight half is shorter; times are those of a pipeline rank, of which a stage has
     half."""
-    halves = StageTimes(forward / 2, backward / 2, weight / 2)
-    found = timed(ZB_V, [halves] * (2 * pipeline_ranks), micro, interleave=2)
+    half_times = StageTimes(forward / 2, backward / 2, weight / 2)
+    found = timed(ZB_V, [half_times] * (2 * pipeline_ranks), micro, interleave=2)
     idle = found.span_seconds - micro * (forward + backward + weight)
     assert idle == pytest.approx((pipeline_ranks - 1) * (backward - weight))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,15 +20,20 @@ from torch import Tensor, nn
 
 from benchmarks.zoo.catalog import TRANSFORMERS
 from benchmarks.zoo.models import hugging
+from parallax.common.metrics import larger_is_better
 from parallax.errors import CheckpointError, ConfigError
 from parallax.model.describe import Chain, describe
 from parallax.model.factory.custom import CustomModelConfig
 from parallax.model.factory.huggingface import HuggingFaceConfig
 from parallax.model.factory.mlp import MLPConfig
 from parallax.model.materialise import check_weights, materialise
-from parallax.run.export import FORMS, Exported, export, exporting, shards
+from parallax.run.export import FORMS, CheckpointChoice, Exported, export, exporting, shards
 from parallax.runtime import checkpoint
 from parallax.runtime.checkpoint.config import CheckpointConfig
+from parallax.runtime.metrics import MetricsConfig
+from parallax.runtime.optim.emas.off import EmaOff
+from parallax.runtime.optim.kinds.adamw import AdamWConfig
+from parallax.swap.optimizer.averaging import AVERAGE
 from tests.unit.model.test_pretrained import CPU, MOE, TEXT, saved, tokens
 
 transformers = pytest.importorskip(
@@ -35,10 +41,20 @@ transformers = pytest.importorskip(
 )
 
 HF, PLAIN = FORMS["huggingface"], FORMS["safetensors"]
+NORMS = ("model/model.norm.weight",)
 
 
-def write(run: Path, chain: Chain, step: int = 2, started: float = 1.0) -> None:
-    """A checkpoint of what ``chain`` begins with, as two stages of a start at that time write it."""
+def write(
+    run: Path,
+    chain: Chain,
+    step: int = 2,
+    started: float = 1.0,
+    metrics: dict[str, float] | None = None,
+    *,
+    averaged: bool = False,
+) -> None:
+    """A checkpoint of what ``chain`` begins with, as two stages of a start at that time write it. Values of a norm are
+    the step, so that checkpoints differ; with ``averaged``, averages are higher by one."""
     partial = checkpoint.partial_folder(run / "checkpoints", step)
     checkpoint.begin(partial)
     count, checksums, seen = len(chain.blocks), {}, set[str]()
@@ -52,15 +68,30 @@ def write(run: Path, chain: Chain, step: int = 2, started: float = 1.0) -> None:
                 if name not in seen
             }
             seen |= set(chain.names[index].values())
+        found |= {n: torch.full_like(t, step) for n, t in found.items() if step > 2 and n in NORMS}
+        if averaged:
+            found |= {
+                name.replace("model", AVERAGE): value.float() + 1 for name, value in found.items()
+            }
         checksums |= checkpoint.write_parts(partial, f"stage-{stage:02d}", found.items()).checksums
     index = {"step": step, "state": {}, "fingerprint": chain.fingerprint(), "optimizer": []}
-    index |= {"started": started}
+    index |= {"started": started, "metrics": metrics or {}}
+    if averaged:
+        index |= {"optimizer": [AVERAGE], "averages": {"updates": 1}}
     checkpoint.finish(partial, {**index, "checksums": checksums})
 
 
 def configured(model: Any) -> Any:
     """What an export asks of a run's settings."""
-    return SimpleNamespace(model=model, seed=1, name="run", checkpoint=CheckpointConfig())
+    return SimpleNamespace(
+        model=model,
+        seed=1,
+        name="run",
+        checkpoint=CheckpointConfig(),
+        metrics_config=MetricsConfig(metrics=MetricsConfig.read(["mcc"])),
+        optimizer=AdamWConfig(),
+        ema=EmaOff(),
+    )
 
 
 def run_of(
@@ -250,6 +281,19 @@ def test_a_model_of_ones_own(tmp_path: Path) -> None:
     materialise(chain, 0, len(chain.blocks), CPU)
 
 
+def test_averaged_weights(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", MLPConfig(), lambda rows: torch.zeros(rows, 1))
+    with pytest.raises(ConfigError, match=r"--weights ema: .* has no averaged weights \(ema=off\)"):
+        export(run, PLAIN, None, averaged=True)
+    write(run.directory, describe(MLPConfig().build), step=3, averaged=True)
+    trained, averaged = (
+        load_file(export(run, PLAIN, None, averaged=each).directory / "model.safetensors")
+        for each in (False, True)
+    )
+    assert trained.keys() == averaged.keys()
+    assert all(torch.equal(averaged[name], value + 1) for name, value in trained.items())
+
+
 def test_a_factory_that_makes_a_model_of_transformers(tmp_path: Path) -> None:
     config = CustomModelConfig(target="tests.zoo:llama")
     exported = export(run_of(tmp_path, config), HF, None)
@@ -353,11 +397,99 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_checkpoint_is_the_one_that_the_run_resumes_from(tmp_path: Path) -> None:
-    """The latest start's: a half that was cut off may have come further, alone."""
+    """The latest start's: a partitioned half may have advanced further."""
     run = run_of_llama(tmp_path)
     write(tmp_path, llama(), step=9, started=2.0)
     write(tmp_path, llama(), step=4, started=3.0)
     assert export(run, PLAIN, out=tmp_path / "out").step == 4
+
+
+def exported_step(run: Any, out: Path, **choice: Any) -> Exported:
+    """An export of the chosen checkpoint; its tensors are that checkpoint's."""
+    exported = export(run, PLAIN, out, choice=CheckpointChoice(**choice))
+    reader = checkpoint.CheckpointReader(
+        run.directory / "checkpoints" / checkpoint.checkpoint_name(exported.step)
+    )
+    found = load_file(out / "model.safetensors")
+    assert found.keys() == reader.model_tensors().keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, reader.read(f"model/{name}")), name
+    return exported
+
+
+def test_the_best_checkpoint_and_that_of_a_step(tmp_path: Path) -> None:
+    run, losses = run_of_llama(tmp_path), {3: 1.5, 5: 1.25, 7: math.nan, 8: 1.25, 9: 2.0}
+    for step, loss in losses.items():
+        write(
+            tmp_path,
+            llama(),
+            step,
+            metrics={"validation_loss": loss, "loss": 9.0 - step, "validation_mcc": -step},
+        )
+    write(tmp_path, llama(), step=12, started=0.5, metrics={"validation_loss": 0.1})
+    for step in (2, 5, 9):
+        assert exported_step(run, tmp_path / f"step-{step}", step=step).step == step
+    best = exported_step(run, tmp_path / "best", best=True)
+    assert best.step == 8, "of equal ones the latest, and none that the run did not resume from"
+    assert best.remarks[0] == ("step 8 has the best validation_loss, 1.25, of steps 3, 5, 8, 9")
+    run.config.checkpoint = CheckpointConfig(metric="loss")
+    assert exported_step(run, tmp_path / "loss", best=True).step == 9
+    run.config.checkpoint = CheckpointConfig(metric="validation_mcc")
+    assert exported_step(run, tmp_path / "mcc", best=True).step == 3, "of which higher is better"
+    with pytest.raises(ConfigError) as refused:
+        exported_step(run, tmp_path / "none", step=4)
+    assert (
+        str(refused.value)
+        == "--step 4: accepted are the existing checkpoints, steps 2, 3, 5, 7, 8, 9, 12"
+    )
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_class_of_a_metric_says_which_value_is_best(tmp_path: Path) -> None:
+    run = run_of_llama(tmp_path)
+    entry = {"name": "mine", "target": "torchmetrics.classification:MulticlassFBetaScore"}
+    run.config.metrics_config = MetricsConfig(metrics=MetricsConfig.read([entry]))
+    run.config.checkpoint = CheckpointConfig(metric="validation_mine")
+    for step, value in {3: 0.5, 5: 0.75, 8: 0.25}.items():
+        write(tmp_path, llama(), step, metrics={"validation_mine": value})
+    assert exported_step(run, tmp_path / "best", best=True).step == 5
+
+
+def test_without_a_metric_there_is_no_best_checkpoint(tmp_path: Path) -> None:
+    run = run_of_llama(tmp_path)
+    with pytest.raises(
+        ConfigError,
+        match=r"--best: no checkpoint records validation_loss; name one .*--step: step 2",
+    ):
+        exported_step(run, tmp_path / "none", best=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "larger"),
+    [
+        ("validation_accuracy", True),
+        ("validation_accuracy/de", True),
+        ("top5_accuracy", True),
+        ("rows_per_second", True),
+        ("f1", True),
+        ("validation_jaccard", True),
+        ("validation_kappa", True),
+        ("validation_mcc", True),
+        ("validation_explained_variance", True),
+        ("validation_pearson", True),
+        ("validation_spearman", True),
+        ("validation_specificity", True),
+        ("validation_calibration_error", False),
+        ("validation_mae", False),
+        ("validation_loss", False),
+        ("validation_loss/accuracy_set", False),
+        ("step_seconds_median", False),
+        ("perplexity", False),
+        ("score_error", False),
+    ],
+)
+def test_which_of_two_values_is_better(name: str, larger: bool) -> None:
+    assert larger_is_better(name) == larger
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

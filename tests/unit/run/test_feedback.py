@@ -1,4 +1,4 @@
-"""What of a run is looked at when its prediction is judged, and what is put aside."""
+"""Which steps of a run are compared with its prediction, and which are ignored."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_last_steps_count_without_the_first(tmp_path: Path) -> None:
     assert measured_spans(tmp_path, ranks=1) == [span for span in found if span.rank == 0]
 
 
-def test_a_long_run_is_judged_by_its_end(tmp_path: Path) -> None:
+def test_only_the_end_of_a_long_run_is_compared(tmp_path: Path) -> None:
     steps = RECENT_STEPS + 50
     write(
         tmp_path / "events-rank0.jsonl", [span for number in range(steps) for span in step(number)]
@@ -167,4 +167,4 @@ def test_a_contradicted_profile_is_dropped_so_that_the_next_plan_measures(
         if dropped
         else ""
     )
-    assert drop_contradicted(tmp_path, compose([]), summary) == "", "it is said once"
+    assert drop_contradicted(tmp_path, compose([]), summary) == "", "it is reported once"

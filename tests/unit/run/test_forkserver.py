@@ -20,7 +20,7 @@ import os, sys
 import torch
 
 def refuse(*arguments, **named):
-    raise AssertionError("a device was asked for")
+    raise AssertionError("a device was requested")
 
 for name in ("is_available", "device_count", "_lazy_init", "current_device", "get_device_properties"):
     setattr(torch.cuda, name, refuse)

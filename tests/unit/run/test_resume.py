@@ -11,7 +11,7 @@ from parallax.config import compose, dump
 from parallax.run.resume import STORED, settings
 from parallax.runtime.checkpoint.folder import INDEX
 
-RATES = ["optimizer.lr=0.001", "optimizer.final_rate=0.1", "optimizer.warmup_steps=0"]
+RATES = ["optimizer.lr=0.001", "schedule.final=0.1", "schedule.warmup=0"]
 RUN = ["model=mlp", "name=a", "trainer.steps=60", *RATES]
 
 

@@ -260,7 +260,7 @@ def test_a_run_that_gets_nowhere_is_not(node: Node) -> None:
     assert "has made no step since it was started" in message
     code, message = node.ends("true")  # what the last start has left is not this one's
     assert (code, node.requeued()) == (1, False)
-    assert "was asked to end before its first step" in message
+    assert "was requested to end before its first step" in message
 
 
 def test_a_failure_is_the_jobs(node: Node) -> None:
@@ -274,7 +274,7 @@ def test_a_failure_is_the_jobs(node: Node) -> None:
 def test_the_batch_shell_forwards_its_signal(node: Node) -> None:
     """And waits for the end of the run, which saves."""
     process = node.start(
-        f"touch started; while [[ ! -e told ]]; do sleep 0.02; done; {ended('stopped', 9)}"
+        f"touch started; while [[ ! -e may_end ]]; do sleep 0.02; done; {ended('stopped', 9)}"
     )
     end = time.monotonic() + 20
     while not (node.folder / "started").exists():
@@ -284,7 +284,7 @@ def test_the_batch_shell_forwards_its_signal(node: Node) -> None:
     while "scancel --signal=USR1 7" not in node.calls.read_text():
         assert time.monotonic() < end
         time.sleep(0.01)
-    (node.folder / "told").touch()
+    (node.folder / "may_end").touch()
     _, err = process.communicate(timeout=20)
     assert process.returncode == 0, err
     assert node.requeued()

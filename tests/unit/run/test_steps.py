@@ -14,7 +14,7 @@ from parallax.plan.config import PlanConfig
 from parallax.run.planning import as_planned
 from parallax.train.loop import TrainerConfig
 
-SAID = "parallax: trainer.steps: a run needs the number of steps to train for; add trainer.steps=N, for example"
+MESSAGE = "parallax: trainer.steps: a run needs the number of steps to train for; add trainer.steps=N, for example"
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_a_run_without_a_number_of_steps_is_refused_in_one_line(
     monkeypatch.chdir(tmp_path)
     assert cli.main(command) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(SAID)
+    assert line.startswith(MESSAGE)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,7 +9,7 @@ import pytest
 from parallax.errors import InfeasiblePlan, UnfitHostError
 from parallax.nodes.places import Nodes
 from parallax.run.nodes import Joined
-from parallax.run.processes.together import _blame_least
+from parallax.run.processes.together import _name_smallest_host
 from tests.unit.plan.simulated import nodes
 
 MIB = 2**20
@@ -33,7 +33,7 @@ def test_the_host_with_the_least_memory_is_unfit(
     error = InfeasiblePlan("no plan fits 50.0 MiB per device")
     expected = pytest.raises(UnfitHostError) if unfit else contextlib.nullcontext()
     with expected as caught:
-        _blame_least(error, joined, NODES)
+        _name_smallest_host(error, joined, NODES)
     found = caught.value.why if caught is not None else {}
     assert [*found] == unfit
     for host, why in found.items():

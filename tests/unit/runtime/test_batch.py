@@ -97,9 +97,9 @@ def test_what_is_not_finite_and_has_no_rows() -> None:
         ({"x": torch.ones(4, 2), "edges": torch.ones(2, 9)}, torch.ones(4)),
         (torch.tensor(1.0), torch.tensor(1.0)),
         (torch.ones(0, 2), torch.ones(0)),
-        ("words", None),
+        ("texts", None),
     ],
-    ids=["number", "edges", "numbers", "none", "words"],
+    ids=["number", "edges", "numbers", "none", "texts"],
 )
 def test_rows_that_are_not_as_many(inputs: Any, targets: Any) -> None:
     with pytest.raises(DataError, match="the same number of rows") as error:

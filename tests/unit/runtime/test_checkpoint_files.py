@@ -241,7 +241,6 @@ def test_what_is_removed_loses_its_name_first(
     [
         ({"keep_every": -1}, r"checkpoint\.keep_every=-1"),
         ({"best": -2}, r"checkpoint\.best=-2"),
-        ({"metric": "accuracy"}, r"checkpoint\.metric=accuracy"),
     ],
 )
 def test_settings_that_are_none(options: dict[str, Any], message: str) -> None:

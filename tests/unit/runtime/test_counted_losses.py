@@ -1,4 +1,4 @@
-"""A batch that is cut has the loss and the gradients of one that is not, whatever targets the loss ignores."""
+"""A batch in micro-batches has the loss and the gradients of the whole batch, whatever targets the loss ignores."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_a_custom_mean_over_masked_targets_is_refused(micro: int) -> None:
     targets[0], targets[1:3, 1:] = (
         1,
         -100,
-    )  # rows of other numbers of counted targets in each way to cut
+    )  # rows of other numbers of counted targets in each partition
     chain = chain_of(build)
     unmasked = TensorRows(inputs, targets.clamp(min=0))
     by_micro_batches(chain, own_mean, unmasked, micro)

@@ -1,4 +1,4 @@
-"""Who is to blame, from what the ranks were last seen doing."""
+"""The failing rank, located from the last status of each rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def seen(
     return RankStatus(Action(kind, 0, micro) if kind else None, step, seconds, silent)
 
 
-NOBODY = [
+NO_VERDICT = [
     ("everybody works", [seen(Kind.FORWARD, seconds=SHORT), seen(Kind.BACKWARD, seconds=1.0)]),
     (
         "a deep pipeline waits",
@@ -45,7 +45,9 @@ NOBODY = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [ranks for _, ranks in NOBODY], ids=[text for text, _ in NOBODY])
+@pytest.mark.parametrize(
+    "ranks", [ranks for _, ranks in NO_VERDICT], ids=[text for text, _ in NO_VERDICT]
+)
 def test_no_rank_is_at_fault(ranks: list[RankStatus]) -> None:
     assert root_cause(ranks, LIMIT) is None
 
@@ -66,7 +68,7 @@ OUTSIDE = [
         0,
     ),
     ("all wait for each other", [outside(waits=True), outside(waits=True, seconds=99.0)], 1),
-    ("before anything is said of phases", [RankStatus(seconds=9e9), RankStatus(seconds=9e9)], None),
+    ("before any phase is reported", [RankStatus(seconds=9e9), RankStatus(seconds=9e9)], None),
 ]
 
 
@@ -79,7 +81,7 @@ def test_outside_of_steps_the_rank_without_a_sign_of_life_is_named(
     assert root_cause(ranks, LIMIT, 3600.0) == (None if rank is None else (rank, FailureKind.HANGS))
 
 
-BLAMED = [
+LOCATED = [
     (
         "one computes",
         [seen(Kind.RECEIVE_GRADIENT, seconds=70.0), seen(Kind.BACKWARD), seen(Kind.REDUCE)],
@@ -105,7 +107,7 @@ BLAMED = [
 
 
 @pytest.mark.parametrize(
-    ("ranks", "rank"), [case[1:] for case in BLAMED], ids=[case[0] for case in BLAMED]
+    ("ranks", "rank"), [case[1:] for case in LOCATED], ids=[case[0] for case in LOCATED]
 )
 def test_the_one_that_keeps_the_others_waiting(ranks: list[RankStatus], rank: int) -> None:
     assert root_cause(ranks, LIMIT) == (rank, FailureKind.HANGS)
@@ -167,7 +169,11 @@ def test_the_process_that_reports_for_a_dead_rank_is_still_alive(
 
 @pytest.mark.parametrize(
     ("how", "failed", "speaking"),
-    [(FailureKind.CUT, 2, [0, 3]), (FailureKind.LOST, 0, [1, 2]), (FailureKind.CUT, 0, [1, 2])],
+    [
+        (FailureKind.PARTITIONED, 2, [0, 3]),
+        (FailureKind.LOST, 0, [1, 2]),
+        (FailureKind.PARTITIONED, 0, [1, 2]),
+    ],
 )
 def test_each_host_speaks_where_none_reaches_all(
     how: FailureKind, failed: int, speaking: list[int]

@@ -85,7 +85,9 @@ def test_silence_of_all(
     assert "nor has any other rank" in heard.report.text
 
 
-def test_one_that_answers_is_there_to_judge(tmp_path: Path, begin: Begin, clock: Clock) -> None:
+def test_a_rank_that_answers_leaves_the_verdict_to_the_ranks(
+    tmp_path: Path, begin: Begin, clock: Clock
+) -> None:
     heard = Heartbeats(tmp_path, 2, Requests())
     silent, there = begin(0), begin(1)
     beat(silent)
@@ -111,7 +113,7 @@ def test_nothing_is_concluded_without_a_limit_or_before_all_have_begun(
     assert seconds_until(clock, heard.have_stopped) is None
 
 
-def test_a_launcher_that_was_stopped_itself_does_not_blame_the_ranks(
+def test_a_launcher_that_was_stopped_itself_reports_no_rank(
     tmp_path: Path, begin: Begin, clock: Clock
 ) -> None:
     heard = Heartbeats(tmp_path, 1, Requests())

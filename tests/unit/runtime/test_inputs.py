@@ -16,8 +16,8 @@ CPU = torch.device("cpu")
 PARTS = [(0, 2), (2, 2), (4, 1)]
 
 
-class Asked:
-    """A batch that notes what is asked of it, and has a broken row."""
+class RecordingBatch:
+    """A batch that records requests, and has a broken row."""
 
     def __init__(self, broken: int = -1) -> None:
         self.requested: list[tuple[int, int]] = []
@@ -33,7 +33,7 @@ class Asked:
         return {"x": torch.arange(start, stop), "name": "rows"}
 
     def targets(self, start: int, stop: int) -> Tensor:
-        raise AssertionError("not asked for")
+        raise AssertionError("not requested")
 
 
 def stage(**options: bool) -> StagePlan:
@@ -42,7 +42,7 @@ def stage(**options: bool) -> StagePlan:
 
 def test_one_micro_batch_ahead_where_the_plan_says_so() -> None:
     for options, requested in (({}, [1, 2, 3]), ({"inputs_ahead": True}, [2, 3, 3])):
-        inputs, batch = open_inputs([stage(**options)], CPU, CpuCopies()), Asked()
+        inputs, batch = open_inputs([stage(**options)], CPU, CpuCopies()), RecordingBatch()
         for _ in range(2):
             batch.requested.clear()
             inputs.begin(batch, PARTS)
@@ -58,17 +58,17 @@ def test_a_failure_is_that_of_its_micro_batch(kind: Any) -> None:
     inputs = (
         InputsAhead(CPU, CpuCopies()) if kind is InputsAhead else InputsAtOnce(CPU, CpuCopies())
     )
-    inputs.begin(Asked(broken=3), PARTS)
+    inputs.begin(RecordingBatch(broken=3), PARTS)
     inputs.take(PARTS[0])
     with pytest.raises(ArithmeticError, match="row 3 is broken"):
         inputs.take(PARTS[1])
     inputs.abandon()
-    inputs.begin(Asked(), PARTS)
+    inputs.begin(RecordingBatch(), PARTS)
     assert [len(inputs.take(part)["x"]) for part in PARTS] == [2, 2, 1]
 
 
 def test_transfers_under_way_when_another_fails_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody has its target, whose memory may be used for what computes now."""
+    """No part holds its target, whose memory may be used by the current computation."""
     waits: list[Tensor] = []
 
     class Copies(CpuCopies):
@@ -87,7 +87,7 @@ def test_transfers_under_way_when_another_fails_have_ended(monkeypatch: pytest.M
             raise MemoryError("no more of it")
         return part
 
-    class Two(Asked):
+    class Two(RecordingBatch):
         def inputs(self, start: int, stop: int) -> dict[str, Any]:
             rows = torch.arange(start, stop)
             return {"x": rows, "y": rows / 2}

@@ -109,10 +109,10 @@ def test_a_link_has_ended_when_all_was_read() -> None:
     here, there = linked()
     with contextlib.closing(here):
         assert not here.ended
-        there.send({"last": "words"})
+        there.send({"last": "message"})
         there.close()
         assert not here.ended
-        assert list(here.receive()) == [{"last": "words"}]
+        assert list(here.receive()) == [{"last": "message"}]
         assert here.ended
         with pytest.raises(ConnectionError, match="closed the connection"):
             list(here.receive())

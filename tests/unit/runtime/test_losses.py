@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +16,13 @@ from torch import Tensor, nn
 from parallax.errors import ConfigError, DescribeError
 from parallax.model.describe import describe
 from parallax.model.losses import call_loss, check_loss
+from parallax.model.precision import PrecisionConfig
+from parallax.model.profiling.count import count
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
-from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.optim.builder import OptimizerBuilder
+from parallax.runtime.optim.config import Group, as_config
+from parallax.runtime.optim.schedules.cosine import CosineSchedule
 from tests.plans import make_plan
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
@@ -123,40 +126,31 @@ def test_a_loss_that_uses_the_model_is_refused(name: str) -> None:
     assert "let forward return it" in str(found.value)
 
 
-# ---- learning rates of one's own
+# ---- optimizers of one's own
 
 
-@dataclass(frozen=True, kw_only=True)
-class Own(OptimizerConfig):
-    """Biases have a rate of their own."""
-
-    own: float = 1e-3
-
-    def build(self, parameters: Iterable[nn.Parameter], device: torch.device) -> Any:
-        trained = list(parameters)
-        return torch.optim.RMSprop(
-            [
-                {"params": [p for p in trained if p.dim() > 1]},
-                {"params": [p for p in trained if p.dim() == 1], "lr": self.own},
-            ],
-            lr=self.lr,
-        )
+def biases_apart(groups: Sequence[Group]) -> torch.optim.Optimizer:
+    """Biases have a learning rate of their own."""
+    trained = [p for group in groups for p in group["params"]]
+    return torch.optim.RMSprop(
+        [
+            {"params": [p for p in trained if p.dim() > 1]},
+            {"params": [p for p in trained if p.dim() == 1], "lr": 0.5},
+        ],
+        lr=1e-3,
+    )
 
 
 def test_groups_keep_rates_of_their_own(tmp_path: Path) -> None:
-    settings = {"warmup_steps": 1, "clip_norm": 0.0}
-    slow, fast = (
-        losses(F.cross_entropy, tmp_path, optimizer=Own(own=own, **settings)) for own in (1e-3, 1.0)
-    )
-    assert slow != fast
-    config = Own(own=0.5, **settings)
-    built = engine(F.cross_entropy, tmp_path, optimizer=config, steps=10)
+    schedule = CosineSchedule(warmup=1)
+    built = engine(F.cross_entropy, tmp_path, optimizer=biases_apart, schedule=schedule, steps=10)
     groups = built._optimizer._on_device.optimizer.param_groups
     for step in range(3):
-        built.step(TensorRows(X, Y))
-        rate = config.rate(step, 10)
-        assert [g["lr"] for g in groups] == [rate, pytest.approx(0.5 * rate / config.lr)]
-    assert built._optimizer.name == "RMSprop"
+        result = built.step(TensorRows(X, Y))
+        factor = schedule.factor(step, 10)
+        assert [g["lr"] for g in groups] == [1e-3 * factor, 0.5 * factor]
+        assert result.learning_rate == 0.5 * factor, "the highest that the function sets"
+    assert built._optimizer.name == "biases_apart"
     built.close()
 
 
@@ -185,3 +179,44 @@ def test_a_step_after_an_evaluation_in_inference_mode(tmp_path: Path) -> None:
     assert trained.step(TensorRows(X, Y)).loss == plain.step(TensorRows(X, Y)).loss
     trained.close()
     plain.close()
+
+
+# ---- several losses
+
+
+def counted_loss(loss: Any) -> None:
+    """Count the work of training with ``loss``, as a run does before it plans."""
+    chain = describe(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)))
+    rows = TensorRows(X, Y)
+    count(
+        chain,
+        loss,
+        lambda number: (rows.inputs(0, number), rows.targets(0, number)),
+        precision=PrecisionConfig(),
+        minimum_bytes=1,
+    )
+
+
+def test_losses_that_are_minimised_in_turns_are_refused() -> None:
+    def of_a_gan(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return F.cross_entropy(outputs, targets), -outputs.square().mean()
+
+    with pytest.raises(DescribeError, match=r"only the first would be trained.* a GAN's"):
+        counted_loss(of_a_gan)
+
+
+def test_parts_of_a_loss_and_reported_numbers_may_follow_it() -> None:
+    def with_others(outputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        part, size = F.cross_entropy(outputs, targets), outputs.square().mean()
+        loss = part + 0.1 * size
+        return loss, part, loss.exp(), outputs.abs().mean().detach(), outputs
+
+    counted_loss(with_others)
+
+
+def test_two_optimizers_are_refused() -> None:
+    def of_a_gan(groups: Sequence[Group]) -> Any:
+        return torch.optim.Adam(groups), torch.optim.Adam(groups)
+
+    with pytest.raises(ConfigError, match="it returned a tuple"):
+        _ = OptimizerBuilder.of(as_config(of_a_gan), nn.Linear(4, 4)).nature

@@ -108,7 +108,7 @@ class Calls(nn.Module):
 
 
 def derivatives(call: Callable[[], Any], inputs: list[Tensor], directive: Directive) -> Any:
-    """The bits of the gradients of ``inputs``, or the error's kind and words."""
+    """The bits of the gradients of ``inputs``, or the error's class and message."""
     plan = StagePlan(start=0, stop=1, replicas=1, directives=(directive,))
     stage = Stage(
         describe(lambda: nn.Sequential(nn.Identity())),

@@ -94,7 +94,7 @@ def test_a_digest_knows_shapes_types_and_places() -> None:
         torch.nested.nested_tensor([one[:4], one[:2]], layout=torch.jagged),
         np.arange(6),
         np.arange(6.0),
-        "words",
+        "texts",
         6,
         None,
     ]

@@ -21,7 +21,7 @@ FP16 = PrecisionConfig(compute="fp16")
 INFINITE, NAN = float("inf"), float("nan")
 
 
-def test_it_halves_at_an_overflow_and_doubles_after_many_good_steps() -> None:
+def test_an_overflow_halves_the_factor_and_many_good_steps_double_it() -> None:
     scale = LossScale(FP16)
     assert scale.factor == FIRST_FACTOR
     assert not scale.accepts(1.0, INFINITE)

@@ -17,18 +17,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallax.machine.device import CpuCopies
 from parallax.plan.plan import STATE_BUCKET_BYTES
 from parallax.runtime.optim import resident
-from parallax.runtime.optim.optimizer import OptimizerConfig, StageOptimizer
+from parallax.runtime.optim.builder import OptimizerBuilder
+from parallax.runtime.optim.config import OptimizerConfig
+from parallax.runtime.optim.kinds.adamw import AdamWConfig
+from parallax.runtime.optim.kinds.lion import LionConfig
+from parallax.runtime.optim.kinds.sgd import SGDConfig
+from parallax.runtime.optim.optimizer import StageOptimizer
 from parallax.runtime.optim.scaling import gradient_norm
+from parallax.swap.optimizer.averaging import AVERAGE
 from parallax.swap.parameters.offloaded import OffloadedParameters, ResidentParameters
 from parallax.swap.stores.store import DiskStore, Store
 
 CPU = torch.device("cpu")
 STEPS = 50
 OPTIMIZERS = {
-    "adamw": OptimizerConfig(lr=1e-3, clip_norm=0.5),
-    "unclipped": OptimizerConfig(lr=1e-3, clip_norm=0.0),
-    "sgd": OptimizerConfig(name="sgd", lr=0.3, clip_norm=0.5),
-    "lion": OptimizerConfig(name="lion", lr=3e-3, betas=(0.9, 0.99), clip_norm=0.5),
+    "adamw": AdamWConfig(lr=1e-3, clip_norm=0.5),
+    "unclipped": AdamWConfig(lr=1e-3, clip_norm=0.0),
+    "sgd": SGDConfig(lr=0.3, clip_norm=0.5),
+    "lion": LionConfig(lr=3e-3, betas=(0.9, 0.99), clip_norm=0.5),
 }
 PLACES = {"device": (0.0, False), "half": (0.5, False), "memory": (1.0, False), "disk": (1.0, True)}
 
@@ -67,7 +73,12 @@ class Opener:
         self.stores: list[DiskStore] = []
 
     def __call__(
-        self, net: nn.Module, config: OptimizerConfig, place: str = "device"
+        self,
+        net: nn.Module,
+        config: OptimizerConfig,
+        place: str = "device",
+        *,
+        averages: bool = False,
     ) -> StageOptimizer:
         share, on_disk = PLACES[place]
 
@@ -80,9 +91,10 @@ class Opener:
             self._stack.callback(opened.close)
             return opened
 
+        named = dict(net.named_parameters())
         optimizer = StageOptimizer(
-            list(net.parameters()),
-            config,
+            named,
+            OptimizerBuilder.of(config, net, averages=averages),
             CPU,
             offload=share,
             always_offloaded=(),
@@ -102,9 +114,7 @@ def opener(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
         yield Opener(scratch, stack)
 
 
-def take(
-    optimizer: StageOptimizer, net: nn.Module, step: int, rate: float = 1e-3, scale: float = 1.0
-) -> None:
+def take(optimizer: StageOptimizer, net: nn.Module, step: int, scale: float = 1.0) -> None:
     """One step, as the engine takes it."""
     optimizer.ready(net.parameters())
     optimizer.zero_grad()
@@ -112,7 +122,7 @@ def take(
     for parameter in reversed(parameters):
         optimizer.reduced(parameter)
     norm = gradient_norm([p.grad for p in parameters if p.grad is not None]).item() / scale
-    optimizer.step(torch.tensor(norm), rate / (1 + step), scale)
+    optimizer.step(torch.tensor(norm), 1 / (1 + step), scale)
 
 
 class Plain:
@@ -123,7 +133,9 @@ class Plain:
         self.masters = [
             nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in net.parameters()
         ]
-        self.optimizer = config.build(self.masters, CPU)
+        names = [name for name, _ in net.named_parameters()]
+        masters = dict(zip(names, self.masters))
+        self.optimizer = OptimizerBuilder.over(config, masters).build(masters)
 
     def take(self, step: int) -> None:
         self.net.zero_grad()
@@ -135,7 +147,7 @@ class Plain:
         if self._config.clip_norm:
             torch.nn.utils.clip_grads_with_norm_(self.masters, self._config.clip_norm, norm)
         for group in self.optimizer.param_groups:
-            group["lr"] = self._config.lr / (1 + step)
+            group["lr"] = self._config.lr * (1 / (1 + step))
         self.optimizer.step()
         with torch.no_grad():
             for master, parameter in zip(self.masters, parameters):
@@ -185,7 +197,7 @@ def test_steps_are_those_of_full_precision_copies(
     optimizer = opener(net, config, place)
     for step in range(STEPS):
         plain.take(step)
-        take(optimizer, net, step, config.lr)
+        take(optimizer, net, step)
     check_same(plain, net, optimizer)
     assert not any(torch.equal(one, other) for one, other in zip(before, net.parameters()))
 
@@ -203,7 +215,40 @@ def test_gradients_that_are_scaled_step_to_the_same_weights(
     optimizer = opener(net, config, place)
     for step in range(10):
         plain.take(step)
-        take(optimizer, net, step, config.lr, scale=2.0**16 if step % 2 else 2.0**7)
+        take(optimizer, net, step, scale=2.0**16 if step % 2 else 2.0**7)
+    check_same(plain, net, optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("place", PLACES)
+def test_groups_are_clipped_by_their_own_norms(
+    opener: Opener, place: str, dtype: torch.dtype
+) -> None:
+    groups = [{"match": "0.*", "clip_norm": 1e-3}, {"match": "3.*", "clip_value": 1e-5}]
+    config = AdamWConfig(lr=1e-3, clip_norm=0.05, clip_value=1e-4, groups=groups)
+    net, twin = make_net(dtype), make_net(dtype)
+    optimizer = opener(net, config, place)
+    plain = Plain(twin, AdamWConfig(lr=1e-3, clip_norm=0.0))
+    first, others = plain.masters[:2], plain.masters[2:]
+    for step in range(4):
+        optimizer.ready(net.parameters())
+        optimizer.zero_grad()
+        mine = [p.grad for p in backward(net, step, 2.0**7) if p.grad is not None]
+        for parameter in reversed([*net.parameters()]):
+            optimizer.reduced(parameter)
+        norms = [gradient_norm(part).item() / 2.0**7 for part in (mine[2:], mine[:2])]
+        optimizer.step(torch.tensor(norms), 1.0, 2.0**7)
+        twin.zero_grad()
+        for master, parameter in zip(plain.masters, backward(twin, step, 2.0**7), strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float() / 2.0**7
+        torch.nn.utils.clip_grad_norm_(first, 1e-3)
+        torch.nn.utils.clip_grad_norm_(others, 0.05)
+        torch.nn.utils.clip_grad_value_([*first, *others[:-2]], 1e-4)
+        torch.nn.utils.clip_grad_value_(others[-2:], 1e-5)
+        plain.optimizer.step()
+        for master, parameter in zip(plain.masters, twin.parameters()):
+            parameter.detach().copy_(master)
     check_same(plain, net, optimizer)
 
 
@@ -229,7 +274,7 @@ def test_a_skipped_step_leaves_no_trace(opener: Opener, place: str, dtype: torch
 def test_a_skipped_step_of_streamed_parameters_leaves_no_trace(scratch: Path) -> None:
     torch.manual_seed(0)
     net = nn.ModuleList([nn.Linear(24, 24), nn.Linear(24, 24)])
-    twin, config = copy.deepcopy(net), OptimizerConfig(clip_norm=0.5)
+    twin, config = copy.deepcopy(net), AdamWConfig(clip_norm=0.5)
     with contextlib.ExitStack() as stack:
         store = DiskStore(scratch / "weights", 2**24, CpuCopies(), threads=1)
         stack.callback(store.close)
@@ -239,17 +284,19 @@ def test_a_skipped_step_of_streamed_parameters_leaves_no_trace(scratch: Path) ->
             streamed.attach(index, block)
         open_optimizer = partial(
             StageOptimizer,
-            config=config,
+            builder=OptimizerBuilder.of(config, net),
             device=CPU,
             offload=0.0,
             always_offloaded=(),
             copies=CpuCopies(),
             share=None,
         )
-        mine = open_optimizer([], open_store=lambda needed, places: None, streamed=streamed)
+        mine = open_optimizer(
+            dict(net.named_parameters()), open_store=lambda needed, places: None, streamed=streamed
+        )
         stack.callback(mine.close)
         other = open_optimizer(
-            list(twin.parameters()),
+            dict(twin.named_parameters()),
             open_store=lambda needed, places: None,
             streamed=ResidentParameters(),
         )
@@ -267,7 +314,7 @@ def test_a_skipped_step_of_streamed_parameters_leaves_no_trace(scratch: Path) ->
                     if overflows:
                         optimizer.skip()
                     else:
-                        optimizer.step(torch.tensor(2.0), 1e-2)
+                        optimizer.step(torch.tensor(2.0), 10.0)
             mine.finish()
         for index, block in enumerate(twin):
             assert all(
@@ -319,7 +366,7 @@ def test_a_checkpoint_without_masters_begins_with_the_weights(opener: Opener, pl
     take(optimizer, net, 5)
     load(optimizer, net, [(parameter.detach(), {}) for parameter in plain.net.parameters()])
     plain.take(0)
-    take(optimizer, net, 0, config.lr)
+    take(optimizer, net, 0)
     check_same(plain, net, optimizer)
 
 
@@ -355,17 +402,54 @@ def test_first_gradients_may_come_at_different_steps(opener: Opener, late: int, 
     """torch's fused SGD raises where a later parameter has none yet, and forgets all momentum where the first has."""
     plain, net = make_net(), make_net()
     reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, fused=False)
-    optimizer = opener(net, OptimizerConfig(name="sgd", weight_decay=0.0, clip_norm=0.0), place)
+    optimizer = opener(net, SGDConfig(lr=0.1), place)
     for step in range(5):
         for parameters in (backward(plain, step), backward(net, step)):
             if step < 2:
                 parameters[late].grad = None
         reference.step()
-        optimizer.step(torch.tensor(1.0), 0.1)
+        optimizer.step(torch.tensor(1.0), 1.0)
         optimizer.finish()
         for one, other in zip(plain.parameters(), net.parameters(), strict=True):
             torch.testing.assert_close(one, other)
             one.grad = other.grad = None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("place", PLACES)
+def test_averages_are_those_of_full_precision_copies(
+    opener: Opener, place: str, dtype: torch.dtype
+) -> None:
+    config = OPTIMIZERS["adamw"]
+    plain, net = Plain(make_net(dtype), config), make_net(dtype)
+    optimizer = opener(net, config, place, averages=True)
+    averages = [master.detach().clone() for master in plain.masters]
+    for step in range(5):
+        optimizer.ready(net.parameters())
+        optimizer.zero_grad()
+        parameters = backward(net, step)
+        for parameter in reversed(parameters):
+            optimizer.reduced(parameter)
+        norm = gradient_norm([p.grad for p in parameters if p.grad is not None])
+        share = (0.0, 1.0, 0.3, 0.0, 0.1)[step]
+        optimizer.step(norm.float(), 1 / (1 + step), average=share)
+        plain.take(step)
+        torch._foreach_lerp_(averages, [master.detach() for master in plain.masters], share)
+    optimizer.finish()
+    trained = [parameter.detach().clone() for parameter in net.parameters()]
+    states = [optimizer.states(parameter) for parameter in net.parameters()]
+    optimizer.exchange_averages()
+    optimizer.finish()
+    for average, parameter in zip(averages, net.parameters()):
+        assert torch.equal(parameter, average.to(dtype))
+    optimizer.exchange_averages()
+    optimizer.finish()
+    for weights, known, average, parameter in zip(trained, states, averages, net.parameters()):
+        found = optimizer.states(parameter)
+        assert torch.equal(parameter, weights)
+        assert torch.equal(found[AVERAGE], average)
+        assert found.keys() == known.keys()
+        assert all(torch.equal(found[key], value) for key, value in known.items())
 
 
 class Kernels(TorchDispatchMode):
@@ -399,6 +483,6 @@ def test_a_step_takes_as_many_kernels_for_a_hundred_parameters(
                     parameter.grad = torch.ones_like(parameter)
                 with Kernels() as kernels:
                     norm = gradient_norm([p.grad for p in net.parameters() if p.grad is not None])
-                    optimizer.step(norm / 8, 1e-3, scale=8.0)
+                    optimizer.step(norm / 8, 1.0, scale=8.0)
             counts.append(kernels.count)
     assert counts[0] == counts[1] < 40

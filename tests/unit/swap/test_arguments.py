@@ -1,4 +1,4 @@
-"""What ``parallax.swap`` does not accept, and what goes wrong in it: one line each, in the words of its arguments."""
+"""What ``parallax.swap`` does not accept, and what goes wrong in it: one line each, in terms of its arguments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tight(model: nn.Module, free_bytes: int = 2**17) -> int:
 
 
 def refused(call: Callable[[], Any], *parts: str) -> str:
-    """The message of an error of ours: one line, no words of a plan's configuration."""
+    """The message of an error of ours: one line, without terms of a plan's configuration."""
     with pytest.raises(ParallaxError) as found:
         call()
     message = str(found.value)
@@ -338,7 +338,7 @@ def test_the_report_names_arguments(scratch: Path) -> None:
 
 
 def test_the_report_says_why_nothing_moves(scratch: Path) -> None:
-    """The report said that all fitted, although no limit moves these tensors."""
+    """The report claimed that all tensors fit, although no limit moves these tensors."""
     for least, output in (
         (65536, "none may move: they are smaller than minimum_bytes=65536; "),
         (1, "all fitted"),

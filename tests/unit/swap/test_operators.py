@@ -120,7 +120,7 @@ def settle(scope: Swapping) -> None:
 
 
 def outcome(call: Call, inputs: list[Tensor], leave: Call) -> Outcome:
-    """The bits of results, gradients and second gradients; or the error's kind and words."""
+    """The bits of results, gradients and second gradients; or the error's class and message."""
     seed()
     sources = [each for each in inputs if each.requires_grad]
     try:
@@ -136,7 +136,7 @@ def outcome(call: Call, inputs: list[Tensor], leave: Call) -> Outcome:
 
 def train(make: Call, taken: Any, scope: MakeScope | None = None) -> Outcome:
     """The bits of a few steps' results, losses and gradients of inputs, and of what they leave; or the error's kind
-    and words."""
+    and message."""
     seed()
     model: nn.Module = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -218,7 +218,7 @@ def seed() -> None:
     np.random.seed(0)  # noqa: NPY002  samples of torch's own take numbers from it
 
 
-def spread(samples: Iterable[Any], most: int | None) -> list[Any]:
+def evenly_chosen(samples: Iterable[Any], most: int | None) -> list[Any]:
     """At most so many of them, evenly."""
     found = list(samples)
     return found if most is None else found[:: -(-len(found) // most) or 1]
@@ -239,7 +239,7 @@ def operators(
         samples = operator.sample_inputs(
             "cpu", torch.float32, requires_grad=operator.supports_autograd
         )
-        for number, sample in enumerate(spread(samples, most)):
+        for number, sample in enumerate(evenly_chosen(samples, most)):
             name = f"{operator.name} {operator.variant_test_name} {number}"
             inputs = tensors((sample.input, sample.args, sample.kwargs))
             yield (
@@ -293,7 +293,7 @@ def module_samples(
         samples = info.module_inputs_func(
             info, device="cpu", dtype=torch.float32, requires_grad=True, training=training
         )
-        for number, sample in enumerate(spread(samples, most)):
+        for number, sample in enumerate(evenly_chosen(samples, most)):
             if sample.forward_input is not None:
                 make = partial(constructed, info.module_cls, sample, training=training)
                 yield f"{info.name} training={training} {number}", make, sample.forward_input
@@ -313,9 +313,9 @@ def compare(kind: str, start: int, step: int, most: int | None, scratch: str) ->
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     found = Found()
-    judged = found.compare_trained if kind == "trained_modules" else found.compare
+    comparison = found.compare_trained if kind == "trained_modules" else found.compare
     for case in globals()[kind](start, step, most):
-        judged(*case, scratch)
+        comparison(*case, scratch)
     return vars(found)
 
 

@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallax.errors import ConfigError, SwapError
+from parallax.errors import SwapError
 from parallax.machine.device import CpuCopies
 from parallax.runtime.optim.algorithms import Lion
+from parallax.swap.optimizer.buckets import Correction
 from parallax.swap.optimizer.host import HostOptimizer
 from parallax.swap.stores.store import DiskStore, Store
 
@@ -63,7 +64,12 @@ def store(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Store | Non
 
 def on_host(optimizer: torch.optim.Optimizer, net: nn.Module, store: Store | None) -> HostOptimizer:
     return HostOptimizer(
-        optimizer, net.parameters(), copies=CpuCopies(), store=store, bucket_bytes=BUCKET
+        optimizer,
+        net.parameters(),
+        copies=CpuCopies(),
+        store=store,
+        bucket_bytes=BUCKET,
+        divides=not isinstance(optimizer, torch.optim.Adafactor),
     )
 
 
@@ -91,7 +97,7 @@ def test_thirty_steps_are_bit_identical(name: str, store: Store | None) -> None:
             host.zero_grad()
             backward(mine, step)
             assert torch.equal(nn.utils.get_total_norm([p.grad for p in mine.parameters()]), norm)
-            host.commit(torch.clamp(1.0 / (norm + 1e-6), max=1.0))
+            host.commit([Correction(torch.clamp(1.0 / (norm + 1e-6), max=1.0))])
             if step == 11:  # as a checkpoint does
                 states = {p: host.states(p) for p in mine.parameters()}
                 for parameter, found in states.items():
@@ -319,9 +325,3 @@ def test_a_failed_replica_does_not_wait_for_others(
     for thread in threading.enumerate():
         if thread.name.startswith("parallax-spread"):
             thread.join(10)
-
-
-def test_optimizers_that_look_at_several_parameters_are_refused() -> None:
-    mine = make_net()
-    with pytest.raises(ConfigError, match="LBFGS updates all parameters together"):
-        on_host(torch.optim.LBFGS(mine.parameters()), mine, None)

@@ -15,6 +15,7 @@ from torch.nn.utils import get_total_norm
 
 from parallax.errors import SwapError
 from parallax.machine.device import CpuCopies
+from parallax.swap.optimizer.buckets import Correction
 from parallax.swap.optimizer.host import HostOptimizer
 from parallax.swap.parameters.offloaded import OffloadedParameters
 from parallax.swap.stores.store import DiskStore
@@ -38,13 +39,13 @@ __all__ = ["store", "stream"]
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("cut", [False, True])
-def test_steps_are_those_of_a_resident_optimizer(stream: Stream, count: int, cut: bool) -> None:
+@pytest.mark.parametrize("split", [False, True])
+def test_steps_are_those_of_a_resident_optimizer(stream: Stream, count: int, split: bool) -> None:
     plain = model()
     for block in plain:
         block.gain.data = block.gain.data.float()
     mine = copy.deepcopy(plain)
-    streamed = stream(mine, split=cut)
+    streamed = stream(mine, split=split)
 
     def optimizer(blocks: nn.ModuleList) -> torch.optim.Optimizer:
         matrices = [p for p in blocks.parameters() if p.dim() > 1]
@@ -71,7 +72,7 @@ def test_steps_are_those_of_a_resident_optimizer(stream: Stream, count: int, cut
             for gradient in found:
                 gradient.mul_(coefficient)
             resident.step()
-            host.commit(coefficient)
+            host.commit([Correction(coefficient)])
         host.finish()
         assert_same(weights(mine, streamed), [p.detach() for p in plain.parameters()])
         with torch.no_grad():

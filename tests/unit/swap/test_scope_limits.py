@@ -122,8 +122,8 @@ def test_a_step_without_memory_for_its_largest_piece_steps_nothing(
         with tight(model, optimizer, free_bytes=largest - 4096, minimum_bytes=MIB // 16):
             model(x).sum().backward()
             for _ in range(2):
-                words = rf"a step of {kind.__name__} needs .* nothing was stepped: raise limit by 4\.0 KiB"
-                with pytest.raises(BudgetExceeded, match=words):
+                pattern = rf"a step of {kind.__name__} needs .* nothing was stepped: raise limit by 4\.0 KiB"
+                with pytest.raises(BudgetExceeded, match=pattern):
                     optimizer.step()
                 assert_equal((model.state_dict(), optimizer.state_dict()), before)
         with tight(model, optimizer, free_bytes=largest, minimum_bytes=MIB // 16) as swapping:

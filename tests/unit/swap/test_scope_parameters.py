@@ -504,10 +504,10 @@ def changed_weights(model: nn.Module, optimizer: Optimizer) -> list[Any]:
 
 
 def frozen_and_unfrozen(model: nn.Module, optimizer: Optimizer) -> list[Any]:
-    halves = [*model.parameters()][::2]
+    every_second = [*model.parameters()][::2]
     found = plain(model, optimizer)
     for flag in (False, True):
-        for p in halves:
+        for p in every_second:
             p.requires_grad_(flag)
         optimizer.zero_grad()
         found += plain(model, optimizer)
@@ -652,6 +652,7 @@ def test_a_fused_step_divides_the_gradients_by_the_loss_scale(scratch: Path) -> 
     compare(scratch, grad_scaler, optimize=lambda m: adamw(m, fused=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("make", [lambda: GPT(tied=True), FunctionalTie], ids=["gpt", "tie"])
 def test_late_transfers_change_nothing(
@@ -1021,6 +1022,7 @@ def run(folder: Path, limit: int) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_weights_larger_than_the_limit_train_within_it(scratch: Path) -> None:
     """45 MiB of weights, 180 MiB with gradients and states, under a limit of 40 MiB."""
     plain_losses, *_ = run(scratch, 0)

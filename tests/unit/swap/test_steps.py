@@ -170,7 +170,7 @@ def losses_and_gradients(net: str, manager: SwapManager | None) -> list[Tensor]:
 def test_gradients_are_bit_identical_at_every_limit(make: Make, net: str) -> None:
     plain = losses_and_gradients(net, None)
     refused, limit, most = 0, 2**12, 0
-    while most < limit / 2:  # from too little for one operator to more than is ever asked for
+    while most < limit / 2:  # from too little for one operator to more than the step ever needs
         limit *= 2
         manager = make(limit)
         try:

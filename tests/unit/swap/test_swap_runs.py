@@ -1,4 +1,4 @@
-"""Parameters cut into runs, and optimizers cloned to step them: one way for all who do."""
+"""Parameters divided into runs, and optimizers cloned to step them, shared by all callers."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def parameters(draw: random.Random) -> list[nn.Parameter]:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("size", [bytes_of, padded])
-@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize("divides", [True, False])
 @pytest.mark.parametrize("seed", range(30))
-def test_runs_cover_all_in_order_and_split_no_vector(seed: int, cut: bool, size: Any) -> None:
+def test_runs_cover_all_in_order_and_split_no_vector(seed: int, divides: bool, size: Any) -> None:
     draw = random.Random(seed)
     given, most = parameters(draw), draw.choice([1, 256, 1000, 4096, 10**6])
-    runs = list(aligned_runs(given, most, lambda p: p.dtype, split=cut, size=size))
+    runs = list(aligned_runs(given, most, lambda p: p.dtype, split=divides, size=size))
     flat = [segment for run in runs for segment in run]
     for parameter in given:
         mine = [s for s in flat if s.parameter is parameter]
         assert [s.start for s in mine] == [0, *(s.stop for s in mine[:-1])]
         assert mine[-1].stop == parameter.numel()
         assert all(s.stop % LANES == 0 for s in mine[:-1])
-        assert len(mine) == 1 or (cut and parameter.is_contiguous())
+        assert len(mine) == 1 or (divides and parameter.is_contiguous())
     assert [*dict.fromkeys(id(s.parameter) for s in flat)] == [id(p) for p in given]
     for run in runs:
         assert len({segment.parameter.dtype for segment in run}) == 1

@@ -35,9 +35,9 @@ def steps(source: IndexedSource, parts: int, rows: int = 8, count: int = 5) -> l
     found = []
     for _ in range(count):
         batch = source.batch(rows)
-        cuts = [len(batch) * each // parts for each in range(parts + 1)]
+        bounds = [len(batch) * each // parts for each in range(parts + 1)]
         read: dict[Any, list[Any]] = {}
-        for span in pairwise(cuts):
+        for span in pairwise(bounds):
             for path, part in leaves((batch.inputs(*span), batch.targets(*span))):
                 read.setdefault(path, []).append(torch.as_tensor(np.array(part)))
         found.append({path: torch.cat(several) for path, several in read.items()})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -161,11 +163,11 @@ def test_tables_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "rows" / "link.wav").symlink_to(tmp_path / "outside.wav")
     file = tmp_path / "rows" / "t.csv"
     for text, expected in (
-        ("", "no label, path"),
-        ("path,class\na.wav,1\n", "no label"),
+        ("", "its header has no column path and label"),
+        ("path,class\na.wav,1\n", "its header has no column label"),
         ("path,label\n", "there is no sound file"),
-        ("path,label\na.wav\n", "t.csv:2: the path or the label is empty"),
-        ("path,label\na.wav,1\nb.wav,1\n", "t.csv:3: cannot open b.wav"),
+        ("path,label\na.wav\n", "t.csv: line 2: a path and a label are needed"),
+        ("path,label\na.wav,1\nb.wav,1\n", "t.csv: line 3: cannot open b.wav"),
         ("path,label\n../outside.wav,1\n", "outside of"),
         ("path,label\nlink.wav,1\n", "outside of"),
         (f"path,label\n{tmp_path}/rows/a.wav,1\n", "outside of"),
@@ -174,8 +176,36 @@ def test_tables_that_are_refused(tmp_path: Path) -> None:
         file.write_text(text)
         assert expected in refused(config(file))
     file.write_bytes(b"path,label\n\xff\xfe,1\n")
-    assert "no CSV file in UTF-8" in refused(config(file))
+    assert "no CSV file of UTF-8" in refused(config(file))
     assert "no CSV file" in refused(config(tmp_path / "rows" / "a.wav"))
+    file.write_bytes(b"path,label\n")
+    os.truncate(file, 2**40)
+    assert "line 2 has 131,072 characters or more" in refused(config(file))
+    file.unlink()
+    os.mkfifo(file)
+    assert "it is neither a regular file nor a folder" in refused(config(file))
+
+
+def test_folders_and_files_that_are_none_are_refused(folder: Path, tmp_path: Path) -> None:
+    (folder / "dog" / "99.wav").symlink_to("99.wav")
+    assert "cannot open dog/99.wav" in refused(config(folder))
+    (folder / "dog" / "99.wav").unlink()
+    os.mkfifo(folder / "dog" / "99.wav")
+    assert "dog/99.wav is no regular file" in refused(config(folder))
+    (folder / "dog" / "99.wav").unlink()
+    for target in (folder, tmp_path):
+        (folder / "link").symlink_to(target)
+        assert f"the link link leads to {target}, which is not below" in refused(config(folder))
+        (folder / "link").unlink()
+    name = os.fsencode(folder / "dog") + b"/\xff.wav"
+    os.rename(folder / "dog" / "00.wav", name)
+    assert "\\udcff.wav: it cannot be read as sound" in refused(config(folder))
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may read anything")
+def test_a_folder_that_cannot_be_listed_is_named(folder: Path) -> None:
+    (folder / "dog").chmod(0)
+    assert "cannot list " in refused(config(folder))
 
 
 def test_files_that_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -191,6 +221,14 @@ def test_files_that_are_refused(folder: Path, tmp_path: Path) -> None:
         last.write_bytes(content)
         assert "zz.wav: it cannot be read as sound" in refused(config(folder))
     last.unlink()
+    for name, shares in (("zz.wav", (0.3, 0.9)), ("zz.flac", (0.3, 0.9))):
+        whole = write(last.with_name(name), sound(0, 60)).read_bytes()
+        for share in shares:
+            last.with_name(name).write_bytes(whole[: int(len(whole) * share)])
+            assert re.search(
+                rf"{name}: it (ends|cannot be (decoded|read as sound))", refused(config(folder))
+            )
+        last.with_name(name).unlink()
     write(tmp_path / "outside.wav", sound(0, 60))
     last.symlink_to(tmp_path / "outside.wav")
     assert "outside of" in refused(config(folder))

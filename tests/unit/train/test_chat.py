@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,7 @@ def test_examples_of_all_kinds(example: dict[str, Any], messages: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "expected_message"),
     [
         ('{"messages": [', "it is no JSON"),
         ("[" * 100_000, "it is no JSON"),
@@ -205,11 +206,11 @@ def test_examples_of_all_kinds(example: dict[str, Any], messages: Any) -> None:
     ids=str,
 )
 def test_a_corrupt_line_is_named_with_file_and_number(
-    tmp_path: Path, tokenizer: Path, line: str, said: str
+    tmp_path: Path, tokenizer: Path, line: str, expected_message: str
 ) -> None:
     path = tmp_path / "chat.jsonl"
     path.write_text(f"{json.dumps({'messages': PAIR})}\n\n{line}\n")
-    with pytest.raises(DataError, match=said) as error:
+    with pytest.raises(DataError, match=expected_message) as error:
         source(path, tokenizer)
     assert str(error.value).startswith(f"{path}, line 3: ")
     assert "\n" not in str(error.value)
@@ -237,14 +238,18 @@ def test_parquet_has_the_rows_of_lines(tmp_path: Path, tokenizer: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist([{"a": 1}]), tmp_path / "chat.parquet")
     with pytest.raises(DataError, match=r"chat.parquet, row 1: its keys are a"):
         source(tmp_path / "chat.parquet", tokenizer)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "chat.parquet").rename(os.fsdecode(bytes(tmp_path / "folder") + b"/\xff.parquet"))
+    with pytest.raises(DataError, match=r"\\udcff.parquet, row 1: it cannot be read"):
+        source(tmp_path / "folder", tokenizer)
 
 
 def test_long_conversations_are_truncated_or_left_out_and_counted_once(
     tmp_path: Path, tokenizer: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     hidden = {"question": "x y " * 100, "answer": "never reached"}
-    cut = {"question": "one", "answer": "x y " * 100}
-    path = write(tmp_path / "chat.jsonl", {"messages": PAIR}, hidden, cut)
+    long = {"question": "one", "answer": "x y " * 100}
+    path = write(tmp_path / "chat.jsonl", {"messages": PAIR}, hidden, long)
     found = source(path, tokenizer, 40, quiet=False)
     _, targets = rows_of(found)
     assert len(found) == 2
@@ -315,25 +320,25 @@ def test_files_of_a_folder_and_held_out_rows(tmp_path: Path, tokenizer: Path) ->
     write(folder / "a.jsonl", *pairs[:20])
     (folder / "readme.md").write_text("about")
     found = source(folder, tokenizer)
-    said = [answers_of(each)[0] for each in rows_of(found)[1]]
-    assert said == [f"answer {i}<|im_end|>\n" for i in range(40)]
+    answers = [answers_of(each)[0] for each in rows_of(found)[1]]
+    assert answers == [f"answer {i}<|im_end|>\n" for i in range(40)]
     assert source(folder, tokenizer, validation=0.1).validation_rows == 4
 
 
 def test_wrong_settings_are_refused_in_one_line(tmp_path: Path, tokenizer: Path) -> None:
     path = write(tmp_path / "chat.jsonl", {"messages": PAIR})
     bare = save(tmp_path / "bare")
-    for options, said in (
+    for options, expected_message in (
         ({"path": bare}, "no conversations there; accepted are .jsonl and .parquet files"),
         ({"tokenizer": tokenizer / "tokenizer.json"}, "needs a folder that save_pretrained"),
         ({"tokenizer": bare}, r"bare: it has no chat template; .* \(data.template=FILE\)"),
         ({"template": tmp_path / "none"}, "data.template=.*none: No such file"),
         ({"too_long": "wrap"}, "data.too_long=wrap: accepted are truncate, drop"),
         ({"path": ""}, "data.path=: it is empty"),
-        ({"tokenizer": ""}, "data.tokenizer=: it is empty"),
+        ({"tokenizer": ""}, "data.tokenizer=: data=chat needs a folder that save_pretrained"),
     ):
         given_options = {"path": path, "tokenizer": tokenizer} | options
-        with pytest.raises((ConfigError, DataError), match=said) as error:
+        with pytest.raises((ConfigError, DataError), match=expected_message) as error:
             source(**{key: str(value) for key, value in given_options.items()})  # type: ignore[arg-type]
         assert "\n" not in str(error.value)
     with pytest.raises(

@@ -48,8 +48,8 @@ def opened(target: str, seed: int = 3, **settings: Any) -> Iterator[Any]:
 def read(source: Any, rows: int, parts: int, *, targets_alone: bool = False) -> Step:
     """Return a batch that is read in ``parts`` micro-batches: inputs and targets, or targets first as another rank."""
     batch = source.batch(rows)
-    cuts = [len(batch) * each // parts for each in range(parts + 1)]
-    spans = [(a, b) for a, b in pairwise(cuts) if a < b]
+    bounds = [len(batch) * each // parts for each in range(parts + 1)]
+    spans = [(a, b) for a, b in pairwise(bounds) if a < b]
     targets = [batch.targets(*span) for span in spans] if targets_alone else []
     inputs = [batch.inputs(*span) for span in spans]
     inputs = [each["x"] if isinstance(each, dict) else each for each in inputs]

@@ -1,4 +1,4 @@
-"""What a rank records of its steps on request: complete files, of the steps asked for, and nothing otherwise."""
+"""What a rank records of its steps on request: complete files, of the requested steps, and nothing otherwise."""
 
 from __future__ import annotations
 

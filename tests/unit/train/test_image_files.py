@@ -81,13 +81,13 @@ def test_a_truncated_image_is_refused(root: Path, kind: str, broken: str) -> Non
     """Its header is sound, so it breaks in decoding, in the midst of an epoch."""
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     content = encoded(Image.fromarray(noise), kind)
-    cut = content[: len(content) * 2 // 3]
+    truncated = content[: len(content) * 2 // 3]
     if kind == "tiff":  # its header follows the pixels
-        cut = encoded(Image.fromarray(noise), kind, compression="tiff_lzw")
-        cut = cut[:8] + b"\xff" * 200 + cut[208:]
-    (root / "bees" / f"cut.{kind}").write_bytes(cut)
+        truncated = encoded(Image.fromarray(noise), kind, compression="tiff_lzw")
+        truncated = truncated[:8] + b"\xff" * 200 + truncated[208:]
+    (root / "bees" / f"truncated.{kind}").write_bytes(truncated)
     text = line(root, broken=broken)
-    assert f"{root}/bees/cut.{kind}: " in text
+    assert f"{root}/bees/truncated.{kind}: " in text
     assert "mend or remove it" in text
 
 

@@ -17,7 +17,7 @@ from parallax.model.factory.mlp import MLP, MLPConfig
 from parallax.report.occupancy import Occupancy, occupancy_path
 from parallax.runtime.batch import TensorRows
 from parallax.runtime.engine import Engine
-from parallax.runtime.optim.optimizer import OptimizerConfig
+from parallax.runtime.optim.kinds.adamw import AdamWConfig
 from parallax.swap.config import SwapConfig
 from parallax.train.loop import OnDrift, TrainerConfig, train
 from parallax.train.monitor import LoggerConfig
@@ -77,7 +77,7 @@ def looping(
     trainer = TrainerConfig(
         steps=STEPS, global_batch=4, eval_every=0, eval_batches=1, checkpoint_every=1
     )
-    logger = LoggerConfig(tensorboard=False, events=False)
+    logger = LoggerConfig(to=[], events=False)
     try:
         return train(
             engine, SameRows(), trainer, logger, folder, tokens_per_row=1, on_drift=on_drift
@@ -104,8 +104,8 @@ def test_a_wrong_prediction_ends_the_loop_at_a_checkpoint(
 def test_metrics_hold_the_learning_rate_of_each_step(tmp_path: Path) -> None:
     looping(tmp_path, 1.0, OnDrift.IGNORE)
     rates = [each["learning_rate"] for each in read_metrics(tmp_path / "metrics.jsonl")[:3]]
-    usual = OptimizerConfig()
-    assert rates == [usual.rate(step, 1000) for step in range(3)]
+    usual = AdamWConfig()
+    assert rates == [usual.lr] * 3
 
 
 def test_a_fixed_world_only_notes_it_once(

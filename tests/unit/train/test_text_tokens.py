@@ -278,12 +278,12 @@ def test_options_that_contradict_are_refused(options: dict[str, Any], wrong: str
 def test_what_is_no_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"model": 5}')
     (tmp_path / "empty").mkdir()
-    for named, said in (
+    for named, expected_message in (
         (tmp_path / "tokenizer.json", "is no tokenizer.json"),
         (tmp_path / "empty", "transformers cannot read it"),
         (tmp_path / "missing", "No such file"),
     ):
-        with pytest.raises(DataError, match=said) as error:
+        with pytest.raises(DataError, match=expected_message) as error:
             open_tokenizer(str(named))
         assert "\n" not in str(error.value)
         assert "data.tokenizer" in str(error.value)

@@ -14,11 +14,11 @@ MIB = 2**20
 Curve = Callable[[int, random.Random], float]
 
 
-def judged(curve: Curve, steps: int, free: float = math.inf) -> tuple[int, float]:
+def detected(curve: Curve, steps: int, free: float = math.inf) -> tuple[int, float]:
     """The step at which a curve is found to rise, and by how much; 0 where it never is."""
-    judge, chance = GrowthDetector(), random.Random(1)
+    detector, chance = GrowthDetector(), random.Random(1)
     for step in range(1, steps + 1):
-        if found := judge.add(step, curve(step, chance), lambda: free):
+        if found := detector.add(step, curve(step, chance), lambda: free):
             return step, found
     return 0, 0.0
 
@@ -44,7 +44,7 @@ def leak(rate: float, noise: float = 0.0, begins: int = 0) -> Curve:
     ids=["plain", "noisy", "small", "late", "stairs", "peaks", "slow"],
 )
 def test_a_leak_is_found(curve: Curve, rate: float, latest: int) -> None:
-    step, found = judged(curve, latest)
+    step, found = detected(curve, latest)
     assert 3 * WINDOW <= step <= latest
     assert found == pytest.approx(rate, rel=0.2)
 
@@ -77,12 +77,12 @@ def test_a_leak_is_found(curve: Curve, rate: float, latest: int) -> None:
     ],
 )
 def test_what_levels_off_is_no_leak(curve: Curve) -> None:
-    assert judged(curve, 4000) == (0, 0.0)
+    assert detected(curve, 4000) == (0, 0.0)
 
 
 def test_growth_that_fills_the_memory_soon_is_reported_sooner() -> None:
-    slow, _ = judged(leak(MIB), 200)
-    soon, _ = judged(leak(MIB), 200, free=300 * MIB)
+    slow, _ = detected(leak(MIB), 200)
+    soon, _ = detected(leak(MIB), 200, free=300 * MIB)
     assert soon == 4 * WINDOW < slow
 
 

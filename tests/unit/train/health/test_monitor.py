@@ -1,4 +1,4 @@
-"""For how long a rank computed, of which it is judged whether it is slow."""
+"""The compute time of a rank, which decides whether it is slow."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def test_reading_is_not_computing(kind: str, reading: float, busy: float) -> Non
 
 def test_a_slow_accelerator_is_named() -> None:
     """Though its rows are read on demand, beside what it computes."""
-    judge, output = monitor("meta"), list[str]()
+    one_rank, output = monitor("meta"), list[str]()
     own = [computed("meta", seconds, reading=0.02) for seconds in (0.2, 1.0)]
-    judge._seconds = 1.0
+    one_rank._seconds = 1.0
     for _ in range(WARM_UP + WINDOW):
-        output += judge.agree(
+        output += one_rank.agree(
             {
                 "input_seconds": [0.0, 0.0],
                 "whole_seconds": [1.0, 1.0],
@@ -75,12 +75,12 @@ def test_a_slow_accelerator_is_named() -> None:
 
 
 @pytest.mark.parametrize("own", [0.1, 1.0, 10.0])
-@pytest.mark.parametrize(("waited", "told"), [(0.3, 1), (0.05, 0)])
+@pytest.mark.parametrize(("waited", "reports"), [(0.3, 1), (0.05, 0)])
 def test_a_rank_that_waits_for_rows_step_after_step_says_once_why(
-    own: float, waited: float, told: int
+    own: float, waited: float, reports: int
 ) -> None:
-    judge, output = monitor("cpu"), list[str]()
-    judge._seconds = own  # of this rank, which decides as the others do
+    one_rank, output = monitor("cpu"), list[str]()
+    one_rank._seconds = own  # of this rank, which decides as the others do
     columns = {
         "input_seconds": [0.0, waited],
         "whole_seconds": [1.0, 0.7],
@@ -89,6 +89,6 @@ def test_a_rank_that_waits_for_rows_step_after_step_says_once_why(
     }
     quiet = {**columns, "input_seconds": [0.0, 0.0]}
     for step in range(40):
-        output += judge.agree(quiet if step == 3 else columns)
+        output += one_rank.agree(quiet if step == 3 else columns)
     expected = ": rank 1 waits for rows 30% of a step (decode 80%, read 20%; set data.workers=2 or more (now 1))"
-    assert output == [expected] * told
+    assert output == [expected] * reports

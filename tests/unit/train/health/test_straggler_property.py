@@ -108,12 +108,12 @@ def run_of(seed: int) -> Run:
 
 
 def named(run: Run, slow: dict[int, float] | None = None) -> list[tuple[int, float]]:
-    judge, found = StragglerDetector(run.plan), []
+    detector, found = StragglerDetector(run.plan), []
     for number in range(STEPS):
         step, busy = run.step(slow)
         if number == 0:  # first touches of memory, connections
             step, busy = 30 * step, [30 * each for each in busy]
-        found += judge.add(step, busy)
+        found += detector.add(step, busy)
     return found
 
 
@@ -177,12 +177,12 @@ def test_a_replica_without_rows_is_no_reference() -> None:
     terms = [{"forward": 0.2, "backward": 0.4}, {"forward": 0.25, "backward": 0.5}]
     stages = tuple(StagePrediction(memory={}, seconds=each) for each in terms)
     plan = replace(plan, prediction=replace(plan.prediction, stages=stages))
-    judge = StragglerDetector(plan)
-    assert [judge.add(1.0, [0.8, 3e-5, 0.9]) for _ in range(30)] == [[]] * 30
-    judge = StragglerDetector(plan)
-    found = [each for _ in range(30) for each in judge.add(5.0, [0.8, 3e-5, 4.5])]
+    detector = StragglerDetector(plan)
+    assert [detector.add(1.0, [0.8, 3e-5, 0.9]) for _ in range(30)] == [[]] * 30
+    detector = StragglerDetector(plan)
+    found = [each for _ in range(30) for each in detector.add(5.0, [0.8, 3e-5, 4.5])]
     assert [rank for rank, _ in found] == [2]
-    message = str(judge.straggler(*found[0], "here"))
+    message = str(detector.straggler(*found[0], "here"))
     assert "stage 1, replica 1" in message
     assert "as predicted, beside the other ranks" in message, "the other replica has no rows"
 

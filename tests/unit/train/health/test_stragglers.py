@@ -35,9 +35,9 @@ def named(
     steps: int = 60,
     step: float = 1.0,
 ) -> list[tuple[int, float]]:
-    judge, chance, found = StragglerDetector(requested), random.Random(2), []
+    detector, chance, found = StragglerDetector(requested), random.Random(2), []
     for number in range(steps):
-        found += judge.add(step, busy(number, chance))
+        found += detector.add(step, busy(number, chance))
     return found
 
 
@@ -71,7 +71,7 @@ def test_replicas_are_compared_with_each_other_row_by_row() -> None:
         lambda n, c: (0.02, 0.05),  # of a step of a second
         lambda n, c: (0.2, 0.0),  # computes nothing, as one without rows
     ],
-    ids=["noise", "more noise", "warm-up", "all", "holds nobody up", "nothing"],
+    ids=["noise", "more noise", "warm-up", "all", "delays no rank", "nothing"],
 )
 def test_others_are_not(busy: Callable[[int, random.Random], Sequence[float]]) -> None:
     assert named(plan((1, 1), (0.2, 0.1)), busy) == []

@@ -1,11 +1,11 @@
-"""Words of other trainers as keys: a refusal names what they are here, and all wrong keys at once."""
+"""Keys of other trainers: the error names the counterpart here, and lists all wrong keys at once."""
 
 import typing
 
 import pytest
 
 from parallax import cli
-from parallax.config import RunConfig, compose, dump, load, words
+from parallax.config import RunConfig, compose, dump, load, synonyms
 from parallax.config.options import OptionFolders
 from parallax.errors import ConfigError
 from tests.configs.refused import error_of
@@ -44,7 +44,7 @@ def test_terms_of_the_field_point_to_our_keys(word: str, group: str) -> None:
 def test_what_is_pointed_to_exists() -> None:
     groups = OptionFolders.of()[0].groups
     tree = compose(["model=gpt", "data=text"])
-    for key in words._SAME:
+    for key in synonyms._SAME:
         group, sign, option = key.partition("=")
         if sign:
             assert option in groups[group], key
@@ -53,12 +53,12 @@ def test_what_is_pointed_to_exists() -> None:
         elif key not in ("data.target", "data.collate", "model.pretrained"):  # of other options
             group, _, leaf = key.partition(".")
             assert hasattr(getattr(tree, group), leaf), key
-    assert not words._HERE.keys() & words._REMARKS.keys()
+    assert not synonyms._HERE.keys() & synonyms._REMARKS.keys()
 
 
 @pytest.mark.parametrize("word", ["pin_memory", "tensor_parallel_size"])
 def test_terms_without_a_counterpart_name_the_alternative(word: str) -> None:
-    assert error_of(f"{word}=4").endswith(f"; {words.remark(word)}")
+    assert error_of(f"{word}=4").endswith(f"; {synonyms.remark(word)}")
 
 
 def test_a_key_of_another_option_is_not_pointed_to() -> None:
@@ -69,7 +69,7 @@ def test_all_wrong_keys_are_named_at_once() -> None:
     message = error_of("batch_size=8", "epochs=3", "trainer.stps=4", "modle=gpt", "optimizer.l=1")
     for each in ("batch_size=8", "epochs=3", "trainer.stps=4", "modle=gpt", "optimizer.l=1"):
         assert message.count(each) == 1
-    for each in ("groups and keys are", "trainer accepts", "optimizer accepts"):
+    for each in ("groups and keys are", "trainer accepts", "optimizer=adamw accepts"):
         assert message.count(each) == 1
 
 

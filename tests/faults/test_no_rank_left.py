@@ -35,7 +35,7 @@ SETTINGS = [
     "trainer.checkpoint_every=0",
     "trainer.max_restarts=3",
     "data.max_bytes=64KiB",
-    "logger.tensorboard=false",
+    "logger=none",
 ]
 SEEN = "last seen in forward of micro-batch 0, step 2"
 EARLY = "ended with exit code 0 before the run's end"
@@ -90,7 +90,7 @@ def test_all_ranks_are_stopped(here: Path, replicas: tuple[int, ...]) -> None:
     for process in ranks(launcher):
         process.suspend()
     code, _, err = finish(launcher)
-    print(f"all ranks of {replicas} stopped: said after {time.monotonic() - begun:.1f} s")
+    print(f"all ranks of {replicas} stopped: reported after {time.monotonic() - begun:.1f} s")
     assert code == 1
     others = "" if len(replicas) == 1 else ", nor has any other rank"
     assert re.fullmatch(
@@ -104,7 +104,7 @@ def test_all_ranks_are_stopped(here: Path, replicas: tuple[int, ...]) -> None:
 
 @pytest.mark.faults
 def test_the_grace_ends_for_ranks_that_are_stopped(here: Path) -> None:
-    """Nobody waits longer than asked for ranks that cannot even say that they are late."""
+    """The launcher waits no longer than the limit for ranks that cannot even say that they are late."""
     run = prepared(*ENDLESS, "trainer.watchdog_seconds=0", "trainer.grace_seconds=1", replicas=(1,))
     launcher = stepping(run)
     time.sleep(BEATS_SECONDS)

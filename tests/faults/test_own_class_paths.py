@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -45,7 +46,7 @@ def forget(name: str) -> None:
     del SCHEDULES[name]
 
 
-def said(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
+def refusal(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line of a command that is refused."""
     capfd.readouterr()
     assert cli.main(arguments) == 2
@@ -68,13 +69,13 @@ def test_a_schedule_of_ones_own_is_explained_and_simulated(
     for name in ("plan.yaml", "plan.inputs.json"):
         shutil.copy(name, theirs)
     assert cli.main(["explain", "theirs/plan.yaml"]) == 0
-    line = said(capfd, "simulate", "theirs/plan.yaml")
+    line = refusal(capfd, "simulate", "theirs/plan.yaml")
     assert f"theirs/plan.yaml names {OWN}" in line
     assert line.endswith(f"add {OWN} to the command")
-    assert "the schedule of theirs/plan.yaml is own_schedule:halved" in said(
+    assert "the schedule of theirs/plan.yaml is own_schedule:halved" in refusal(
         capfd, "simulate", "theirs/plan.yaml", "plan.schedule=own_schedule:other"
     )
-    assert "accepted are the class paths" in said(
+    assert "accepted are the class paths" in refusal(
         capfd, "simulate", "theirs/plan.yaml", "plan.stages=3"
     )
     assert "own_schedule:halved" not in SCHEDULES
@@ -90,7 +91,7 @@ def test_a_schedule_that_a_script_registered(
     file = folder / "plan.yaml"
     file.write_text(file.read_text().replace("own_schedule:halved", "by-halves"))
     assert cli.main(["explain", "plan.yaml"]) == 0
-    assert "add plan.schedule=package.module:function" in said(capfd, "simulate", "plan.yaml")
+    assert "add plan.schedule=package.module:function" in refusal(capfd, "simulate", "plan.yaml")
     assert cli.main(["simulate", "plan.yaml", OWN]) == 0
     assert "by-halves" in SCHEDULES
 
@@ -104,14 +105,15 @@ def stranger(folder: Path, key: str) -> Path:
         (folder / name).replace(run / name)
     file = run / "config.yaml"
     data = yaml.safe_load(file.read_text())
-    group, name = key.split(".")
+    group, _, name = key.partition(".")
     own = {"name": "custom", "target": "marks:listing", "kwargs": {}}
-    groups = {
-        "model": own | {"blocks": [], "weights": "", "adapter": {}, "verify": "auto"},
-        "data": own,
-        "plan": data["plan"] | {name: "marks:listing"},
-    }
-    file.write_text(yaml.safe_dump(data | {group: groups[group]}))
+    if key == "callbacks":
+        changed: Any = ["marks:listing"]
+    elif key == "model.target":
+        changed = own | {"blocks": [], "weights": "", "adapter": {}, "verify": "auto"}
+    else:
+        changed = (own if name == "target" else data[group]) | {name: "marks:listing"}
+    file.write_text(yaml.safe_dump(data | {group: changed}))
     if group == "plan":
         plan = yaml.safe_load((run / "plan.yaml").read_text())
         (run / "plan.yaml").write_text(yaml.safe_dump(plan | {name: "marks:listing"}))
@@ -129,9 +131,10 @@ def test_nothing_of_a_stranger_is_imported(
         ["calibrate", str(run)],
         ["train", "name=theirs", "trainer.steps=9"],
     ):
-        line = said(capfd, *command)
-        assert f"config.yaml names {key}=marks:listing" in line
-        assert line.endswith(f"add {key}=marks:listing to the command")
+        line = refusal(capfd, *command)
+        word = f"{key}={'[marks:listing]' if key == 'callbacks' else 'marks:listing'}"
+        assert f"config.yaml names {word}" in line
+        assert line.endswith(f"add {word} to the command")
     assert cli.main(["explain", "runs/theirs"]) == 0
     simulated = cli.main(["simulate", "runs/theirs"])
     assert simulated == (2 if key == "plan.schedule" else 0)
@@ -158,16 +161,25 @@ def test_a_prepared_directory_of_a_stranger(
         assert f"config.yaml names {word}" in line
         assert line.endswith(f"add {word} to the command")
     assert not (folder / "imported").exists()
-    line = said(capfd, "train", "--run-dir", str(run), "model.target=other:build")
+    line = refusal(capfd, "train", "--run-dir", str(run), "model.target=other:build")
     assert f"runs/theirs/config.yaml says {word}, and the file's settings apply" in line
     for command in (["train", "--run-dir", str(run)], ["calibrate", "theirs"]):
-        assert "config.yaml names no data.target" in said(
+        assert "config.yaml names no data.target" in refusal(
             capfd, *command, word, "data.target=marks:rows"
         )
     assert not (folder / "imported").exists()
     named = trusting({"model.target": "marks:listing"})
     # At the user's word.
     assert PreparedRun.read(run, named).config.model.target == "marks:listing"
+
+
+def test_class_paths_of_held_out_sets() -> None:
+    found = trust.class_paths(
+        "data: {validation: {far: {transform: 'a:b', path: 'c:d'}, near: {}}}"
+    )
+    assert found == {"data.validation.far.transform": "a:b"}
+    assert trust.is_key("data.validation.far.transform")
+    assert not trust.is_key("data.validation.far.path")
 
 
 def test_what_was_named_is_remembered_for_its_folder(folder: Path) -> None:
