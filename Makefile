@@ -98,7 +98,7 @@ bench-gpu: $(INSTALLED_DEV)  ## measure a CUDA device in ten minutes; PART="gpt 
 	@$(BIN)/python -m benchmarks.gpu $(if $(PART),--parts $(PART) --resume) $(ARGS)
 
 # In an environment of its own: what it draws in is no part of what it looks at.
-audit: $(INSTALLED_DEV)  ## known security advisories for what is installed; says so where no service can be asked
+audit: $(INSTALLED_DEV)  ## known security advisories for what is installed; reports when no service is reachable
 	@if [ ! -x $(VENV)/audit/bin/pip-audit ]; then echo "installing pip-audit"; \
 	$(BIN)/python -m venv $(VENV)/audit && $(VENV)/audit/bin/python -m pip -qq --disable-pip-version-check install \
 	-c constraints.txt pip-audit || { echo "audit: pip-audit cannot be installed: nothing was checked" >&2; exit 0; }; fi; \
