@@ -98,13 +98,13 @@ def _options(group: str) -> str:
     for file in sorted((CONFIGS / group).glob("*.yaml")):
         text = file.read_text(encoding="utf-8")
         comments = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
-        said = " ".join(line for line in comments if not line.startswith("@package"))
+        comment = " ".join(line for line in comments if not line.startswith("@package"))
         content = yaml.safe_load(text) or {}
         content.pop("defaults", None)
         where = "" if "@package _global_" in text else f"{group}."
         sets = ", ".join(f"`{where}{key}={value}`" for key, value in leaves(content).items())
         usual = ", the default" if chosen.get(group) == file.stem else ""
-        lines.append(f"| `{group}={file.stem}`{usual} | {_cell(said)} | {_cell(sets)} |")
+        lines.append(f"| `{group}={file.stem}`{usual} | {_cell(comment)} | {_cell(sets)} |")
     return "\n".join(lines)
 
 
@@ -127,16 +127,16 @@ def _default(value: Any) -> str:
 
 
 def _accepted(hint: Any) -> str:
-    words = []
+    accepted_types = []
     for kind in members(hint):
         origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
         if origin is list:
-            words.append(f"list of {_accepted(inner[0])}")
+            accepted_types.append(f"list of {_accepted(inner[0])}")
         elif origin is tuple:
-            words.append(f"list of {len(inner)}: {_accepted(inner[0])}")
+            accepted_types.append(f"list of {len(inner)}: {_accepted(inner[0])}")
         else:
-            words.append("keys and values" if origin is dict else _WORDS[origin])
-    return " or ".join(words)
+            accepted_types.append("keys and values" if origin is dict else _WORDS[origin])
+    return " or ".join(accepted_types)
 
 
 def descriptions(kind: type, prefix: str = "") -> dict[str, str]:
@@ -150,9 +150,9 @@ def descriptions(kind: type, prefix: str = "") -> dict[str, str]:
             for name in _named(head):
                 found.setdefault(name, text[start:end].strip(" ,;"))
     for name in [field.name for field in dataclasses.fields(kind) if field.name not in found]:
-        homes = [home for home, said in found.items() if f"``{name}``" in said]
+        homes = [home for home, comment in found.items() if f"``{name}``" in comment]
         found[name] = f"see ``{prefix}{homes[0]}``" if homes else ""
-    return {name: _markdown(said) for name, said in found.items()}
+    return {name: _markdown(comment) for name, comment in found.items()}
 
 
 def _introduction(kind: type) -> str:
