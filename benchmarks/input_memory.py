@@ -107,8 +107,8 @@ def grown(case: str, config: IndexedDataConfig) -> Grown:
 
 
 def _memory() -> int:
-    """Return the bytes of this process and of its workers, those that they share counted once. Files that other
-    processes map, such as libraries, are not counted, because their share changes with these processes."""
+    """Return the bytes of this process and its workers; shared bytes count once. Mapped files of other processes, such
+    as libraries, do not count, because their share changes with these processes."""
     here, found = psutil.Process(), 0
     for each in (here, *here.children(recursive=True)):
         for line in Path(f"/proc/{each.pid}/smaps_rollup").read_text().splitlines():

@@ -85,8 +85,8 @@ def build(
 
 
 def slow_down(rate: float, *, known: bool) -> None:
-    """Let all threads of the two ranks that copy to files move ``rate`` bytes per second together, and those that copy
-    from files as many."""
+    """Limit the copies of the two ranks to files to ``rate`` bytes per second together, and the copies from files to
+    the same rate."""
 
     def later(copy: Any) -> Any:
         lock = threading.Lock()

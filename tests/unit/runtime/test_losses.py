@@ -184,17 +184,18 @@ def test_a_step_after_an_evaluation_in_inference_mode(tmp_path: Path) -> None:
 # ---- several losses
 
 
-def counted_loss(loss: Any) -> None:
-    """Count the work of training with ``loss``, as a run does before it plans."""
+def counted_loss(loss: Any) -> int:
+    """Count the work of training with ``loss``, as a run does before it plans; return the number of blocks."""
     chain = describe(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)))
     rows = TensorRows(X, Y)
-    count(
+    work = count(
         chain,
         loss,
         lambda number: (rows.inputs(0, number), rows.targets(0, number)),
         precision=PrecisionConfig(),
         minimum_bytes=1,
     )
+    return len(work.blocks)
 
 
 def test_losses_that_are_minimised_in_turns_are_refused() -> None:
@@ -211,7 +212,7 @@ def test_parts_of_a_loss_and_reported_numbers_may_follow_it() -> None:
         loss = part + 0.1 * size
         return loss, part, loss.exp(), outputs.abs().mean().detach(), outputs
 
-    counted_loss(with_others)
+    assert counted_loss(with_others) == 3
 
 
 def test_two_optimizers_are_refused() -> None:
