@@ -238,4 +238,4 @@ def test_two_models_by_one_process_two_stages_and_two_replicas(here: Path) -> No
     assert all(float(row["speedup"]) > 0 for row in rows)
     with opened(report / "report.html", here.parent / "profile") as page:
         assert page.troubles == []
-        check_charts(page, 2)
+        check_charts(page, 4)  # two of scaling, and the loss over each of two swept settings
