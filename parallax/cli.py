@@ -145,7 +145,7 @@ def _no_collection(*, own_process: bool) -> Iterator[None]:
     finally:
         if own_process and not gc.get_freeze_count():  # a forked rank's are frozen
             gc.freeze()
-            atexit.register(gc.unfreeze)  # so that all of it is taken down, as always
+            atexit.register(gc.unfreeze)  # otherwise frozen objects would not be finalized
         if enabled:
             gc.enable()
 

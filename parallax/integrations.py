@@ -16,7 +16,7 @@ from parallax.swap.lms.scope import Swapping, swap
 
 
 class Training:
-    """Opens a swap scope for each training; ``swapping`` is the last scope, for its report."""
+    """Opens a swap scope for each training. ``swapping``: the last scope, which makes the report."""
 
     def __init__(self, limit: int | str, options: dict[str, Any]) -> None:
         self._limit, self._options = limit, options

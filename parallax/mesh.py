@@ -22,8 +22,8 @@ from parallax.plan.plan import Coordinate, Plan
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One direction between two ranks that exchange messages: from rank ``sender`` to rank ``receiver``. The messages
-    are gradients if ``backward``, otherwise activations."""
+    """A route for messages from rank ``sender`` to rank ``receiver`` along ``edge``. ``backward``: it carries
+    gradients, otherwise activations."""
 
     sender: int
     receiver: int
@@ -260,9 +260,9 @@ class RankDevices:
 def _connect(
     plan: Plan, routes: Mapping[Route, dist.ProcessGroup], rank: int, device: torch.device
 ) -> None:
-    """Connect both ends of each route; every rank connects its routes in the same order. NCCL connects two ranks at
-    their first send and receive, and blocks both hosts until then. In the first step, which every rank begins with a
-    message of another route, all ranks would wait for each other."""
+    """Connect both ends of each route; every rank connects its routes in the same order. Without this, NCCL connects
+    two ranks at their first send and receive, and blocks both hosts until then. Ranks begin the first step with
+    messages of different routes, so all would wait for each other."""
     for route, group in routes.items():
         if rank in (route.sender, route.receiver):
             one, tag = torch.zeros(1, dtype=torch.uint8, device=device), _tag(plan, route)

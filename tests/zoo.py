@@ -428,7 +428,7 @@ ZOO: dict[str, Entry] = {
     "positions": Entry(Positions, _cross_entropy, tokens_batch),
     "mixture": Entry(Mixtures, _cross_entropy, tokens_batch),
 }
-"""Cut by recording their forward."""
+"""Partitioned by recording their forward."""
 
 FAMILIES: dict[str, Entry] = {
     "llama": Entry(llama, logits_loss, padded_batch),

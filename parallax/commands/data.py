@@ -46,11 +46,11 @@ EXAMPLES = """examples:
   parallax data data=parquet data.path=rows --json
 """
 
-_SAMPLED_ROWS = 8  # whose types, shapes and ranges are shown
+_SAMPLED_ROWS = 8  # rows from which types, shapes and ranges are shown
 _SHOWN_ROWS = 3
 _SHOWN_VALUES = 6
 _SHOWN_CHARACTERS = 88
-_TIMED_ROWS = 16  # of a request, at most
+_TIMED_ROWS = 16  # rows of a timed request, at most
 _TIMED_SECONDS = 2.0
 _TOLD_SECONDS = 0.25
 _IGNORED = -100  # torch's cross-entropy leaves such targets out
@@ -110,8 +110,8 @@ class Column:
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many targets of a row the loss does not ignore: a histogram over ``rows`` rows. ``counts``: the number of
-    rows in each of equal ranges from ``low`` to ``high``."""
+    """The numbers of targets per row that the loss does not ignore, as a histogram over ``rows`` rows. ``counts``: the
+    number of rows in each of equal ranges from ``low`` to ``high``."""
 
     rows: int
     low: int
@@ -149,7 +149,7 @@ class Overview:
 
 
 def _overview(config: RunConfig, source: Any, work: LongWork) -> Overview:
-    """Return what there is to say about the rows of ``source``."""
+    """Return the figures to show about the rows of ``source``."""
     wanted, remarks = config.trainer.global_batch, list(getattr(source, "remarks", []))
     try:
         config.data.check_size(source, config.model, wanted)
@@ -279,7 +279,7 @@ def _read(config: RunConfig, source: Any, rows: int | None, work: LongWork) -> R
         except StopIteration:
             break
         inputs, targets = batch.inputs(0, len(batch)), batch.targets(0, len(batch))
-        if rows is None or count < rows:  # of the first epoch
+        if rows is None or count < rows:  # the first epoch has fewer
             lengths += (_counted(targets) or _counted(inputs))[
                 : None if rows is None else rows - count
             ]
@@ -298,8 +298,8 @@ def _read(config: RunConfig, source: Any, rows: int | None, work: LongWork) -> R
 
 
 def _counted(values: Any) -> list[int]:
-    """Return, for each row, how many values of the first label tensor are not ignored: a two-dimensional integer tensor
-    that has no name or is named labels. Return an empty list if there is none."""
+    """Return, for each row, how many labels are not ignored. The labels are the first two-dimensional integer tensor
+    that has no name or is named labels; without such a tensor the list is empty."""
     for path, each in leaves(values):
         plain = torch.as_tensor(each) if isinstance(each, Tensor | np.ndarray) else None
         named = not path or "labels" in path

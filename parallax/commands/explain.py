@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Run the command; return the exit code."""
     console, plan = console_of(parsed), Plan.load(plan_file(parsed.plan))
-    if class_paths := class_paths_of(parsed):  # without them the schedule itself is not needed
+    if class_paths := class_paths_of(parsed):  # otherwise the schedule itself is not needed
         plan = with_schedule(plan, plan_file(parsed.plan), class_paths)
     lines = explain(plan, explain_figures(_profile_of(plan_file(parsed.plan))))
     directory = plan_file(parsed.plan).parent

@@ -117,7 +117,8 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def job_size(parsed: argparse.Namespace, config: RunConfig) -> JobSize:
-    """Return the size given on the command line; otherwise that of the plan, for a cluster of the catalog."""
+    """Return the size given on the command line. Without one, return the size that the plan for a catalog cluster
+    needs."""
     nodes, gpus, processes = (
         count_of(f"--{key.replace('_', '-')}", getattr(parsed, key))
         for key in ("nodes", "gpus_per_node", "processes_per_node")

@@ -46,7 +46,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def with_options_of(folder: str, overrides: Sequence[str]) -> list[str]:
-    """Return ``overrides`` with the options in ``folder`` added to the search path."""
+    """Return ``overrides`` with one more: it adds ``folder``, which holds option files, to Hydra's search path."""
     return [searchpath(folder_of_options("--config-dir", folder)), *overrides]
 
 

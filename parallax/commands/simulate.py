@@ -30,7 +30,7 @@ from parallax.plan.simulation.predict import Forecast, predict
 from parallax.report import chrome_trace, timeline_png
 from parallax.run.feedback import check_spans, measured_spans, typical_step
 
-MOST_RANKS = 32  # that the table shows
+MOST_RANKS = 32  # ranks in the table, at most
 
 EXAMPLES = """examples:
   parallax simulate plan.yaml                           the actions of every rank in a step, and their times

@@ -28,7 +28,7 @@ EXAMPLES = """examples:
 """
 
 _REFRESH_SECONDS = 1.0
-_LINES = 1000  # of a frame that does not go to a terminal
+_LINES = 1000  # lines of a frame that does not go to a terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -37,7 +37,7 @@ EXAMPLES = """examples:
   parallax why runs/deeper --json | jq .changes
 """
 
-_SHOWN = 0.0005  # of a step: terms below it are left out
+_SHOWN = 0.0005  # fraction of a step; smaller terms are left out
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

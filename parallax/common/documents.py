@@ -25,8 +25,8 @@ from parallax.errors import ConfigError, printable
 DOCUMENT_BYTES = 16 * 2**20  # a profile of 8,000 blocks
 MANIFEST_BYTES = 256 * 2**20  # a checkpoint of a million tensors
 SMALL_BYTES = 2**20  # measurements of a machine, the outcome of a sweep point
-MOST_VALUES = 4 * 2**20  # in one file; about 100 bytes each
-MOST_DIGITS = 300  # of a whole number; larger ones exceed floating point
+MOST_VALUES = 4 * 2**20  # values in one file; about 100 bytes each
+MOST_DIGITS = 300  # digits of a whole number; larger ones exceed floating point
 LARGEST_NUMBER = 10**36  # bytes, seconds, rows: sums and products of such numbers are finite
 LARGEST = 2**17  # characters, and values, of a stored configuration: tens of times the usual
 DEEPEST = 50  # nesting levels of a file read by a loader written in C
@@ -118,7 +118,7 @@ def _refused(name: str) -> NoReturn:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader of plain data that rejects duplicate keys, of which one value would be lost."""
+    """A YAML loader of plain data. It rejects duplicate keys, because one of their values would be lost."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         found = super().construct_mapping(node, deep=deep)
@@ -180,9 +180,9 @@ def _size(tree: Any, known: dict[int, int]) -> int:
 def take_options(
     tree: dict[str, Any], groups: list[str], plain: dict[str, Any], fresh: dict[str, Any]
 ) -> None:
-    """Apply options to ``tree``. ``plain``: the configuration without the options; ``fresh``: with them. The
-    ``groups``, and groups whose kind changes, are replaced as a whole. In other groups, only values set by the options
-    change."""
+    """Apply options to ``tree``. ``plain``: the configuration without the options. ``fresh``: the configuration with
+    them. The groups in ``groups``, and groups whose kind changes, are replaced as a whole. In all other groups, only
+    the values that differ between ``plain`` and ``fresh`` are set."""
     for group, value in fresh.items():
         if group in groups or _kind(value) != _kind(plain[group]):
             tree[group] = value
@@ -193,7 +193,8 @@ def take_options(
 
 
 def take_keys(tree: dict[str, Any], keys: list[str], merged: dict[str, Any]) -> None:
-    """Set dotted ``keys`` of ``tree`` to their values in ``merged``; for a key inside a list, the whole list."""
+    """Set ``keys``, which are dotted, of ``tree`` to their values in ``merged``. A key inside a list sets the whole
+    list."""
     for key in keys:
         place: tuple[str, ...] = ()
         node: Any = merged

@@ -85,7 +85,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def replace_text(path: Path, text: str) -> None:
     """Replace the content of ``path`` with ``text`` atomically, with the default mode, so that others may read it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)  # of an earlier process with the same id; or a link
+    temporary.unlink(missing_ok=True)  # left by an earlier process with the same id, or a link
     try:
         with temporary.open("x", encoding="utf-8") as file:
             file.write(text)

@@ -104,8 +104,8 @@ def _check_no_links(directory: Path) -> None:
 
 
 def _acquire(path: Path, until: float) -> int:
-    """Return the handle of the lock file, locked; wait until time ``until``. The locked file is verified to be still
-    the one at ``path``."""
+    """Return the handle of the lock file after locking it; wait for the lock until time ``until``. Afterwards the file
+    at ``path`` is still the locked one."""
     while True:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -31,9 +31,9 @@ _TOP = re.compile(r"top_?\d+")
 
 
 def larger_is_better(name: str) -> bool:
-    """Return whether the larger of two values of the metric ``name`` is the better one, as for accuracies and rates.
-    Of any other metric, such as a loss, an error, seconds or bytes, it is the smaller one."""
-    last = name.lower().partition("/")[0]  # a set of held-out rows may have a name behind it
+    """Return whether a larger value of the metric ``name`` is better, as for accuracies and rates. For any other
+    metric, such as a loss, an error, seconds or bytes, a smaller value is better."""
+    last = name.lower().partition("/")[0]  # the name of a set of held-out rows may follow
     parts = re.split(r"[_\-.@ ]", last)
     if "loss" in parts or "error" in parts:
         return False

@@ -39,9 +39,9 @@ def stopped_by(number: int) -> str:
 
 
 def exit_code(number: int, *, saved: bool = False) -> int:
-    """Return the exit code of a process that ends because of signal ``number``: the shell's code for this signal, or 0
-    if the request was fulfilled. SIGUSR1 only requests an end; SIGTERM requests an end without loss of progress
-    (``saved``)."""
+    """Return the exit code of a process that ends because of signal ``number``: 0 if the request was fulfilled,
+    otherwise the shell's code for this signal. SIGUSR1 only requests an end, so it is always fulfilled. SIGTERM
+    requests an end without loss of progress (``saved``)."""
     done = number == signal.SIGUSR1 or (saved and number == signal.SIGTERM)
     return 0 if done else 128 + number
 
@@ -255,7 +255,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 class Requests:
-    """The requests to end received so far. ``first``: the first signal; a signal right after it counts as the same
+    """The requests to end received so far. ``first``: the first signal; a second one right after it belongs to the same
     request. ``impatient``: a second Ctrl-C was received, so the process must end at once."""
 
     def __init__(self) -> None:

@@ -62,7 +62,7 @@ def call_target(group: str, target: str, kwargs: Mapping[str, Any], *given: Any)
         found = _UNEXPECTED.match(str(error))
         frames = [each for each, _ in traceback.walk_tb(error.__traceback__)][
             1:
-        ]  # without this frame
+        ]  # omits this frame
         if found is None or found[2] not in kwargs or not _handed_on(found[2], frames):
             raise
         name, (accepted, place) = found[2], _callee(error.__traceback__, found[1])
@@ -153,9 +153,9 @@ def _keywords(signature: inspect.Signature) -> list[str]:
 
 
 def _handed_on(name: str, frames: Sequence[FrameType]) -> bool:
-    """Return whether the user passed the keyword ``name`` in the call of the last frame. That is so if this frame is
-    the target's own, or if all frames above passed the keyword on through ``**kwargs``. Otherwise the library passes
-    the argument."""
+    """Return whether the user passed the keyword ``name`` to the function of the last frame: this function is the
+    target itself, or all functions above passed the keyword on through their ``**kwargs``. Otherwise a library has
+    added the keyword."""
     if len(frames) < 2:
         return True
     *above, last = frames

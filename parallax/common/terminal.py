@@ -74,7 +74,7 @@ def safe_console(*, stderr: bool = False, width: int | None = None) -> Console:
 class SafeFormatter(logging.Formatter):
     """Formats escaped log records, one line each except tracebacks."""
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # the name in logging
+    def formatMessage(self, record: logging.LogRecord) -> str:  # logging defines this name
         return printable(super().formatMessage(record))
 
     def format(self, record: logging.LogRecord) -> str:

@@ -111,7 +111,7 @@ def build(kind: type, values: dict[str, Any], prefix: str) -> Any:
     read, mistakes, usual = {}, Mistakes(), defaults(kind)
     for key, hint in field_types(kind).items():
         if isinstance(values[key], str) and values[key] == usual.get(key):
-            read[key] = values[key]  # such as auto, which only the dataclass interprets
+            read[key] = values[key]  # only the dataclass interprets values such as auto
             continue
         try:
             read[key] = _read(hint, values[key])
@@ -201,15 +201,15 @@ def _accepted(hint: Any, default: Any) -> str:
 
 def refuse(subject: str, why: str) -> NoReturn:
     """Raise :class:`ConfigError` in one escaped line."""
-    raise ConfigError(printable(f"{_cut(subject)}: {why}"))
+    raise ConfigError(printable(f"{_shortened(subject)}: {why}"))
 
 
 def unknown(subject: str, accepted: str, hint: str) -> NoReturn:
     """Raise :class:`UnknownKeyError` in one escaped line."""
-    raise UnknownKeyError.of(_cut(subject), accepted, hint)
+    raise UnknownKeyError.of(_shortened(subject), accepted, hint)
 
 
-def _cut(subject: str) -> str:
+def _shortened(subject: str) -> str:
     return subject if len(subject) <= 120 else f"{subject[:117]}..."
 
 

@@ -2,9 +2,9 @@
 
 Hydra composes files and overrides well, but reports mistakes badly: it silently accepts ``+modle.layers=3``, and prints
 a page of text for other mistakes. So Hydra only merges here. Every key and value of the result is then read into the
-component dataclasses, which know what they accept; the same reader takes a run's ``config.yaml``. Ranks read that file
-alone, so Hydra is imported where it is used. :mod:`.options` finds the option files, :mod:`.multirun` handles several
-runs from one command line.
+component dataclasses, which know what they accept; the same reader takes a run's ``config.yaml``. Ranks read only that
+file, so Hydra is not imported before it is used. :mod:`.options` finds the option files, :mod:`.multirun` handles
+several runs from one command line.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def elsewhere(key: str, accepted: Collection[str] = ()) -> str:
     group, _, leaf = key.rpartition(".")
     groups = field_types(RunConfig)
     if group and group not in groups:
-        return ""  # the group's name is what is wrong
+        return ""  # the group's name is wrong, not the key
     usual, others = (
         [
             f"{home}.{leaf}"

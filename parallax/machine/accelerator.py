@@ -80,7 +80,7 @@ class Accelerator:
         return max(0, int(total - free) - torch.accelerator.memory_reserved(device))
 
     def sensors(self, device: torch.device) -> tuple[float | None, float | None]:  # noqa: ARG002
-        """Return the temperature of ``device`` in degrees Celsius and its power in watts; None for what is unknown."""
+        """Return the temperature of ``device`` in degrees Celsius and its power in watts; None for an unknown value."""
         return None, None
 
     @property

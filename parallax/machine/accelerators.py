@@ -39,7 +39,7 @@ def accelerator_of(device: torch.device) -> Accelerator:
 
 
 def device_sensors(device: torch.device) -> Callable[[], tuple[float | None, float | None]]:
-    """Return a function that reads temperature and power of ``device``; a CPU tells neither."""
+    """Return a function that returns the temperature and the power of ``device``; both None for a CPU."""
     if device.type == "cpu":
         return lambda: (None, None)
     return partial(accelerator_of(device).sensors, device)
@@ -104,8 +104,7 @@ def select_device(kind: str, local_rank: int) -> torch.device:
 
 
 class OwnDevice(NamedTuple):
-    """The device of one rank: its kind, an identity that is unique over all hosts ('' if torch provides none), its
-    bytes."""
+    """The device of one rank. ``identity``: unique over all hosts; '' if torch provides none."""
 
     kind: str
     identity: str
@@ -114,10 +113,10 @@ class OwnDevice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RanksDevices:
-    """Devices of ``kind`` of the ranks of a run.
+    """The devices, of one ``kind``, of the ranks of a run.
 
-    ``present``: the number of devices on this host. ``apart``: whether at least two ranks have different devices.
-    ``shares``: for each rank here, the bytes of its device and the number of ranks that share it.
+    ``present``: the number of devices on this host. ``apart``: at least two ranks of the run have different devices.
+    ``shares``: for each rank on this host, the bytes of its device and the number of ranks that share it.
     """
 
     kind: str
@@ -127,8 +126,8 @@ class RanksDevices:
 
     @classmethod
     def collect(cls, found: Sequence[OwnDevice | None], here: Sequence[int]) -> RanksDevices | None:
-        """Return the devices of the ranks ``here``, given the device that each rank of the run ``found``. None if a
-        rank has no device or one of another kind, or if a device's identity is unknown."""
+        """Return the devices of the ranks. ``found``: the device of each rank of the run. ``here``: the ranks on this
+        host. None if a rank has no device or one of another kind, or if a device's identity is unknown."""
         known = [each for each in found if each is not None and each.identity]
         if len(known) < len(found) or len({each.kind for each in known}) != 1:
             return None

@@ -21,7 +21,7 @@ from parallax.plan.analytic.hardware import (
 )
 
 _CYCLES_PER_SECOND = 1.5e9  # approximate GPU clock, for delays that need only be long enough
-_HANDLES, _WORKSPACE_BYTES = 2, 32 * 2**20  # as torch allocates them on Hopper; less on others
+_HANDLES, _WORKSPACE_BYTES = 2, 32 * 2**20  # torch's figures for Hopper; less on other GPUs
 # increments of torch's allocator: for small tensors, and for others
 _PIECES_BYTES = (2 + 20) * 2**20
 _MOST_CHANNELS, _MOST_EDGE_CHANNELS = "NCCL_MAX_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS"
@@ -59,7 +59,9 @@ class Cuda(Accelerator):
     def environment(self) -> dict[str, str]:
         """Settings for expandable segments, so that tensors of many sizes leave no gaps between segments, and for few
         NCCL channels, whose buffers the plan counts."""
-        known_before = "PYTORCH_CUDA_ALLOC_CONF" in os.environ  # its name in older versions
+        known_before = (
+            "PYTORCH_CUDA_ALLOC_CONF" in os.environ
+        )  # the variable's name in older versions
         mapped = {} if known_before else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         return {**mapped, **self._channels}
 
@@ -96,7 +98,7 @@ class Cuda(Accelerator):
         """Ask NVML, through torch; it needs the package nvidia-ml-py."""
         try:
             return float(torch.cuda.temperature(device)), torch.cuda.power_draw(device) / 1000
-        except Exception:  # of torch, NVML or its package: the thread of the watch must go on
+        except Exception:  # of torch, NVML or its package; the calling thread must continue
             return None, None
 
     def hold(self, seconds: float) -> None:

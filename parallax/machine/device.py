@@ -72,7 +72,7 @@ Stalls = list[tuple[torch.Event, torch.Event]]
 
 class StallLog:
     """Records a pair of device events around each wait of the compute stream, to measure its stalls. It records only
-    after the first call of :meth:`take_stalls`, because events would accumulate if no caller took them."""
+    after the first call of :meth:`take_stalls`: if no caller took the events, they would accumulate."""
 
     def __init__(self) -> None:
         self._pairs: Stalls = []
@@ -128,9 +128,10 @@ Pair = tuple[torch.Event, torch.Event]
 class CopyEvent:
     """The end of a copy.
 
-    Its two events come from a ``pool``, because a driver takes longer to make an event than to record one. They
-    return to the pool as soon as a thread has seen that the copy is over. A thread that queries at that moment
-    may wait for the copy that uses them next, which is later than necessary but correct."""
+    Its two events come from a ``pool``, because a driver takes longer to make an event than to record one. They return
+    to the pool as soon as a thread has seen the end of the copy. Another thread that is about to use them may then wait
+    for the next copy that uses them: later than necessary, but correct.
+    """
 
     def __init__(
         self, device: torch.device, stalls: StallLog, pool: list[Pair], pair: Pair
@@ -162,7 +163,7 @@ class CopyEvent:
         return self._seconds if self.done() else 0.0
 
     def _return_events(self) -> None:
-        with contextlib.suppress(IndexError):  # another thread has
+        with contextlib.suppress(IndexError):  # another thread has returned them
             pair = self._pairs.pop()
             self._seconds = pair[0].elapsed_time(pair[1]) / 1000
             self._pool.append(pair)

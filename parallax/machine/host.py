@@ -255,7 +255,7 @@ class MemoryBound:
     """
 
     def __init__(self, growth_bytes: int) -> None:
-        """Allow ``growth_bytes`` more than the present memory; negative to allow less."""
+        """Allow ``growth_bytes`` more than the present memory; a negative number allows less."""
         if not _bounds:
             _freed.start()
         self.growth_bytes, self.before_bytes = growth_bytes, data_bytes()
@@ -419,7 +419,7 @@ def _uncounted_bytes() -> int:
 
 
 def _update_meters() -> None:
-    """Pass the high-water mark since the last call to all meters and bounds, and reset it."""
+    """Raise the peaks of all meters and bounds to the high-water mark since the last call, and reset that mark."""
     for bound in _bounds:
         bound.peak_bytes()
     high_water = peak_resident_bytes() - _uncounted_bytes()
@@ -434,8 +434,8 @@ def _update_meters() -> None:
 def outside_device_memory(change: int) -> Iterator[None]:
     """A context in which ``change`` bytes become resident (or are freed, if negative) that the meters must not count.
 
-    The bytes belong to the host and not to the device, on a machine whose RAM serves as both. Memory that other threads
-    allocate and free meanwhile may be missed, up to the same amount.
+    On a machine whose RAM serves as host and device, these bytes belong to the host. Up to the same amount of memory
+    that other threads allocate and free meanwhile may not be metered.
     """
     with _outside.lock:
         if change > 0:

@@ -52,7 +52,7 @@ def write_cluster(path: Path) -> list[str]:
         raise ConfigError(
             f"--write-cluster {printable(str(path))}: accepted is a name that ends in .yaml, as options have"
         )
-    hosts, source = _found()
+    hosts, source = _find_hosts()
     sorts = _sorts(hosts)
     try:
         with replacing(path) as file:
@@ -67,7 +67,7 @@ def write_cluster(path: Path) -> list[str]:
 # -------------------------------------------------------------------------------------------- asking
 
 
-def _found() -> tuple[list[Host], str]:
+def _find_hosts() -> tuple[list[Host], str]:
     """Return all hosts, and the source of this list. Inside a Slurm job the host itself is examined, because only it
     knows its part of the devices."""
     if shutil.which("sinfo") is None or "SLURM_JOB_ID" in os.environ:
@@ -187,8 +187,8 @@ Sorts = dict[Host, int]
 
 
 def _sorts(hosts: Sequence[Host]) -> Sorts:
-    """Return the number of hosts for each kind and device count, fastest kind first, with the smallest memory and
-    disk."""
+    """Return each sort of hosts (a kind of device and a device count) with the number of its hosts, fastest sort first.
+    Memory and disk are the smallest of any host of the sort."""
     found: dict[tuple[str, int], list[Host]] = {}
     for host in hosts:
         found.setdefault((host.kind, host.devices), []).append(host)

@@ -33,7 +33,7 @@ MOST_PROCESSES = 8  # on a CPU with devices=auto
 _ON_CPU = "cpu:"  # prefix of a budget
 # small blocks of malloc and buffers of libraries: up to 7 MiB measured with one thread
 CPU_RESERVE = 13 * 2**19
-THREAD_RESERVE = 3 * 2**19  # the same for each further thread: 2 MiB measured with two
+THREAD_RESERVE = 3 * 2**19  # the same for each further thread: 2 MiB were measured with two
 GAPS = 0.015  # gaps of malloc when all freed memory is returned: up to 1 % measured
 COPYING_THREADS = 2  # the default of swap.threads
 # freed memory that malloc keeps, and gaps: up to 34 % measured, six times the bytes of a block itself
@@ -81,9 +81,13 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """The devices of a run on this machine: kind, number, and cores per device. For accelerators also ``present``: the
-    number of devices on the host; ``shares``: for each rank, the bytes of its device and the number of ranks that share
-    it; ``apart``: whether at least two ranks of the run have different devices."""
+    """The devices of a run on this machine: their kind, their number, and the threads (cores) of each. For accelerators
+    also:
+
+    ``present``  number of devices on the host
+    ``shares``   for each rank, the bytes of its device and the number of ranks that share it
+    ``apart``    whether at least two ranks of the run have different devices
+    """
 
     kind: str
     count: int
@@ -279,9 +283,9 @@ def _computing_share(choice: DeviceChoice, copying: int) -> float:
 
 
 def _host_update_seconds(tier: Tier, probes: Probes) -> float:
-    """Return the seconds of a host optimizer step per byte of weights, in full precision with AdamW: the memory traffic
-    of one thread (copies read and write each byte). The planner adds the transfers of the tier
-    (:func:`parallax.plan.cost.states.load_states`)."""
+    """Return the seconds of a host optimizer step per byte of weights, in full precision with AdamW. They follow from
+    the memory traffic of one thread, where a measured copy reads and writes each byte. The planner adds the transfers
+    of the tier (:func:`parallax.plan.cost.states.load_states`)."""
     if not tier.exists:
         return 0.0
     return UPDATE_BYTES / torch.float32.itemsize / (2 * probes.copy)

@@ -165,7 +165,7 @@ def _touch(whole: Tensor, cpus: Collection[int]) -> None:
 
     def touch(part: Tensor) -> None:
         if cpus:
-            os.sched_setaffinity(0, cpus)  # of this thread alone
+            os.sched_setaffinity(0, cpus)  # affects this thread only
         part[:: mmap.PAGESIZE].zero_()
 
     share = -(-whole.numel() // threads // _HUGE) * _HUGE

@@ -39,8 +39,8 @@ _EDITION = 2  # version of cached bandwidths; others are measured again
 TOGETHER = 8  # most processes measured at once; more are assumed to be as slow as the last
 TURNS = 5
 TURN_SECONDS = 0.25
-SUMS = 4  # all-reduces of few numbers in a turn
-REDUCED_BYTES = 16 * 2**20  # of gradients, in the all-reduce that ends a turn
+SUMS = 4  # number of all-reduces of few numbers in a turn
+REDUCED_BYTES = 16 * 2**20  # bytes of gradients in the all-reduce that ends a turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,8 +201,8 @@ def probe_peers(kind: str) -> float:
 
 def _peer_rate(tensor: torch.Tensor) -> float:
     """Return the bytes per second between the device of ``tensor`` and another one; 0 if unknown. A new process
-    measures it, or, if it would not know the kind of device because only this process has registered it, this process
-    does."""
+    measures it. If that fails, because only this process has registered the kind of device, this process measures it
+    itself, unless it is a rank."""
     found = probe_peers(tensor.device.type)
     if found or dist.is_initialized():
         return found
@@ -339,9 +339,9 @@ def measure_together(count: int, threads: int, *, fresh: bool = False) -> HostSp
 
 
 def shared_speeds(seconds: list[float], able: float) -> tuple[float, ...]:
-    """Return the speed of each of k concurrent processes, for k = 1, 2, …. ``seconds``: processor seconds of equal work
-    for each k. ``able``: the number of processes that have cores. The speed never increases with k: an increase in the
-    measurement is noise."""
+    """Return the speed of each of k concurrent processes, for k = 1, 2, …, relative to a single one. ``seconds``:
+    processor seconds of equal work for each k. ``able``: the number of processes that can have cores of their own. The
+    speed never increases with k, because a measured increase is noise."""
     speeds: list[float] = []
     for together, taken in enumerate(seconds, 1):
         speed = min(1.0, able / together) * min(1.0, seconds[0] / taken)
@@ -434,9 +434,9 @@ def compute_on_request(rank: int, count: int, threads: int, store: str) -> None:
     """Entry point of each of the ``count`` processes of :func:`compute_together`, which rendezvous at the file
     ``store``.
 
-    For each line read, which holds the number of processes that compute, it trains three transformer layers for a
-    while (two micro-batches forward, then backward), interrupted by all-reduces of few numbers and followed by one of
-    gradients, and prints the processor seconds of one repetition and the seconds of each all-reduce.
+    Each line read holds the number of processes that compute. For each line the process trains three transformer layers
+    for a while: two micro-batches forward, then backward, with all-reduces of few numbers in between and one of
+    gradients at the end. It prints the processor seconds of one repetition, and the seconds of each all-reduce.
     """
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)

@@ -31,7 +31,7 @@ def torchrun_options(endpoint: str) -> list[str]:
             "all hosts reach, as in 10.0.0.1:29400"
         ) from error
     addresses = {str(place[0]) for *_, place in found}
-    if _here(addresses):
+    if _is_this_host(addresses):
         # other hosts resolve the name to this host, whatever it resolves to here
         hosts = [] if _torch_knows(host, addresses) else ["--rdzv-conf=is_host=1"]
         return [*hosts, f"--local-addr={host}"]
@@ -50,16 +50,15 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _here(addresses: Set[str]) -> bool:
+def _is_this_host(addresses: Set[str]) -> bool:
     """Whether the addresses are this host's, or loopback."""
     own = {each.address for found in psutil.net_if_addrs().values() for each in found}
     return any(each in own or _is_loopback(each) for each in addresses)
 
 
 def _torch_knows(host: str, addresses: Set[str]) -> bool:
-    """Return whether torchrun itself recognises this host as the rendezvous host, so that ``is_host`` need not be set.
-    Then several agents on one host can join, and one of them opens the port; with ``is_host=1`` only one agent could
-    join."""
+    """Return whether torchrun itself recognises this host as the rendezvous host. Then ``is_host`` is not set, so that
+    several agents on this host can join, of which one opens the port; with ``is_host=1`` only one agent could join."""
     if host in ("localhost", socket.gethostname()) or _is_loopback(host):
         return True
     try:

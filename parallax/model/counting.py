@@ -102,7 +102,8 @@ class Counting:
 
     @property
     def observed(self) -> bool:
-        """Whether the loss has been called on targets of which at least one counts, so that its weighting is known."""
+        """Whether the loss has been called on targets of which at least one counts. Before, it is unknown how the loss
+        weighs its targets."""
         return self._observed
 
     def assume_row_mean(self) -> None:
@@ -119,9 +120,9 @@ class Counting:
 
 
 class RowMeanCheck:
-    """Checks, once, whether an unknown loss is the mean of its rows' losses even if some targets are masked (negative
-    integers). It compares the row with the fewest masked targets and the row with the most, in the first micro-batch in
-    which these numbers differ."""
+    """Checks once whether an unknown loss is the mean over its rows, although some targets are masked (negative
+    integers). It compares the row with the fewest masked targets with the row with the most, in the first micro-batch
+    in which these numbers differ."""
 
     def __init__(self, loss: AnyLoss) -> None:
         self._loss, self._seen = loss, False
@@ -328,8 +329,8 @@ def _mean(scores: Tensor, labels: Tensor, shifted: bool) -> float | None:
 
 
 def _blank(results: Any, few: int, rows: int, make: Callable[[Tensor, list[int]], Tensor]) -> Any:
-    """Return a stand-in for the model's outputs of ``rows`` rows. It has the structure of ``results``, the outputs of
-    ``few`` rows, and ``make(tensor, shape)`` makes each of its tensors."""
+    """Return a stand-in for the model's outputs of ``rows`` rows. ``results``: the outputs of ``few`` rows, whose
+    structure it has. ``make(tensor, shape)`` returns each of its tensors."""
 
     def change(part: Any) -> Any:
         if not isinstance(part, Tensor):

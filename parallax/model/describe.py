@@ -238,7 +238,8 @@ def _partition(
 
 
 def _value(deferred: DeferredModel, dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """Return the value that the constructor gave one tensor of the skeleton."""
+    """Return the real value of ``tensor``, a tensor of the model on the meta device, as the model's constructor made
+    it."""
     alone = nn.Module()
     alone.register_buffer("value", tensor)
     made: Tensor = deferred.values().deepcopy_memo(alone, dtype, {})[id(tensor)]

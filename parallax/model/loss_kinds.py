@@ -191,7 +191,7 @@ class TorchLoss:
         if not isinstance(own, Tensor) or scores.dim() != 3 or targets.shape != scores.shape[:2]:
             return True
         if type(scores) is not Tensor or scores.is_meta:
-            return False  # without values
+            return False  # tensors without values cannot be compared
         pairs = (scores, targets), (scores[:, :-1], targets[:, 1:])
         same, following = (
             float(F.cross_entropy(each.detach().flatten(0, 1), classes.flatten().long()))

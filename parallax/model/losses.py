@@ -17,8 +17,8 @@ def call_loss(
     loss: Callable[[Any, Any], Any], outputs: Any, targets: Any, *, alone: bool = False
 ) -> Tensor:
     """Return the loss of some rows. Raises :class:`DescribeError` if it is not a tensor of one element, or if it uses
-    parameters or buffers of the model, which have no values in this process. ``alone``: also refuse a tuple of several
-    losses, which takes a walk through their graphs."""
+    parameters or buffers of the model, which have no values in this process. ``alone``: also raise for a tuple of
+    several losses; to detect them, their graphs are searched."""
     try:
         returned = loss(outputs, targets)
         found = _first(returned)
@@ -72,8 +72,8 @@ def _first(found: Any) -> Any:
 
 
 def _check_one_loss(returned: Any) -> None:
-    """Raise :class:`DescribeError` if a tuple's first loss is not the only one that a training loop would minimise. A
-    part of the first loss, and a number computed from it, may follow it."""
+    """Raise :class:`DescribeError` for a tuple of several losses that a training loop would minimise separately. Parts
+    of the first loss, and numbers computed from it, are accepted."""
     first, *others = returned if isinstance(returned, tuple | list) else (returned,)
     for other in others:
         if not isinstance(other, Tensor) or other.numel() != 1 or other.grad_fn is None:

@@ -62,8 +62,8 @@ _KEPT_PLAIN: Counter[CodeType] = Counter()
 
 
 def keep_plain(function: Callable[..., Any]) -> Callable[[], None]:
-    """Exclude ``function`` and its callees from compilation until the returned function is called; the user may have
-    passed it to ``torch.compile`` before. All functions that share its code are affected."""
+    """Exclude ``function`` and its callees from compilation, until the returned function is called. It also works if
+    the user has already passed it to ``torch.compile``. All functions that share its code are affected."""
     code, once = function.__code__, [True]
     _KEPT_PLAIN[code] += 1
     _run_as(code, "SKIP")

@@ -41,10 +41,16 @@ def _of_bytes(storage: UntypedStorage) -> int:
 
 
 class Selector:
-    """Decides by storage whether a saved tensor may be offloaded. Kept resident: parameters and buffers, copies of a
-    single parameter (autocast's casts), tensors that the caller holds (leaves with a gradient, small slices of a
-    batch), small tensors, slices with a version counter of their own, and tensors that are not plain strided memory of
-    class ``plain``. ``streams`` recognizes offloaded parameters, whose addresses change."""
+    """Decides whether the storage of a saved tensor may be offloaded. These storages stay resident:
+
+    * parameters and buffers, and copies of a single parameter, such as autocast's casts
+    * tensors that the caller holds: leaves with a gradient, and small slices of a batch
+    * small tensors
+    * slices with a version counter of their own
+    * tensors that are not plain strided memory of class ``plain``
+
+    ``streams`` recognizes offloaded parameters, whose addresses change.
+    """
 
     def __init__(
         self,
@@ -133,9 +139,8 @@ def _has_history(tensor: Tensor) -> bool:
 
 
 def _of_leaf(tensor: Tensor) -> bool:
-    """Return whether the tensor is a leaf with a gradient, a view of such a leaf, or a view of a parameter. FSDP
-    gathers parameters, also frozen ones, into memory that it empties between uses, so they are not recognized by
-    address."""
+    """Return whether the tensor is a leaf with a gradient, a view of such a leaf, or a view of a parameter. The address
+    alone does not recognize them: FSDP gathers parameters, also frozen ones, into memory that it frees between uses."""
     base, trained = tensor._base, tensor.requires_grad
     if trained and tensor.is_leaf:
         return True
@@ -182,8 +187,9 @@ class SavedBytes:
     def byte_totals(
         self, entering: Sequence[Tensor], results: Sequence[Tensor]
     ) -> tuple[int, int, int, int]:
-        """Return the bytes that may be offloaded, the bytes that stay resident, the bytes that the loss saves (it runs
-        after the block, so they are neither offloaded nor recomputed), and the bytes that the forward adds in total."""
+        """Return four sums of bytes: those that may be offloaded, those that stay resident, those that the loss saves,
+        and all that the forward adds. The loss runs after the block, so the tensors that it saves are neither offloaded
+        nor recomputed."""
         block = {key: found for key, found in self._block.items() if key not in self._loss}
         before = {address(tensor.untyped_storage()) for tensor in entering}
         left = {key: size for key, (size, _) in block.items() if key not in before} | self._loss

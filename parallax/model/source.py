@@ -50,7 +50,8 @@ class ModelConfig(Registered):
         """Return the model, on torch's default device, with its adapters."""
 
     def check_code(self) -> None:
-        """Raise :class:`~parallax.errors.ConfigError` for a model that has sizes but no code."""
+        """Raise :class:`~parallax.errors.ConfigError` for a model that is only described by sizes, so that it cannot be
+        built."""
 
     def work(self, precision: str = "bf16") -> ModelWork | None:  # noqa: ARG002
         """Return the operations and bytes of a model whose sizes are known; None for a model whose operators are

@@ -73,7 +73,8 @@ class WeightGradStore:
             self._deferred.append((product, x, gradient))
 
     def held(self, product: _Product) -> _Product:
-        """Return the form of ``product`` that is kept between the passes: without a copy of an offloaded weight."""
+        """Return ``product`` as it is stored until the weight-gradient pass: if its weight is offloaded, without the
+        copy in the type of the computation."""
         return replace(product, copy=None) if self._is_offloaded(product.weight) else product
 
     def separate_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -105,7 +106,7 @@ class WeightGradStore:
             parameter for product, _, _ in self._deferred for parameter in product.parameters
         )
         begun: set[nn.Parameter] = set()
-        self._deferred.reverse()  # each entry is freed once it is used, in the order of the backward
+        self._deferred.reverse()  # in the order of the backward; each entry is freed once it is used
         with torch.no_grad():
             while self._deferred:
                 product, x, gradient = self._deferred.pop()
@@ -147,8 +148,8 @@ class _DeferredProduct(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Product(ABC):
-    """One use of a weight, in the type of the computation, ``dtype``. ``copy``: the weight in this type, if its own
-    type differs and the copy is kept."""
+    """One use of a weight. ``dtype``: the type of the computation. ``copy``: the weight in this type; None if the
+    weight has this type, or if the copy is made again when needed."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None

@@ -20,16 +20,16 @@ from parallax.errors import UnfitHostError, UserError
 from parallax.nodes.places import Nodes
 from parallax.nodes.together import all_gather_result
 
-LEAST = "PARALLAX_LEAST_HOSTS"  # that an elastic run needs to continue
-AT_HEAD = "PARALLAX_AT_HEAD"  # "1" where this host is the one at which all meet
+LEAST = "PARALLAX_LEAST_HOSTS"  # variable: the least number of hosts of an elastic run
+AT_HEAD = "PARALLAX_AT_HEAD"  # variable: "1" on the host where all ranks meet
 
 _Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
 class Elastic:
-    """The arguments of the launchers on all hosts. ``heads``: the hosts that are rendezvous hosts (HEAD). ``least``:
-    the minimum number of hosts; 0 if the run is not elastic or some ranks would not be restarted."""
+    """The launchers' arguments on all hosts. ``heads``: the hosts that were started as HEAD, the rendezvous host.
+    ``least``: the minimum number of hosts; 0 if the run is not elastic or if some ranks would not be restarted."""
 
     heads: frozenset[str]
     least: int

@@ -23,7 +23,7 @@ NOTE_SECONDS = 10.0  # after which the missing ranks are named
 _POLL_SECONDS = 0.05
 _JOIN = "PARALLAX_JOIN_SECONDS"
 _NAMED = 5  # ranks that a message names
-_LATE_SECONDS = 5.0  # by which torch may be late itself
+_LATE_SECONDS = 5.0  # seconds by which torch may exceed its own limit
 
 
 def start_processes(file: str | None = None) -> None:
@@ -71,7 +71,7 @@ def _choose_card(own: str, addresses: Sequence[str]) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", card)
         os.environ.setdefault(
             "NCCL_SOCKET_IFNAME", f"={card}"
-        )  # no other whose name begins like that
+        )  # matches the whole name instead of its beginning
 
 
 def join_seconds() -> float:
@@ -84,8 +84,8 @@ def join_seconds() -> float:
 
 def _network_store() -> tuple[Any, Callable[[], object], int, int]:
     """Return torch's store at MASTER_ADDR, a function to call repeatedly until all ranks have joined, this rank, and
-    the number of ranks. Until rank 0 has joined, no rank can list the missing ones, so the others report rank 0 as
-    missing. torch alone would wait without a message, and for ever if another program listens at the port."""
+    the number of ranks. Only rank 0 can list the missing ranks, so as long as it has not joined, the other ranks report
+    it as missing. torch alone would wait without a message, and for ever if another program listens at the port."""
     limit = join_seconds()
     rank, size = (os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE"))
     place = printable(":".join(os.environ.get(key, "") for key in ("MASTER_ADDR", "MASTER_PORT")))
@@ -208,7 +208,7 @@ def _check_size(store: Any, rank: int, size: int) -> None:
             "the same number"
         )
         store.set("another size", text)
-        time.sleep(1.0 if rank == 0 else 0.0)  # its store ends with it
+        time.sleep(1.0 if rank == 0 else 0.0)  # rank 0's store ends with its process
         raise ConfigError(text)
 
 

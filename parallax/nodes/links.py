@@ -193,8 +193,8 @@ class _Connection:
         return latency, min(self.rate(latency), self.rate(latency, down=True))
 
     def rate(self, latency: float, *, down: bool = False) -> float:
-        """Return the bytes per second from the low rank to the high one (``down``: back). Messages grow until one takes
-        :data:`_LONG_SECONDS`; each is announced with its size, and answered."""
+        """Return the bytes per second from the lower rank to the higher one or, with ``down``, back. Messages grow
+        until one takes :data:`_LONG_SECONDS`. Each is announced with its size, and answered."""
         sends = self.low is not down
         count, rate = _FIRST_BYTES, 0.0
         answer = torch.zeros(1, dtype=torch.uint8, device=self._device)

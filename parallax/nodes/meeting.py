@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 _REQUEST_LIST = "parallax requests"
-_BYTES = 16  # of a name and of a nonce
+_BYTES = 16  # length of a name and of a nonce
 _DIGITS = 2 * _BYTES
 _POLL_SECONDS = 0.05
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from parallax.common.units import format_bytes
 from parallax.errors import ParallaxError, TransportError
 
-MOST_BYTES = 2**31  # of one object
+MOST_BYTES = 2**31  # size limit of one object
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -86,7 +86,7 @@ def _encoded(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
-        return float(value)  # also of numpy
+        return float(value)  # including numpy's
     if isinstance(value, list):
         return list(map(_encoded, value))
     if isinstance(value, dict):

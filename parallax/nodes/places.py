@@ -18,7 +18,7 @@ from parallax.errors import ConfigError, printable
 from parallax.machine.host import host_identity, node_name
 from parallax.nodes.together import all_gather_result, broadcast_result, rank_and_size
 
-_SEEN_SECONDS = 2.0  # in which a network's file system shows what another host has written
+_SEEN_SECONDS = 2.0  # until a network file system shows the files of another host
 _POLL_SECONDS = 0.05
 _MARK = ".seen-"
 _OLD_SECONDS = 3600.0  # after which a marker file is left over from a killed process
@@ -83,7 +83,8 @@ ALONE = Nodes(0, ("here",), (0,), ("",))
 
 @dataclass(frozen=True, slots=True)
 class DirectoryGroups:
-    """The groups of ranks that see the same directory: ``leaders[r]`` is the rank that writes there for rank r."""
+    """The groups of ranks that see the same directory. ``leaders[r]``: the rank that writes into the directory of rank
+    r."""
 
     rank: int
     leaders: tuple[int, ...]
@@ -117,7 +118,7 @@ def find_directory_groups(directory: Path, nodes: Nodes) -> DirectoryGroups:
         try:
             # Where it is there, this asks the server of a network's file system.
             path.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-            for left in path.parent.glob(f"{_MARK}*"):  # of processes that were killed
+            for left in path.parent.glob(f"{_MARK}*"):  # left by processes that were killed
                 if time.time() - left.stat().st_mtime > _OLD_SECONDS:
                     left.unlink(missing_ok=True)
             path.touch()

@@ -86,11 +86,15 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One host. ``concurrent`` devices can compute at full speed together; fewer than all if CPU ranks share cores. The
-    other fields are measurements, or empty. ``speeds[k − 1]``: the speed of each of k devices that compute at once; it
-    decreases before the cores are used up, because devices share memory bandwidth too. ``sum_seconds[k − 1]``: seconds
-    of an all-reduce of a few numbers between k devices that have just computed, as at the end of each step.
-    ``reduce_seconds[k − 1]``: seconds per byte of gradients in an all-reduce between k devices."""
+    """One host. ``concurrent``: how many devices can compute at full speed together; fewer than all if CPU ranks share
+    cores. The other fields are measurements, or empty:
+
+    ``speeds[k − 1]``          speed of each of k devices that compute at once. It decreases even if each has its own
+                               cores, because devices also share memory bandwidth.
+    ``sum_seconds[k − 1]``     seconds of an all-reduce of a few numbers between k devices that have just computed, as
+                               at the end of each step
+    ``reduce_seconds[k − 1]``  seconds per byte of gradients in an all-reduce between k devices
+    """
 
     name: str
     devices: tuple[Device, ...]

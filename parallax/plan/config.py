@@ -76,7 +76,7 @@ class PlanConfig:
             return
         schedule, each = SCHEDULES.get(self.schedule), int(self.interleave)
         if (schedule is None and each != 1) or (schedule is not None and not schedule.allows(each)):
-            has = 1 if schedule is None else schedule.interleaves[0]  # of the user's own: one
+            has = 1 if schedule is None else schedule.interleaves[0]  # your own has one
             raise ConfigError(
                 f"plan.interleave={each}: plan.schedule={self.schedule} has {has} {'stage' if has == 1 else 'stages'} "
                 "per device; use plan.interleave=auto, or plan.schedule=auto"

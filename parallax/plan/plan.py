@@ -28,7 +28,7 @@ _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 MOST_MOVES = 2**22  # micro-batches × stages of one step: actions are listed one by one
-_MOST_BYTES = 8 * 2**20  # of a file: a plan of 40,000 ranks
+_MOST_BYTES = 8 * 2**20  # of a plan's file: a plan of 40,000 ranks
 
 # Bytes of parameters that are stepped at one time where their states are offloaded.
 STATE_BUCKET_BYTES = 2 * 2**20
@@ -170,8 +170,8 @@ class Alternative:
 
 
 class Coordinate(NamedTuple):
-    """The place of one rank: its pipeline rank, its replica, and its index among the ranks that hold shards of the same
-    tensors, which is 0 because tensors are not sharded within a replica."""
+    """The coordinate of one rank: its pipeline rank, its replica, and its tensor rank. The tensor rank is always 0: no
+    plan shards tensors within a replica."""
 
     pipeline_rank: int
     replica: int
@@ -179,8 +179,9 @@ class Coordinate(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """How often a block of a stage is visited: the number of consecutive micro-batches that it computes before another
-    block runs, and whether it is visited again later, so that offloaded gradients are read back to add to them."""
+    """The visits of a block: ``micro_batches``, how many consecutive micro-batches it computes before another block
+    runs, and ``again``, whether it runs again later in the step. In that case offloaded gradients are read back, to add
+    to them."""
 
     micro_batches: int = 1
     again: bool = True
@@ -190,17 +191,16 @@ EACH_MICRO_BATCH = Visits()
 
 
 def visits_of(schedule: Schedule, micro_batches: int, *, alone: bool) -> Visits:
-    """Return the visits of a block. ``alone``: the block is the only one of its stage. A stage of several blocks visits
-    each block once per micro-batch."""
+    """Return the visits of a block. ``alone``: its stage has no other block; otherwise the blocks of a stage alternate,
+    so each visit computes one micro-batch."""
     run = schedule.run_length(micro_batches) if alone else 1
     return Visits(run, run < micro_batches)
 
 
 def boundaries_held(schedule: Schedule, pipeline_ranks: int, micro_batches: int) -> int:
-    """Return the largest number of tensors between two stages that a rank holds at one time, under a schedule whose
-    stages compute groups of micro-batches. It holds the tensors of a group, which wait for the next stage, and three in
-    transit; with several pipeline ranks twice that number. 0 for other schedules, in which every edge has its own
-    tensors."""
+    """Return the largest number of boundary tensors that a rank holds at one time, if stages compute groups of
+    micro-batches: the tensors of a group, which wait for the next stage, and three in transit. With several pipeline
+    ranks it is twice that number. Return 0 for other schedules, in which every edge has its own tensors."""
     if schedule.grouping is None:
         return 0
     held = schedule.run_length(micro_batches) + 3

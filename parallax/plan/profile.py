@@ -24,9 +24,9 @@ from parallax.errors import PlanError, printable
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """A cost of ``fixed + per_row · rows``, but at least ``floor``, in its owner's unit. If ``points`` (three or more
-    pairs of rows and value, in increasing order of rows) is not empty, the cost is interpolated between them up to the
-    last one."""
+    """A cost that depends on the number of rows: ``fixed + per_row · rows``, and at least ``floor``. If ``points`` (at
+    least three pairs (rows, value), in increasing order of rows) is not empty, the cost is interpolated between the
+    points, and affine beyond the last one."""
 
     fixed: float = 0.0
     per_row: float = 0.0
@@ -84,7 +84,7 @@ class Affine:
 
 NOTHING = Affine()
 
-NOISY = 1.5  # times as long as on an idle machine: above it measured seconds are unreliable
+NOISY = 1.5  # slowdown against an idle machine above which measured seconds are unreliable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,8 +164,9 @@ _NUMBERS = tuple(field.name for field in fields(BlockCost) if field.name != "nam
 
 @dataclass(frozen=True, slots=True)
 class Utilization:
-    """Model FLOP utilization (Chowdhery et al. 2022, appendix B): the operations of matrix products that the model
-    needs for a row, forward and backward without recomputation, per second, as a share of the devices' peak."""
+    """Model FLOP utilization (Chowdhery et al. 2022, appendix B): the operations per second of matrix products that the
+    model needs, as a fraction of the devices' peak. ``flops_per_row``: operations of a row, forward and backward,
+    without recomputation."""
 
     flops_per_row: float = 0.0
     peak_flops: float = 0.0
@@ -182,16 +183,22 @@ class Utilization:
 class ModelProfile:
     """The blocks of a model in order, the parameters they share, and the device and precision of the costs.
 
-    ``ties`` lists the bytes of each shared trained parameter and the blocks that use it, ``frozen_ties`` those of
-    parameters that are not trained. An entry with one block is of parameters that stay on the device as shared ones
-    do. ``optimizer_bytes`` is the optimizer state for each byte of trained parameters (AdamW in fp32: 2.0),
-    ``master_bytes`` the full-precision copies (0.0 if the parameters themselves are in full precision),
-    ``optimizer_seconds`` the time of an update for each byte;
-    ``divides``: the optimizer may step parts of a parameter. ``gathered_rows``: the rows over which one loss is
-    computed in a step; 0: the loss is part of the last block. Computing takes ``freeing_slowdown`` times as long if the
-    allocator returns freed memory to the system at once. ``peak_flops``: the most operations of matrix products per
-    second of one device in this precision, 0 if unknown, and ``peak_source``, where the figure is from. ``source``:
-    measured, or derived from shapes. ``disturbance``: the measured time relative to an idle machine.
+    ``ties``               bytes of each trained parameter that several blocks use, and these blocks. An entry with one
+                           block stands for parameters that cannot be offloaded for another reason.
+    ``frozen_ties``        the same for parameters that are not trained
+    ``optimizer_bytes``    bytes of optimizer state per byte of trained parameters (AdamW in fp32: 2.0)
+    ``optimizer_seconds``  seconds of an update per byte of trained parameters
+    ``gradient_bytes``     bytes of gradients per byte of trained parameters
+    ``master_bytes``       bytes of full-precision copies per byte of trained parameters; 0.0 if the parameters
+                           themselves are in full precision
+    ``divides``            whether the optimizer may step a part of a parameter
+    ``gathered_rows``      number of rows over which one loss is computed per step; 0: each micro-batch has its own loss
+    ``freeing_slowdown``   factor by which computing slows down if the allocator returns freed memory to the system at
+                           once
+    ``peak_flops``         peak operations of matrix products per second of one device in this precision; 0 if unknown
+    ``peak_source``        the source of that figure
+    ``source``             measured, or derived from shapes
+    ``disturbance``        measured time relative to that on an idle machine
     """
 
     model: str

@@ -108,7 +108,7 @@ NONE = Tier(
     steps=False,
     copied_by_threads=False,
     in_ram=False,
-    bandwidth=DISK.bandwidth,  # of a link that carries nothing
+    bandwidth=DISK.bandwidth,  # unused: the link carries nothing
     free_bytes=lambda folder, memory: 0,
 )
 

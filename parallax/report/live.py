@@ -21,8 +21,8 @@ from parallax.common.lock import LOCK, is_locked
 from parallax.common.units import format_seconds
 from parallax.report.ranks import FOLDER, RankSnapshot, load_snapshots
 
-STALE_SECONDS = 10.0  # without a new status, after which a rank counts as dead
-_TAIL_BYTES = 256 * 1024  # of metrics.jsonl that are read
+STALE_SECONDS = 10.0  # a rank without a new status for this long counts as dead
+_TAIL_BYTES = 256 * 1024  # read from the end of metrics.jsonl
 _METRICS = "metrics.jsonl"
 _ENDED = {
     "steps": "all steps are done",
@@ -36,8 +36,8 @@ _ENDED = {
 
 
 class RunState(StrEnum):
-    """What a run does: it plans or starts its ranks, trains, trains although a rank has died, has died, has ended, or
-    has never started its ranks."""
+    """The state of a run: it plans or starts its ranks; it trains; it trains although a rank has died; it has died; it
+    has ended; or it has never started its ranks."""
 
     STARTING = "starting"
     TRAINING = "training"
@@ -49,8 +49,8 @@ class RunState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class LiveRun:
-    """The state of the run in ``directory`` at ``now`` (seconds since 1970), and ``message``, the same in words.
-    ``losses``: of the last steps."""
+    """The state of the run in ``directory`` at the time ``now`` (seconds since 1970). ``message``: the state in words.
+    ``losses``: those of the last steps."""
 
     directory: Path
     now: float

@@ -17,8 +17,8 @@ from parallax.report.figure import new_figure, save_png
 from parallax.report.timeline import COLOURS
 
 DEVICE, TIER, LIMIT = "#2b5c8a", "#c77f1a", "#b03a2e"
-DEVICE_COLUMN, TIER_COLUMN = 1, 2  # of a sample
-MOST_STAGES = 6  # that fit a figure
+DEVICE_COLUMN, TIER_COLUMN = 1, 2  # their indices in a sample
+MOST_STAGES = 6  # stages in a figure, at most
 _STRIP = 0.05  # height of the actions below the curves, as a share of the panel
 _ACTIONS = ("forward", "backward", "backward_weight", "update")
 

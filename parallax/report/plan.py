@@ -17,7 +17,7 @@ from parallax.plan.plan import Directive, Plan, Prediction
 from parallax.plan.profile import ModelProfile
 from parallax.report.profile import parameters_of
 
-PLACEMENT = "placement.json"  # of a run directory
+PLACEMENT = "placement.json"  # file in the run directory
 MOST_ROWS = 24  # stages whose placement is shown
 MOST_COLUMNS = 8  # pipeline ranks whose terms stand side by side
 

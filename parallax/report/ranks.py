@@ -15,7 +15,7 @@ from parallax.common.files import replace_text
 from parallax.common.typed import convert_exactly
 from parallax.errors import ConfigError
 
-FOLDER = "ranks"  # of a run directory
+FOLDER = "ranks"  # folder in the run directory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class RankSnapshot:
 
     @classmethod
     def load(cls, path: Path) -> RankSnapshot | None:
-        """Read a file; None if it is missing, or is none of these."""
+        """Read a file; None if it is missing or is not a status file."""
         try:
             found: RankSnapshot = convert_exactly(cls, read_json(path, SMALL_BYTES), "status")
         except (OSError, ValueError, TypeError, ConfigError):
@@ -80,8 +80,8 @@ def snapshot_path(directory: Path, rank: int) -> Path:
 
 
 def load_snapshots(directory: Path) -> list[RankSnapshot]:
-    """Return what the ranks of the run in ``directory`` wrote last, by rank. Files of an earlier start with more ranks
-    are left out."""
+    """Return the latest status of each rank of the run in ``directory``, by rank. Files of an earlier start with more
+    ranks are left out."""
     files = sorted((directory / FOLDER).glob("rank-*.json"))
     found = [each for file in files if (each := RankSnapshot.load(file)) is not None]
     newest = max(found, key=lambda each: each.time, default=None)

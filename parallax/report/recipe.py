@@ -14,7 +14,7 @@ from parallax.runtime.optim.groups import GroupSummary
 from parallax.runtime.optim.schedule import ScheduleConfig, curve
 from parallax.swap.optimizer.buckets import CLIP_GROUP
 
-_MOST = 16  # groups that are shown
+_MOST = 16  # groups in the table, at most
 
 
 def print_recipe(
@@ -32,7 +32,7 @@ def print_recipe(
 
 
 def groups_table(optimizer: OptimizerConfig, groups: Sequence[GroupSummary]) -> Table | None:
-    """Return a table of the parameter groups; None for settings that ask for none of their own."""
+    """Return a table of the parameter groups; None if the settings define no groups."""
     if not optimizer.groups and optimizer.layer_decay == 1:
         return None
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)

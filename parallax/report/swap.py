@@ -51,7 +51,7 @@ class SwapRecord:
         self._steps += 1
 
     def summary(self) -> dict[str, Any] | None:
-        """Return the entry for ``summary.json``; None if the stage does not swap."""
+        """Return the rank's entry for ``summary.json``; None if its stage does not swap."""
         if not (swaps(self._total) or swaps(self._last)):
             return None
         total, last = self._total, self._last

@@ -39,8 +39,8 @@ _SHORT_ACTIONS = {
 
 @dataclass(frozen=True)
 class _Column:
-    """A column: its heading, and the text of a rank. ``importance``: the columns with the least are left out first.
-    ``marked``: whether a rank's text is red. ``left``: align to the left, for text."""
+    """A column of the table. ``heading``; ``cell``: returns the text for a rank; ``importance``: columns with the least
+    are left out first; ``marked``: returns whether a rank's text is red; ``left``: the text is aligned to the left."""
 
     heading: str
     cell: Callable[[RankSnapshot], str]
@@ -88,7 +88,7 @@ def _head(run: LiveRun, width: int) -> list[Text]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return ``values`` as at most ``width`` bars; of more, each bar is the mean of as many."""
+    """Return ``values`` as bars, at most ``width`` of them. If there are more values, each bar is a mean of several."""
     count = min(width, len(values))
     bounds = [len(values) * place // count for place in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]
@@ -220,7 +220,7 @@ def _waits(name: str) -> Callable[[RankSnapshot], bool]:
 
 
 def _above_all(rank: RankSnapshot) -> bool:
-    """Return whether the utilization is impossible, because the peak is too low."""
+    """Return whether the utilization is above 100%, which means that the assumed peak is too low."""
     return (rank.utilization or 0.0) > 1.0
 
 

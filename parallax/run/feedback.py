@@ -30,14 +30,17 @@ from parallax.train.record import MEASURED_EVENTS, WARM_UP
 from parallax.train.stop import contradiction
 
 CALIBRATED = "profile-calibrated.json"
-RECENT_STEPS = 100  # steps of a run that are looked at: the last
+RECENT_STEPS = 100  # number of the last steps of a run that are used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorrectedProfile:
-    """A corrected profile, with its path in the cache (None if it is not cached) and the cluster that it describes; and
-    the seconds of a step: measured, predicted by the plan, and predicted with the corrected profile. ``slow``: the
-    ranks whose devices are slow in that cluster → the factor."""
+    """A profile corrected by measurements.
+
+    ``path``: its cache file; None if it is not cached. ``cluster``: the cluster that it belongs to, in which the ranks
+    ``slow`` (rank → factor) have slow devices. Seconds of a step: measured, predicted by the plan (``first_seconds``),
+    and predicted with the corrected profile (``second_seconds``).
+    """
 
     profile: ModelProfile
     path: Path | None
@@ -65,11 +68,13 @@ def correct(
     progress: Callable[[str], None],
     slow: Mapping[int, float] | None = None,
 ) -> CorrectedProfile:
-    """Correct the profile of the run in ``directory`` by measured times, write it, and return it. ``slow``: for ranks
-    whose devices were slower than others, the factor, which is not attributed to the blocks; a factor that the run's
-    spans do not confirm is ignored. A profile with slow devices is not cached for other runs, whose devices may have
-    full speed. Raises :class:`ConfigError` if the run recorded no steps, and :class:`~parallax.errors.PlanError` if its
-    files do not belong together."""
+    """Correct the profile of the run in ``directory`` by measured times, write it, and return it.
+
+    ``slow``: rank → factor of the ranks whose devices were slow. Their slowness is attributed to the devices, not to
+    the blocks; a factor that the run's spans do not confirm is ignored. A profile with slow devices is not cached,
+    because the devices of other runs may have full speed. Raises :class:`ConfigError` if the run recorded no steps, and
+    :class:`~parallax.errors.PlanError` if its files do not belong together.
+    """
     inputs = Inputs.load(inputs_path(directory / "plan.yaml"))
     inputs.check(plan)
     progress("reading what the run measured")
@@ -100,8 +105,9 @@ def correct(
 
 
 def drop_contradicted(directory: Path, config: RunConfig, summary: Mapping[str, Any]) -> str:
-    """Remove the cached profile if the measured steps of a run contradict it, so that the next plan measures again;
-    return a message for the user, or an empty string. Runs with a slow rank or with recorded steps do not count."""
+    """Remove the cached profile if the measured steps of a run contradict it, so that the next plan measures again.
+    Return a message for the user, or an empty string. Runs with a slow rank are ignored, and so are runs that recorded
+    steps for debugging."""
     if summary.get("stragglers") or config.debug.record != "off":
         return ""
     numbers = summary.get("step_seconds_median"), summary.get("predicted_step_seconds")

@@ -94,7 +94,8 @@ def doing(config: RunConfig, what: str) -> str:
 
 
 def built_model(config: RunConfig) -> ModelConfig:
-    """Return the model settings of ``config``. Raises :class:`ConfigError` for a model that has sizes but no code."""
+    """Return the model settings of ``config``. Raises :class:`ConfigError` for a model that is only described by sizes,
+    so that it cannot be built."""
     config.model.check_code()
     return config.model
 
@@ -270,11 +271,14 @@ def plan_run(
     verified: bool = False,
     accept: Callable[[Chain], None] = lambda chain: None,
 ) -> Planned:
-    """Return the plan of ``config`` on this machine or for its catalog cluster. ``profile`` replaces measuring or
-    deriving one. ``present``: the cluster of several nodes, of which this is the first. ``scratch``: the folder of swap
-    files. ``verified``: the plan will be trained, so the chain is compared with its model, and a batch whose loss
-    depends on its split into micro-batches is refused (:mod:`parallax.run.verified`). ``accept(chain)`` is called
-    before weights are made, and raises for a model that must not be planned."""
+    """Return the plan of ``config`` on this machine or for its catalog cluster.
+
+    ``scratch``: the folder of swap files. ``profile``: used instead of a measured or derived profile. ``present``: the
+    cluster of all nodes of the run, if there are several; this process is on the first of them. ``verified``: the plan
+    will be trained, so the chain is compared with its model, and a batch whose loss depends on its split into
+    micro-batches is refused (:mod:`parallax.run.verified`). ``accept(chain)`` is called before weights are made; it
+    raises for a model that must not be planned.
+    """
     if isinstance(config.cluster, CatalogClusterConfig):
         return plan_catalog(
             stepped_by(

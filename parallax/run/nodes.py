@@ -52,16 +52,16 @@ Kind = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A cluster of several nodes. ``kinds``: the kind of each node's devices. ``device_bytes``: for each node, the
-    memory of a device; the cluster uses the smallest of each kind."""
+    """The cluster of all nodes. ``kinds``: the kind of each node's devices. ``device_bytes``: the memory of a device of
+    each node; for nodes with the same kind of devices, the cluster has the smallest."""
 
     cluster: Cluster
     kinds: tuple[Kind, ...]
     device_bytes: tuple[int, ...]
 
     def at_speeds(self, seconds: Sequence[float]) -> Joined:
-        """Return the cluster with device speeds relative to the first node. ``seconds``: the time of each node for
-        equal work."""
+        """Return the cluster with device speeds relative to the first node. ``seconds``: the seconds of each node for
+        the same work."""
         nodes = tuple(
             replace(
                 node,
@@ -86,8 +86,8 @@ def node_devices(config: ClusterConfig, nodes: Nodes) -> DeviceChoice:
 
 
 def share_devices(config: ClusterConfig, nodes: Nodes, *, select: bool) -> None:
-    """Exchange the devices of all ranks, for this process's planning; called by every rank of torch's world.
-    ``select``: first select the device whose number is this rank's index on its host."""
+    """Exchange the devices of all ranks, so that this process can plan for them; called by every rank of torch's world.
+    ``select``: first select this rank's device, whose index is the rank's index on its host."""
     kind, local_rank = chosen_kind(config), os.environ.get("LOCAL_RANK")
 
     def own() -> OwnDevice | None:

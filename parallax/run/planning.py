@@ -122,8 +122,9 @@ def plan_model(
 
     ``optimizer``: its settings, or a function from parameter groups to an optimizer of torch. ``averages``: keep
     averaged weights. ``gather_loss``: compute one loss over all rows of a batch, as contrastive losses need.
-    ``profile`` replaces the measurement. ``present``: the cluster of several nodes, of which this is the first.
-    ``scratch``: the folder of swap files. Raises :class:`~parallax.errors.InfeasiblePlan` if no plan fits.
+    ``profile`` replaces the measurement. ``present``: the cluster of all nodes of the run, if there are several; this
+    process is on the first of them. ``scratch``: the folder of swap files. Raises
+    :class:`~parallax.errors.InfeasiblePlan` if no plan fits.
     """
     cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
     batch = RowCheck(chain.dtype).of(batch, "the batch to plan with")

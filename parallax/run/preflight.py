@@ -50,7 +50,7 @@ def check_start_together(run: PreparedRun, nodes: Nodes) -> None:
 
 def check_versions(nodes: Nodes) -> None:
     """Raise :class:`~parallax.errors.UnfitHostError` if ranks differ in their versions of Python, torch, numpy or
-    Parallax, on which a run's numbers and files depend; called by every rank of torch's world."""
+    Parallax: a run's numbers and files depend on these. Every rank of torch's world calls it."""
     first = Elastic.gather(nodes).measure(nodes)
     found = all_gather_result(versions)
     why: dict[str, str] = {}
@@ -173,7 +173,7 @@ def checkpoint_bytes(profile: ModelProfile) -> int:
 def _profile(directory: Path) -> ModelProfile | None:
     try:
         return Inputs.load(inputs_path(directory / "plan.yaml")).profile
-    except PlanError:  # it is of no need to the ranks
+    except PlanError:  # the ranks do not need the file
         return None
 
 

@@ -68,8 +68,10 @@ def prepare(
 ) -> PreparedRun:
     """Compose the settings, plan, and write the run directory, which stays locked until ``held`` is closed. An existing
     directory resumes from its last checkpoint, under any plan, with its stored settings changed by the overrides.
-    ``present``: the cluster of several nodes, of which this is the first. ``patience_seconds``: how long to wait for
-    another process that has locked the directory."""
+
+    ``present``: the cluster of all nodes of the run, if there are several; this process is on the first of them.
+    ``patience_seconds``: how long to wait if another process has locked the directory.
+    """
     with working(console, "planning") as work:
         found = settings(overrides, RUNS)
         config = found.config
@@ -116,7 +118,8 @@ def prepare(
 
 
 def check_name(name: str) -> None:
-    """Raise :class:`ConfigError` for a run name inside the folder of a sweep, or inside a folder that is no sweep's."""
+    """Raise :class:`ConfigError` for a run name that is the folder of a sweep, or that is inside a folder other than a
+    sweep's."""
     parent, _, point = name.rpartition("/")
     if parent and not (RUNS / parent / SWEEP).is_file():
         raise ConfigError(
@@ -136,7 +139,8 @@ def free_name() -> str:
 
 
 def _counted(config: RunConfig, plan: Plan) -> RunConfig:
-    """Return the settings with the number of devices that the plan uses; ranks divide the cores by it."""
+    """Return the settings with ``cluster.devices`` set to the number of devices that the plan uses. Ranks divide the
+    cores by this number."""
     cluster = config.cluster
     return (
         replace(config, cluster=as_planned(cluster, config.plan, plan))
@@ -174,7 +178,7 @@ def _place(directory: Path, fill: Callable[[Path], None]) -> None:
     archived first."""
     try:
         for left in directory.glob(f"{_PREPARING}*"):
-            shutil.rmtree(left)  # of a process that was killed meanwhile
+            shutil.rmtree(left)  # left by a process that was killed
         with tempfile.TemporaryDirectory(dir=directory, prefix=_PREPARING) as name:
             folder = Path(name)
             fill(folder)

@@ -82,8 +82,9 @@ def settings(overrides: Sequence[str], runs: Path) -> Settings:
 
 
 def _without_other_length(stored: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """Return the stored settings. If ``overrides`` set only steps, the stored epochs are left out. Steps that follow
-    from epochs are left out too, because they depend on other settings, such as the batch."""
+    """Return the stored settings without the length of the run that ``overrides`` replace: without the stored epochs if
+    only steps are set, and without the stored steps if the length is given in epochs, because those steps depend on
+    other settings, such as the batch."""
     steps, epochs = (
         configuration.override_value(overrides, f"trainer.{key}") for key in ("steps", "epochs")
     )
@@ -122,7 +123,7 @@ def read_stored(directory: Path) -> str:
         reason = f"{error.strerror} for {STORED}"
     except UnicodeDecodeError:
         reason = f"{STORED} is no text"
-    except ValueError as error:  # of a path, or of what is there
+    except ValueError as error:  # an invalid path, or invalid content
         reason = f"{STORED}: {printable(str(error))}"
     raise ConfigError(f"{printable(str(directory))} is no run directory: {reason}")
 

@@ -21,7 +21,7 @@ from parallax.runtime.optim.places import ParameterPlace
 from parallax.swap.weights import stepped_in
 
 ADAMW_STATES = 2
-_TIMED_BYTES = 16 * 2**20  # of parameters, larger than caches
+_TIMED_BYTES = 16 * 2**20  # bytes of parameters: more than caches hold
 _STEPS = 3
 _Costs = TypeVar("_Costs", ModelProfile, ModelWork)
 
@@ -34,14 +34,15 @@ def stepped_by(
     *,
     averages: bool = False,
 ) -> _Costs:
-    """Return ``costs``, measured with AdamW and its two states per weight, converted to ``optimizer``, which may also
-    keep ``averages`` of the weights. Raises :class:`~parallax.errors.ConfigError` for an optimizer that no plan
-    can step.
+    """Return ``costs``, which were measured with AdamW and its two states per weight, converted to ``optimizer``, which
+    may also keep ``averages`` of the weights. Raises :class:`~parallax.errors.ConfigError` for an optimizer that no
+    plan can step.
 
-    The bytes of states are those of the block of ``chain`` with the most states for each byte of parameters; without
-    a chain, those of a large matrix or embedding. A fused step of elements reads weight, gradient and states, and
-    writes all of these but the gradient. Any other step is timed on ``device``, over parameters of the chain, beside
-    AdamW's."""
+    The bytes of states are those of the block of ``chain`` with the most state bytes per byte of parameters; without a
+    chain, those of a large matrix or embedding. The seconds of an elementwise step follow from its memory traffic: it
+    reads weight, gradient and states, and writes weight and states. Any other step is timed on ``device`` against
+    AdamW's, over parameters of the chain.
+    """
     if chain is None:
         matrix = nn.Parameter(torch.empty(4096, 4096, device="meta"))
         plain = dataclasses.replace(optimizer, groups=[], layer_decay=1.0)
@@ -73,7 +74,7 @@ def _blocks(chain: Chain) -> Iterator[dict[str, Tensor]]:
 
 
 def _relative_seconds(builder: OptimizerBuilder, chain: Chain, device: torch.device) -> float:
-    """Return the time of a step relative to AdamW's, over parameters of the chain of some MiB."""
+    """Return the duration of a step relative to AdamW's. Both are timed over some MiB of the chain's parameters."""
     named: dict[str, nn.Parameter] = {}
     size = 0
     for name, parameter in chain.model.named_parameters():

@@ -16,7 +16,7 @@ from parallax.plan.plan import Plan
 from parallax.run.planning import Loss
 from parallax.runtime.batch import Rows
 
-_PADDED_ROWS = 1024  # of which the most padded one is compared
+_PADDED_ROWS = 1024  # rows among which the most padded one is searched
 
 
 def verify_run(

@@ -40,8 +40,8 @@ from parallax.train.loop import TrainerConfig
 
 _CHECK_SECONDS = 1.0  # between two checks for signs of life
 _PAUSE_SECONDS = 5.0  # after a longer gap this process itself was stopped
-_HANDLE_SECONDS = 2.0  # for the main thread to handle a signal, which it does at once outside of uninterruptible calls
-_TURNS_PER_SECOND = 4  # of the spinner; few, so that its thread does not count as a sign of life
+_HANDLE_SECONDS = 2.0  # for the main thread to handle a signal
+_TURNS_PER_SECOND = 4  # of the spinner: too few to count as a sign of life
 _CLEANUP_SECONDS = 10.0  # for the main thread to clean up after a hang
 
 
@@ -86,9 +86,9 @@ def working(console: Console, what: str) -> Iterator[LongWork]:
 
 
 class _Watchdog:
-    """The watchdog thread. It keeps the caller's signal handlers and passes each signal on to them. While it starts or
-    closes, it delays signals until this is complete, because half-installed handlers would end a process that should
-    continue."""
+    """The watchdog thread. It replaces the caller's signal handlers and passes each signal on to them. While it starts
+    or closes, signals wait until that is complete: with only some handlers installed, a signal could end the
+    process."""
 
     def __init__(self, what: str, work: LongWork) -> None:
         self._what, self._work = what, work
@@ -99,7 +99,7 @@ class _Watchdog:
         self._handlers: dict[int, Handler] = {
             n: each for n in handled_signals() if callable(each := signal.getsignal(n))
         }
-        self._wakeup: int | None = None  # the previous one, once it is replaced
+        self._wakeup: int | None = None  # the previous wake-up descriptor, once it is replaced
         self._thread = threading.Thread(target=self._run, name="parallax-watchdog", daemon=True)
         self._woken, self._wake = socket.socketpair()
 

@@ -165,12 +165,18 @@ class Engine:
         metrics: MetricsConfig | None = None,
     ) -> Engine:
         """Build this rank's stage of ``plan``, with real parameters. Every rank calls it, with torch.distributed
-        initialised if the plan has more than one rank. ``optimizer``: AdamW by default; settings, or a function that
-        takes parameter groups and returns a torch optimizer. ``schedule``: of the learning rate, constant by default,
-        over ``steps``. ``ema``: averaged weights, none by default.
-        ``compile``: compile each block. ``scratch``: the folder of swap files. ``nonfinite_skips``: how many steps in a
-        row may be skipped because their loss or gradients are not finite; one more ends the run. ``metrics``: computed
-        from the outputs of rows that are evaluated, and of each step."""
+        initialised if the plan has more than one rank.
+
+        ``optimizer``        AdamW by default; settings, or a function that takes parameter groups and returns a torch
+                             optimizer
+        ``schedule``         the learning rate over ``steps`` steps, constant by default
+        ``ema``              averaged weights, none by default
+        ``compile``          compile each block
+        ``scratch``          the folder of swap files
+        ``nonfinite_skips``  how many steps in a row may be skipped because their loss or gradients are not finite;
+                             one more ends the run
+        ``metrics``          computed for evaluated rows and, if cheap, for the rows of each step
+        """
         check_loss(loss)
         plan = accepted(plan, chain)
         if replicas is not None:

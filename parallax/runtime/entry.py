@@ -20,7 +20,7 @@ class _Entrance(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: Tensor, arrived: list[Tensor | None], *tensors: Tensor
     ) -> Tensors:
-        del anchor  # it requires a gradient, so the outputs do
+        del anchor  # it only makes the outputs require gradients
         ctx.arrived = arrived
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(*tensors)  # outputs are not views: a block may change its input in place
@@ -36,9 +36,9 @@ class GraphEntry:
     """Puts a micro-batch's inputs into the autograd graph and collects their gradients. The graph does not keep the
     inputs alive: an input is freed as soon as no block has it saved.
 
-    A tensor in a channel's memory has to be copied anyway. The copy is made in the graph, from a leaf without memory
-    that collects the gradient, so no Python runs in the backward. A tensor with memory of its own enters through
-    :class:`_Entrance`.
+    A tensor in a channel's memory has to be copied anyway. The copy is recorded in the graph; its source is a leaf
+    without memory, whose ``.grad`` collects the gradient, so that no Python runs in the backward. A tensor with memory
+    of its own enters the graph through :class:`_Entrance`, without a copy.
     """
 
     __slots__ = ("_anchor", "_arrived", "_count", "_leaves")

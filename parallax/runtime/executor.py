@@ -61,10 +61,13 @@ class _InFlight:
 
 
 class RankProgram:
-    """An action list, analysed once before it runs. Each channel posts the receive of its next message early: the
-    receives in ``first`` before the first action, those in ``following[n]`` after action n. ``last`` holds each stage's
-    last forward, last backward and last weight-gradient pass; ``repeated`` the passes directly before another one of
-    the same kind and stage."""
+    """An action list, analysed once before it runs.
+
+    ``first``         receives to post before the first action
+    ``following[n]``  receives to post after action n; each channel posts the receive of its next message early
+    ``last``          the last forward, backward and weight-gradient pass of each stage
+    ``repeated``      passes after which a pass of the same kind and stage comes next
+    """
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self.actions = list(actions)
@@ -386,8 +389,8 @@ class Executor:
     def _holding_gradients(
         self, action: Action, step: StepContext
     ) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a backward. In it, gradients of offloaded parameters stay on the device if the next
-        action is a backward of the same stage."""
+        """Return the context of a backward, in which gradients of offloaded parameters stay on the device if the next
+        pass is a backward of the same stage."""
         return self._stage.hold_gradients(action.stage, action in step.program.repeated)
 
     def _completes(self, action: Action, step: StepContext) -> bool:

@@ -35,7 +35,7 @@ class ModelInputs(Protocol):
         """Return the inputs of the next part, on the device and usable on its current stream."""
 
     def landed(self) -> None:
-        """Wait until no copy reads the batch's memory, so that its owner may overwrite it."""
+        """Wait until all copies from the batch's memory have ended, so that its owner may overwrite it."""
 
     def abandon(self) -> None:
         """Drop the rest of the step."""
@@ -108,7 +108,7 @@ class InputsAhead:
             found = self._batch.inputs(first, first + rows)
             self._values = transform(found, self._bring)
         except Exception as error:
-            self._arrive()  # the targets of copies under way are dropped
+            self._arrive()  # after that the copies' memory may be dropped
             self._failure = error
 
     def _arrive(self) -> None:

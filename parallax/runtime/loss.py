@@ -93,8 +93,9 @@ class StepLoss(Protocol):
 
 
 class Evaluation:
-    """Calls the loss, and adds rows to ``metrics``. It sums this rank's ``share`` of the step's loss, and its ``mass``:
-    the number of rows, or of targets that count, over which the loss is a mean."""
+    """Calls the loss on the rows of this rank, and passes the rows to ``metrics``. ``share``: this rank's sum of the
+    step's loss. ``mass``: the sum of this rank's weights in the mean: the number of its rows, or of its targets that
+    count."""
 
     def __init__(
         self, loss: Loss, chain: Chain, precision: PrecisionConfig, metrics: Metrics
@@ -175,7 +176,7 @@ class Evaluation:
             )
 
     def _masses(self, step: LossStep, results: Any, low: int, high: int) -> tuple[float, float]:
-        """Return the mass of rows ``low`` to ``high``, and that of the batch."""
+        """Return the mass of rows ``low`` to ``high``, and the mass of the whole batch."""
         if self._counts:
             return 1.0, step.denominator
         rows = len(step.batch)
@@ -194,8 +195,8 @@ class Evaluation:
         return float(high - low), float(rows)
 
     def _mass_of_all(self, step: LossStep, results: Any, few: int) -> float:
-        """Return the mass of the batch. Targets are counted at once, or by micro-batches if shapes differ between
-        these."""
+        """Return the mass of the batch. All targets are counted at once or, if their shapes differ between
+        micro-batches, by micro-batch."""
         rows, mass = len(step.batch), partial(self._counting.row_weight, results, few, step.batch)
         try:
             return mass(0, rows)
@@ -277,9 +278,11 @@ class _Whole(NamedTuple):
 
 @dataclass(slots=True)
 class _Buffer:
-    """Collects one output during the forwards. ``rows``: the output of the whole batch, zero at the rows of other
-    replicas. An output without rows is kept once in ``single``; ``differ``: micro-batches returned different values of
-    it."""
+    """Collects one output of the model during the forwards.
+
+    ``rows``: the output for the whole batch; rows of other replicas are zero. ``single``: the value of an output
+    without rows. ``differ``: micro-batches returned different values of such an output.
+    """
 
     rows: Tensor | None = None
     single: Tensor | None = None
@@ -303,7 +306,7 @@ class _Buffer:
         self.differ |= not _same(self.single, value)
 
     def settle(self, parts: Sequence[_PartOutputs]) -> None:
-        """Reclassify values that were collected as rows as values without rows."""
+        """Treat an output whose values were collected as rows as an output without rows."""
         for part in parts if self.rows is not None else ():
             self.add_single(self.rows[part.low : part.high])  # type: ignore[index]
 
@@ -363,7 +366,7 @@ class GatheredLoss:
         del gathered
         for part in self._parts if step.training else ():
             self._gradients[part.micro] = tuple(
-                [_cut(gradient, each, part) for gradient, each in zip(gradients, whole)]
+                [_gradient_part(gradient, each, part) for gradient, each in zip(gradients, whole)]
             )
         self._parts = []
         return waited
@@ -427,8 +430,8 @@ class GatheredLoss:
 
 
 def _agreed(parts: Sequence[_PartOutputs], rows: int, rowless: Collection[int]) -> list[_Whole]:
-    """Return the outputs of the whole batch, given those of all micro-batches. Raises :class:`DataError` if shapes or
-    types do not match."""
+    """Return the outputs of the whole batch, given those of its micro-batches. Raises :class:`DataError` if
+    micro-batches returned different shapes or types."""
     counts = sorted({len(part.outputs) for part in parts})
     if len(counts) > 1:
         raise DataError(
@@ -454,8 +457,9 @@ def _whole(index: int, parts: Sequence[_PartOutputs], rows: int, rowless: bool) 
     return _Whole(shape, kinds[0].dtype, any(kind.requires_grad for kind in kinds), has_rows)
 
 
-def _cut(gradient: Tensor | None, whole: _Whole, part: _PartOutputs) -> Tensor | None:
-    """Return the part of one output's ``gradient`` from which a micro-batch's backward starts."""
+def _gradient_part(gradient: Tensor | None, whole: _Whole, part: _PartOutputs) -> Tensor | None:
+    """Return a micro-batch's part of the ``gradient`` of one output, from which its backward starts. The gradient of an
+    output without rows belongs to the micro-batch with the batch's first row."""
     if gradient is None or whole.has_rows:
         return None if gradient is None else gradient[part.low : part.high]
     return gradient if part.low == 0 else None

@@ -46,9 +46,12 @@ class SaveProgress(IntEnum):
 
 @dataclass(kw_only=True)
 class SaveInProgress:
-    """One save. ``fence`` tells whether this start of the run may still save to the folder. ``entries``: index entries
-    known before anything is written, equal on all ranks. ``part``: this rank's files, written by ``thread``, which ends
-    soon after ``cancel``."""
+    """One save.
+
+    ``fence``: decides whether this start of the run may still complete checkpoints in the folder. ``entries``: index
+    entries known before anything is written, equal on all ranks. ``part``: this rank's files, which ``thread`` writes.
+    ``cancel``: makes the thread end soon.
+    """
 
     directory: Path
     step: int

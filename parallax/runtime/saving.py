@@ -45,8 +45,8 @@ from parallax.runtime.weights import (
 )
 
 logger = logging.getLogger("parallax")
-_PADDING_BYTES = 256  # for each parameter in a buffer
-_SHARE = 0.5  # of the free memory, for copies of saved tensors
+_PADDING_BYTES = 256  # bytes of padding per parameter in a buffer
+_SHARE = 0.5  # share of the free memory for copies of saved tensors
 
 
 class Saving:

@@ -54,8 +54,8 @@ def _no_wait(parameters: Iterable[nn.Parameter]) -> None:
 
 
 class MicroBatchContext(NamedTuple):
-    """The rows that a stage runs on: the index of the first in the global batch, their number, and the micro-batch's
-    number of rows over all replicas (``whole``)."""
+    """The rows that a stage runs on: the index of the first one in the global batch, and their number. ``whole``: the
+    number of rows of the micro-batch over all replicas."""
 
     step: int
     first: int
@@ -172,7 +172,7 @@ class Stage(nn.Module):
                 yield []
                 continue
             yield offloadable(chain, self._indices[place], block, device)
-            trim_freed_memory()  # of the block, before the next one is made
+            trim_freed_memory()  # frees a block's temporary memory before the next block is made
 
     def _check_share(self, chain: Chain, share: float) -> None:
         """Raise :class:`PlanError` if more parameter bytes stay on the device than the plan counts."""
@@ -253,8 +253,8 @@ class Stage(nn.Module):
         return tensor.grad
 
     def hold_gradients(self, stage: int, hold: bool) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a backward of ``stage``, see :meth:`OffloadedParameters.hold_gradients`. Between the
-        backwards of a stage of several blocks, other blocks run: their gradients never stay."""
+        """Return the context of a backward of ``stage`` (:meth:`OffloadedParameters.hold_gradients`). ``hold`` has no
+        effect for a stage of several blocks, because other blocks run between two backwards of a block."""
         return self.offloaded.hold_gradients(hold and len(self._parts[stage]) == 1)
 
     def norm_terms(self, tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -267,8 +267,8 @@ class Stage(nn.Module):
         self._wait_for = wait
 
     def skip(self) -> None:
-        """Wait for the weights of all blocks, as a forward would. A rank without rows calls it, because its gradients
-        are used next."""
+        """Wait for the weights of all blocks, as a forward would. A rank that has no rows calls it instead of a
+        forward, because its gradients are used next."""
         self._wait_for(self.parameters())
 
     def run(
@@ -389,7 +389,7 @@ class Stage(nn.Module):
 
 
 def _relieve_in_backward(outputs: tuple[Tensor, ...]) -> None:
-    """Call :func:`relieve_memory` before the backward of the block that made ``outputs``, as before its forward."""
+    """Make the backward of the block that made ``outputs`` call :func:`relieve_memory` first, as its forward does."""
     node = next((tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None), None)
     if node is not None and memory_is_bounded():
         node.register_prehook(_relieve)

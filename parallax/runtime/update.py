@@ -27,11 +27,15 @@ from parallax.runtime.stage import Stage
 
 
 class Update:
-    """Updates one rank's stage. ``factor``: step → the factor of all learning rates, which multiplies ``lr`` in
-    reports. ``groups``: the groups of all parameters. ``later``: names of shared parameters, which another rank counts
-    in the norm. ``losses``: the loss calls on this rank. ``rows`` compares the batches of all ranks. After each
-    :meth:`run`, ``loss``, ``norm`` and ``verdict`` describe the step, equal on all ranks, and ``rate`` is its learning
-    rate."""
+    """Updates one rank's stage at the end of a step.
+
+    ``factor``: step → the factor of all learning rates; reports multiply it by ``lr``. ``groups``: the groups of all
+    parameters. ``later``: names of shared parameters that another rank includes in the gradient norm. ``losses``: the
+    loss calls on this rank.
+
+    After each :meth:`run`, ``loss``, ``norm`` and ``verdict`` describe the step, equal on all ranks, and ``rate`` is
+    its learning rate. ``rows`` compares the batches of all ranks.
+    """
 
     def __init__(
         self,

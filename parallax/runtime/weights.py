@@ -68,8 +68,8 @@ def saved_tensors(chain: Chain, stage: Stage) -> dict[str, Tensor]:
 
 
 def _loaded(chain: Chain, stage: Stage, held: HeldMasters) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the new values of the stage. Tensors that the checkpoint leaves out stay unchanged; an offloaded block is
-    written as a whole."""
+    """Yield (name, tensor, new value) for the stage's tensors that the checkpoint holds. An offloaded block is written
+    as a whole, so its other tensors are yielded too, with their present values."""
     if not chain.left_out:
         for name, tensor in stage.named_tensors().items():
             yield name, tensor, held.weight(name, tensor).to(tensor.dtype)

@@ -1,8 +1,9 @@
 """Offload micro-benchmark: offloads one block's saved activations and reads them back, as in a run.
 
-A profile adds from it the seconds that a block computes longer when its activations are offloaded, without waits
-for transfers. Hooks and the manager's bookkeeping cost time per tensor. Threads that copy share memory, caches
-and the interpreter's lock with the computing thread."""
+From it a profile gets the seconds by which offloading slows a block's computing down, without waits for transfers.
+Hooks and the manager's bookkeeping cost time per tensor. Threads that copy share memory, caches and the interpreter's
+lock with the computing thread.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ class OffloadBenchmarks:
 
     @contextlib.contextmanager
     def of(self, block: nn.Module, moved: int, device: torch.device) -> Iterator[OffloadBenchmark]:
-        """Yield the benchmark of ``block``, which saves ``moved`` bytes that may be offloaded."""
+        """A context with the benchmark of ``block``, which saves ``moved`` bytes that may be offloaded."""
         capacity, config = 2 * moved + _SPARE_BYTES, replace(self.config, directory="auto")
         with self._folder() as folder:
             copies = copies_for(device)

@@ -83,15 +83,16 @@ class BucketWeights(Protocol):
 
     @property
     def kept(self) -> list[Tensor | None]:
-        """The master weights of each segment, to be stored with the optimizer states. None if they do not exist yet or
-        have been stored there. Empty if the bucket has no masters or stores them itself."""
+        """The master weights of each segment, which are to be stored with the optimizer states. An entry is None if the
+        master does not exist yet or has been stored. The list is empty if the bucket has no masters or stores them
+        itself."""
 
     def reduced(self) -> None:
         """Begin to copy the gradients, which are final, to the host."""
 
     def commit(self, unused: Event) -> None:
-        """Begin a step. Until the step ends, the device does not use weights and gradients after the event
-        ``unused``."""
+        """Begin a step. After the event ``unused`` the device does not use weights and gradients until the step has
+        ended."""
 
     def tensors_to_step(self) -> list[tuple[Tensor, Tensor | None]]:
         """Return the weights and gradients of each segment, on the device of the step."""
@@ -213,7 +214,7 @@ class CopiedWeights:
 
     @property
     def kept(self) -> list[Tensor | None]:
-        """The master weights; empty if the weights' own type is stepped, whose copies stay in memory."""
+        """The master weights. Empty if the step uses the weights' own type: then the copies stay in memory."""
         return self._master if self._dtype is not self.segments[0].parameter.dtype else []
 
     def reduced(self) -> None:
@@ -282,8 +283,8 @@ class CopiedWeights:
         self._copied_gradients = []
 
     def reset(self) -> None:
-        """Drop the copies, of which an unfinished step may have changed a part. Weights that are set on the device next
-        are ordered after running copies."""
+        """Drop the copies, because an unfinished step may have changed some of them. The device's stream waits for
+        running copies, so that they cannot overwrite weights that are set next."""
         self.skip()
         self.wait()
         self._master = [None] * len(self.segments)

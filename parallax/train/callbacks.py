@@ -43,7 +43,8 @@ Report = Callable[[str, str], None]
 
 
 class TrainingRun:
-    """What a callback sees of the run, and its requests. ``engine`` is this rank's; ``directory`` is the run's.
+    """The state of a run for its callbacks, and their requests. ``engine``: this rank's engine. ``directory``: the
+    run's directory.
 
     ``metrics``: the figures of the last step, as in ``metrics.jsonl``. ``validation``: those of the last evaluation,
     empty before the first. ``checkpoint``: the last complete checkpoint of this start. ``ended``: the reason for which
@@ -241,7 +242,7 @@ class Callbacks:
         return {name: state for name, state in states.items() if state is not None}
 
     def load_state(self, states: Mapping[str, Any]) -> None:
-        """Restore the states of :meth:`state`; a callback without a saved state begins anew."""
+        """Restore the states of :meth:`state`; a callback without a saved state keeps its initial one."""
         for each in self._named:
             load = getattr(each.callback, "load_state_dict", None)
             if each.name in states and callable(load):
@@ -258,7 +259,7 @@ class Callbacks:
         return {key: float(key in self._requests) for key in (_STOP, _SAVE, _EVALUATE)}
 
     def agree(self, columns: Mapping[str, Sequence[float]], mesh: Mesh) -> None:
-        """Take over the requests of all ranks; all ranks call it."""
+        """Collect the requests of all ranks from ``columns``; all ranks call it."""
         self._saves, self._evaluates = (
             self._saves or any(columns[_SAVE]),
             self._evaluates or any(columns[_EVALUATE]),
@@ -270,7 +271,8 @@ class Callbacks:
             self._requests.pop(key, None)
 
     def take_agreed(self) -> tuple[bool, bool]:
-        """Return, once, whether a callback of any rank requested a checkpoint, and an evaluation."""
+        """Return whether a callback of any rank has requested a checkpoint, and whether one has requested an
+        evaluation, since the last call."""
         taken = self._saves, self._evaluates
         self._saves = self._evaluates = False
         return taken

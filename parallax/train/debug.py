@@ -24,7 +24,7 @@ from parallax.runtime.meters.step import StepResult
 
 RECORDS = ("off", "trace", "profiler", "memory")
 Call = Callable[[], None]
-_ALLOCATIONS = 1_000_000  # that a CUDA snapshot remembers
+_ALLOCATIONS = 1_000_000  # allocations that a CUDA snapshot holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,8 @@ class Trace:
 
 
 class Window:
-    """A recording that torch makes between calls of ``start`` and ``stop``; ``stop`` writes the file."""
+    """A recording by torch over a range of steps. ``start`` is called before the first step; ``stop``, called after the
+    last one, writes the file."""
 
     def __init__(self, steps: tuple[int, int], start: Call, stop: Call) -> None:
         self._count, (self._first, self._last) = 0, steps

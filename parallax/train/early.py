@@ -9,8 +9,8 @@ from parallax.train.stop import Agreed
 
 
 class TrackedMetric:
-    """The values of ``metric``, the same on all ranks, and the best of them. Checkpoints hold its state, so a run that
-    resumes ends where it would have ended."""
+    """The values of ``metric``, the same on all ranks, and the best value so far. Checkpoints hold this state, so a
+    resumed run ends after the same evaluation as an uninterrupted one."""
 
     def __init__(self, metric: str, *, higher: bool) -> None:
         self.metric, self._higher = metric, higher
@@ -93,5 +93,5 @@ class TargetReached:
         return ""
 
     def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:  # noqa: ARG002
-        """Return nothing: the best value is among the entries of patience."""
+        """Return no entries: :class:`OutOfPatience` reports the best value."""
         return {}

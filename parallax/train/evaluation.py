@@ -15,7 +15,7 @@ from parallax.runtime.batch import FirstRows, Rows
 from parallax.runtime.engine import Engine
 from parallax.runtime.health.row_comparison import RowDigest, row_digest
 
-MOST_BATCHES = 1000  # of a source that neither ends nor has ``validation_rows``
+MOST_BATCHES = 1000  # for a source that neither ends nor has ``validation_rows``
 _ENDS = StopIteration, IndexError, EmptyBatchError
 
 

@@ -114,11 +114,11 @@ class TrainerConfig:
 
     @property
     def ends_by_metric(self) -> bool:
-        """Whether a metric of the held-out rows may end the run."""
+        """Whether ``patience`` or ``target`` may end the run by a metric of the held-out rows."""
         return self.patience > 0 or self.target != OFF
 
     def check_metric(self, metric: str) -> None:
-        """Raise :class:`ConfigError` if the run ends by ``metric``, and no evaluation gives it."""
+        """Raise :class:`ConfigError` if ``metric`` may end the run, but no evaluation computes it."""
         if not self.ends_by_metric:
             return
         key = (
@@ -163,8 +163,8 @@ class TrainerConfig:
 
 
 class OnDrift(StrEnum):
-    """The action at the next checkpoint when steps are a fifth slower or faster than predicted: continue, report it, or
-    end the loop with that checkpoint, so that another plan resumes from it."""
+    """The reaction at the next checkpoint if steps are a fifth slower or faster than predicted: none, a report, or the
+    end of the loop, so that the run resumes from this checkpoint under another plan."""
 
     IGNORE = "ignore"
     NOTE = "note"
@@ -339,8 +339,9 @@ class _Run:
             return self._end()
 
     def _begin_evaluations(self, logger: RankZeroLogger) -> None:
-        """Raise :class:`ConfigError` before a step if the metrics do not take outputs and targets, or have no rows to
-        end the run by. Repeat the evaluation in which the last start was requested to end."""
+        """Check, before the first step, that the metrics accept the model's outputs and the targets, and that there are
+        held-out rows if a metric may end the run; raise :class:`ConfigError` otherwise. If a request ended the previous
+        start during an evaluation, repeat this evaluation."""
         with self._watchdog.phase("evaluating"):
             main = next(iter(self._held_out.values()), None)
             if self._trainer.ends_by_metric and (main is None or main.first_batch() is None):
@@ -371,8 +372,9 @@ class _Run:
             return self._rows_end.fetch(lambda: self._health.fetch(self._fetch))
 
     def _end_of_rows(self, logger: RankZeroLogger) -> None:
-        """Evaluate and save; raise :class:`DataError` if rows must not end after this step. If some ranks still have
-        rows, the state of their source is a batch ahead of the weights, so nothing is saved."""
+        """Evaluate and save after the last row; raise :class:`DataError` if the rows must not end after this step. If
+        some ranks still have rows, nothing is saved, because the state of their source is one batch ahead of the
+        weights."""
         step, metrics = self._engine.completed_steps, dict[str, float | None]()
         self._stopping.exchange()
         if self._rows_end.everywhere:
@@ -523,7 +525,7 @@ class _Run:
         metrics = _metrics(line, result) | of_rows | moved | self._health.metrics()
         self._callbacks.run.metrics = metrics
         logger.step(line, metrics, _of_ranks(columns, budgets))
-        for message in filter(None, (_trouble(result), *messages)):
+        for message in filter(None, (_skip_text(result), *messages)):
             logger.note(f"step {line.step}{message}")
         self._saves.advance(logger, columns)
 
@@ -667,7 +669,7 @@ def _of_ranks(columns: Mapping[str, Sequence[float]], budgets: Sequence[int]) ->
     return figures
 
 
-def _trouble(result: StepResult) -> str:
+def _skip_text(result: StepResult) -> str:
     return f" was skipped, {result.trouble}" if result.trouble else ""
 
 

@@ -88,7 +88,7 @@ class Unwritten:
         return bool(self._news)
 
     def news(self) -> list[str]:
-        """Return messages about the files that failed for the first time since the last call."""
+        """Return messages about the failures that occurred for the first time since the last call."""
         news, self._news = self._news, []
         return news
 
@@ -189,9 +189,9 @@ def is_finite(value: object) -> bool:
 # -------------------------------------------------------------------------------------------- progress
 
 
-_LINES = 100  # that a run prints where the output is no terminal
+_LINES = 100  # lines of a run if the output is not a terminal
 _FIRST_LINES = 10  # steps whose lines are all printed
-_SHOWN_SHARE = 0.005  # of a step: less would be shown as 0%
+_SHOWN_SHARE = 0.005  # least share of a step that is shown; less would read 0%
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from parallax.report.occupancy import occupancy_path
 from parallax.runtime.meters.step import StepResult
 from parallax.train.monitor import Unwritten
 
-_MOST_BYTES = 8 * 2**20  # of a rank's events are sent, the last ones
+_MOST_BYTES = 8 * 2**20  # of the last events of a rank that are sent
 
 
 def events_path(directory: Path, rank: int) -> Path:
@@ -51,7 +51,7 @@ class NodeRecords:
             path = self._directory / name
             with unwritten.trying(path):
                 if content is None:
-                    path.unlink(missing_ok=True)  # of an earlier plan
+                    path.unlink(missing_ok=True)  # a file of an earlier plan
                 else:
                     path.write_bytes(content)
 

@@ -187,8 +187,8 @@ class RunRecord:
         occupancy.save(self._directory)
 
     def write(self, summary: dict[str, Any], *, picture: bool) -> None:
-        """Write summary, measured events and, with ``picture``, the timeline on rank 0. A run that was complete before
-        keeps its summary; files that a killed process did not write are added."""
+        """Write the summary, the measured events and, with ``picture``, the timeline, on rank 0. A run that was already
+        complete keeps its summary; only files that a killed process did not write are added."""
         path, trying = self._directory / "summary.json", self._unwritten.trying
         if self._mesh.rank != 0:
             return
@@ -199,7 +199,7 @@ class RunRecord:
                 try:
                     path.write_text(json.dumps(finite(summary), indent=1), encoding="utf-8")
                 except OSError:
-                    path.unlink(missing_ok=True)  # half of it is no JSON
+                    path.unlink(missing_ok=True)  # a part of the file is not valid JSON
                     raise
         drawn = self._directory / "timeline.png"
         if picture and (self._recent or not drawn.exists()):

@@ -21,8 +21,8 @@ ENDED = "rows"  # the summary's ``ended`` of such a run
 
 
 class RowsEnd:
-    """Detects the end of one rank's data source. ``everywhere``: whether no rank has rows, known after :meth:`fetch`
-    returned None."""
+    """Detects the end of one rank's data source. ``everywhere``: all ranks have reached the end; known after
+    :meth:`fetch` has returned None."""
 
     def __init__(self, mesh: Mesh, rows: int) -> None:
         self._mesh, self._rows = mesh, rows
@@ -30,7 +30,7 @@ class RowsEnd:
         self._here = self.everywhere = False
 
     def fetch(self, get: Callable[[], Rows]) -> Rows | None:
-        """Return the batch of ``get()``; None on all ranks if any rank has none. All ranks call it."""
+        """Return the batch of ``get()``; None on all ranks if any rank has no more rows. All ranks call it."""
         batch = self._fetch(get)
         ended = self._count(self._here)
         self.everywhere = ended == self._mesh.plan.world_size

@@ -44,9 +44,9 @@ class NoStepObserver:
 
 
 class RankStatusFile:
-    """Replaces the status file of a rank, at most once a second. It is a
-    :class:`~parallax.runtime.failure.heartbeat.Heartbeat` of the rank's watch, and writes on a thread of its own: on a
-    file system that does not answer, neither training nor the watch waits."""
+    """Replaces the status file of a rank at most once a second. It is called as a
+    :class:`~parallax.runtime.failure.heartbeat.Heartbeat` by the rank's watch. It writes on a thread of its own, so
+    that neither training nor the watch waits for a file system that does not answer."""
 
     def __init__(
         self,
@@ -115,7 +115,8 @@ class RankStatusFile:
         return (now - first) / (step - done) * (self._base.steps - step) if step > done else None
 
     def beat(self, status: BeatStatus) -> None:
-        """Begin to write the file, if the last one is a second old and written, and the run has not ended."""
+        """Begin to write the file in a thread. Does nothing less than a second after the last write, while a write
+        runs, and after the end of the run."""
         due = time.monotonic() - self._written_at >= _WRITE_SECONDS and not self._base.ended
         if due and (self._writer is None or not self._writer.is_alive()):
             doing = (str(status.seen).partition(", ")[0],)

@@ -2,9 +2,9 @@
 
 ::
 
-    after each step      every rank has a number for each reason; the maximum over ranks counts, and above 0 the step is
-                         the last
-    at a checkpoint      every rank evaluates each reason, and the text of rank 0, whose clock measures, counts
+    after each step      every rank has a number for each reason; if the maximum over the ranks is above 0, the step is
+                         the last one
+    at a checkpoint      every rank evaluates each reason; the result of rank 0, whose clock timed the steps, counts
 
 The numbers are exchanged together with the other statistics of a step. A new reason is one more class here, and an
 entry in the list of the training loop.
@@ -38,9 +38,11 @@ class Agreed:
 
 
 class StopReason(Protocol):
-    """A reason to end a run early. ``name``: the summary's ``ended``. ``at_checkpoints``: it is evaluated at
-    checkpoints. ``ends``: a text that the evaluation returns ends the run; ``then`` describes what happens next. All
-    fields are equal on every rank."""
+    """A reason to end a run early; all fields are equal on every rank.
+
+    ``name``: the value of ``ended`` in the summary. ``at_checkpoints``: call :meth:`verdict` at checkpoints. ``ends``:
+    a verdict ends the run; otherwise it is only reported. ``then``: a description of what happens next, for messages.
+    """
 
     name: str
     at_checkpoints: bool
@@ -52,7 +54,7 @@ class StopReason(Protocol):
         otherwise."""
 
     def verdict(self) -> str:
-        """Return, at a checkpoint, why the run should end with it; empty if it should not."""
+        """Return, at a checkpoint, why the run should end with this checkpoint; empty if it should not."""
 
     def summary_entries(self, agreed: Agreed, *, ended: bool) -> dict[str, Any]:
         """Return entries of the summary; ``ended`` tells whether this reason ended the run."""
@@ -99,7 +101,8 @@ class Drifted:
 
 
 def drift(seconds: Sequence[float], predicted: float) -> str:
-    """Return why the step ``seconds``, in order, show that the prediction is wrong; "" if they do not, or not yet."""
+    """Return why the measured steps show that the prediction is wrong; empty if they do not, or if there are too few.
+    ``seconds``: those of each step so far. ``predicted``: the predicted seconds of a step."""
     timed = seconds[WARM_UP:]
     if len(timed) < STEPS_TO_EVALUATE or predicted <= 0:
         return ""
@@ -121,8 +124,8 @@ def contradiction(measured: float, predicted: float, steps: int) -> str:
 
 
 class Stopping:
-    """The reasons for which a run may end early, and those that all ranks agree on; if several apply, the first
-    counts."""
+    """The reasons to end a run early, and for each reason the agreement of all ranks. If several reasons apply, the
+    first counts."""
 
     def __init__(self, reasons: Sequence[StopReason], mesh: Mesh) -> None:
         self._reasons, self._mesh = tuple(reasons), mesh

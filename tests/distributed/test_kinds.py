@@ -73,7 +73,7 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def make_chain() -> Chain:
-    """Cut where all of them cross."""
+    """Return a chain with block boundaries that all kinds of tensors cross."""
     chain = describe(Model, seed=3, dtype=torch.float64, blocks=("enters", "middle", "ends"))
     enters, middle, ends = chain.blocks
     blocks = *(replace(block, unbatched=frozenset({7, 8, 9})) for block in (enters, middle)), ends

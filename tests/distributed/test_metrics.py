@@ -106,7 +106,7 @@ def measured(kind: str, plan: Plans, rows: int, seed: int) -> tuple[dict[str, fl
     engine.check_metrics(TensorRows(inputs_of(kind, ROWS, 9), targets_of(kind, ROWS, 9)))
     found = [HeldOut(engine, held, ROWS, None).evaluate(lambda done, count: True) for _ in "ab"]
     assert found[0] is not None
-    assert str(found[0]) == str(found[1]), f"an evaluation begins anew: {found}"
+    assert str(found[0]) == str(found[1]), f"an evaluation starts from zero: {found}"
     steps = TensorRows(inputs_of(kind, ROWS, 7), targets_of(kind, ROWS, 7))
     stepped = engine.step(steps).metrics
     columns = engine.mesh.gather_columns(stepped)

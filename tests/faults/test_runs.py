@@ -117,7 +117,7 @@ def test_train_resume_and_ranks_of_torchrun(
 
 
 def as_under_torchrun(here: Path, arguments: Sequence[str]) -> tuple[list[int | None], str]:
-    """Exit codes of two ranks that begin as torchrun's do, and what they print; forked, they import nothing anew."""
+    """Exit codes of two ranks that begin as torchrun's do, and what they print; forked, they import nothing again."""
     with agents_store() as port:
         ranks = [
             CONTEXT.Process(target=one_of_torchruns, args=(here, port, rank, arguments))

@@ -85,7 +85,7 @@ def hanging(command: str, *overrides: str, how: str, where: str = "model") -> su
     ("command", "where", "how"),
     [
         ("train", "data", "heeds nothing"),
-        # Whoever heeds nothing sleeps as well, and a model that spins is named below.
+        # A process that ignores signals also sleeps, and a model that spins is a case below.
         pytest.param("train", "model", "sleeps", marks=pytest.mark.thorough),
         pytest.param("plan", "data", "sleeps", marks=pytest.mark.thorough),
         pytest.param("profile", "model", "sleeps", marks=pytest.mark.thorough),

@@ -57,7 +57,7 @@ def what_if(parsed: argparse.Namespace, console: Console) -> int:
             work.limit(config.trainer)
             try:
                 outcomes.append(_plan(settings, config, parsed.profile))
-            except ConfigError as error:  # of this combination, unless it is of all
+            except ConfigError as error:  # of this combination, or of all
                 mistakes.append(error)
                 outcomes.append(Outcome(settings=settings, fits=False, reason=str(error)))
     if len(mistakes) == len(outcomes):

@@ -22,7 +22,7 @@ from parallax.machine.preflight.finding import Finding
 from parallax.machine.preflight.needs import FolderNeeds
 
 CLOCK_SECONDS = 60.0  # accepted difference between a file system's clock and this host's
-_QUOTACTL_FD = 443  # of syscall(2), on every architecture
+_QUOTACTL_FD = 443  # number for syscall(2), the same on every architecture
 _GET_USER_QUOTA = 0x800007 << 8  # QCMD(Q_GETQUOTA, USRQUOTA) of quotactl(2)
 _BLOCK_BYTES = 1024  # unit of its limits; usage is in bytes
 _LIMITS_KNOWN = 1 | 2  # QIF_BLIMITS | QIF_SPACE

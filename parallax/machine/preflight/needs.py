@@ -9,8 +9,8 @@ from pathlib import Path
 # torch 2.13; NCCL's is a guess; other machines and versions differ. They are low on purpose, so that hardly any run
 # is refused that could work.
 PROCESS_BYTES = 120 * 2**20  # private memory: without the code of libraries, which processes share
-PROCESS_DATA_BYTES = 340 * 2**20  # as RLIMIT_DATA counts, with whole stacks of threads
-PROCESS_ADDRESS_BYTES = 1000 * 2**20  # as RLIMIT_AS counts
+PROCESS_DATA_BYTES = 340 * 2**20  # counted by RLIMIT_DATA, whole thread stacks included
+PROCESS_ADDRESS_BYTES = 1000 * 2**20  # counted by RLIMIT_AS
 IMPORT_DATA_BYTES = 220 * 2**20  # a process that has only imported torch
 IMPORT_ADDRESS_BYTES = 620 * 2**20
 PROCESS_FILES = 24  # open files
@@ -20,8 +20,8 @@ SHARED_BYTES = 32 * 2**20  # estimate of /dev/shm that NCCL uses between the dev
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankNeeds:
-    """The needs of one rank. ``memory_bytes``: RAM that the plan predicts, if device or tier is RAM. ``reserved``:
-    whether process limits on data count this memory; they ignore pinned and shared memory."""
+    """The needs of one rank. ``memory_bytes``: the RAM that the plan predicts; 0 unless device or tier is RAM.
+    ``reserved``: this memory counts towards process limits on data, which ignore pinned and shared memory."""
 
     memory_bytes: int
     reserved: bool = True

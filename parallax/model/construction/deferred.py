@@ -2,9 +2,9 @@
 later.
 
 The operations of a constructor are logged while it runs (:mod:`parallax.model.construction.recorder`), and replayed for
-the requested tensors (:mod:`parallax.model.construction.replay`): the same operations, so the same constants and
-distributions, and the same numbers whichever tensors are requested in any order. A constructor that cannot be recorded
-runs again, whole, in each process that needs values.
+the requested tensors (:mod:`parallax.model.construction.replay`): the same operations, so the same constants,
+distributions and numbers, independent of the tensors that are requested and of their order. A constructor that cannot
+be recorded runs again, whole, in each process that needs values.
 
 State that a constructor leaves in the process must not hold meta tensors. Function caches are cleared. Other tensors
 that it keeps outside the model, in class attributes or module globals, get their values, for the next constructor and
@@ -172,8 +172,8 @@ def _skeleton(model: nn.Module, log: OperationLog) -> nn.Module:
 
 
 def _separate_from_outside(model: nn.Module, log: OperationLog) -> None:
-    """Replace the model's buffers and attribute tensors by new objects. The constructor may keep the originals
-    elsewhere, and they are filled with values there."""
+    """Replace the model's buffers and attribute tensors by new tensor objects. The constructor may also keep the
+    original objects outside of the model, where they are filled with values later."""
     parted: dict[int, Tensor] = {}
     for module in model.modules():
         for held in (module._buffers, vars(module)):
@@ -247,8 +247,9 @@ def _build_on_host(factory: ModelFactory, seed: int, reason: str) -> DeferredMod
 
 
 class _Built:
-    """Values from a constructor that ran again, normally, on the CPU. The first request gets its modules themselves,
-    because functions in them may refer to this model; later requests get copies."""
+    """Real values for a constructor that cannot be recorded: it runs again, normally, on the CPU. The first request for
+    a module gets the built module itself, because functions in it may refer to this model; later requests get
+    copies."""
 
     def __init__(self, factory: ModelFactory, seed: int, skeleton: nn.Module) -> None:
         with seeded(seed):

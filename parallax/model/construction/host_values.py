@@ -149,8 +149,8 @@ class HostValueInterceptor(TorchFunctionMode):
             return torch.as_tensor(index, dtype=None if index else torch.int64)
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return ``tensor`` converted to the type and memory format that ``Tensor.to`` was called with. The device is
-        ignored, because all recorded tensors pretend to be on the CPU, unless it is the meta device."""
+        """Return ``tensor`` converted to the type and memory format that ``Tensor.to`` was called with. A device other
+        than meta is ignored, because all recorded tensors pretend to be on the CPU."""
         copy = bool(kwargs.pop("copy", False))
         if args and isinstance(args[0], Tensor):
             args = (args[0].dtype, *args[1:])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parallax.model.private import as_class, negated, without_function_modes, without_operator_modes
 
-_SAMPLES, _SAMPLE_BYTES = 1024, 64  # of outside memory, to detect changes
+_SAMPLES, _SAMPLE_BYTES = 1024, 64  # samples of memory from outside, to detect changes
 
 
 class Unrecordable(Exception):
@@ -25,9 +25,9 @@ class Unrecordable(Exception):
 
 
 class Cell:
-    """A storage. ``constant``: its content before the first operation (None: uninitialized); ``writes``: ascending
-    indices of the operations that wrote it. ``storage`` is on the meta device; holding it prevents reuse of its
-    address."""
+    """A storage of the constructor. ``constant``: its content before the first operation; None: uninitialized.
+    ``writes``: ascending indices of the operations that wrote it. ``storage``: the storage on the meta device, kept
+    alive so that its address is not reused."""
 
     __slots__ = ("constant", "number", "storage", "writes")
 
@@ -110,9 +110,14 @@ Drawn = OwnState | SeededState | StateAfter
 
 
 class Operation:
-    """One logged operator call. Tensors among ``args`` are :class:`View`. ``reads``: storages that it reads.
-    ``writes``: storages that it writes in place. ``outputs``: new tensors by index in the results. ``touches``: all of
-    these storages. ``floating``: torch's default dtype at the call; ``drawn``: the random state that it draws from."""
+    """One logged operator call. Tensors among ``args`` are :class:`View`.
+
+    ``reads``     storages that it reads; ``writes``: storages that it writes in place
+    ``outputs``   new tensors, by index in the results
+    ``touches``   all these storages
+    ``floating``  torch's default dtype at the call
+    ``drawn``     the random state that it draws from
+    """
 
     __slots__ = (
         "args",
@@ -137,8 +142,8 @@ class Operation:
 
 
 class OperationLog:
-    """The recorded operations, and the cell of each storage by its address. A storage that the constructor did not make
-    has two addresses: its own, and that of its copy on the meta device."""
+    """The recorded operations, and the cell of each storage by its address. A storage that existed before the
+    constructor has two addresses: its own, and that of its twin on the meta device."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
@@ -163,8 +168,8 @@ class OperationLog:
         )
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """Register the storage of ``tensor`` and return ``tensor`` on the meta device. A tensor from outside the
-        constructor is returned as a meta twin; its memory is held and not copied."""
+        """Register the storage of ``tensor``, and return ``tensor`` on the meta device. For a tensor that existed
+        before the constructor a meta twin is returned; its own memory is kept alive, without a copy."""
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             raise Unrecordable(f"a tensor of type {tensor.dtype} and layout {tensor.layout}")
         storage = tensor.untyped_storage()

@@ -269,9 +269,9 @@ class OperatorRecorder(OperatorMode):
 
 
 def _fills(kind: Operator, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether ``function`` fills its first argument with random values, has no other arguments than plain
-    numbers, and so returns that argument. On the meta device torch implements it in Python and imports its compiler; on
-    an empty tensor torch only checks the numbers."""
+    """Return whether the operator fills its first argument with random values and takes only numbers besides, so that
+    it returns this argument. The caller then checks the numbers on an empty tensor instead of running it on the meta
+    device, where torch implements it in Python and imports its compiler."""
     return (
         kind.draws
         and kind.overwrites
@@ -322,10 +322,17 @@ _ALSO_WRITTEN = {"native_batch_norm": ("running_mean", "running_var")}
 
 @dataclass(frozen=True)
 class Operator:
-    """Properties of an operator. ``written``: names of the arguments that it writes; ``overwrites``: it does not read
-    these; ``changes_metadata``: it only changes a tensor's view of memory; ``draws``: it is random; ``returns_values``:
-    it returns plain values; ``only_allocates``: it leaves memory uninitialized; ``data_dependent``: its output sizes
-    depend on values; ``takes_device``: it has a device argument; ``copies_to_device``: it copies its input there."""
+    """Properties of an operator.
+
+    ``written``           names of the arguments that it writes; ``overwrites``: it does not read these
+    ``changes_metadata``  it only changes a tensor's view of memory
+    ``draws``             it is random
+    ``returns_values``    it returns plain values
+    ``only_allocates``    it leaves memory uninitialized
+    ``data_dependent``    its output sizes depend on values
+    ``takes_device``      it has a device argument
+    ``copies_to_device``  it copies its input to that device
+    """
 
     names: tuple[str, ...]
     written: frozenset[str]

@@ -152,8 +152,8 @@ class _Memory:
 
 
 class _States:
-    """States of generators that the constructor seeded. ``kept``: a cache that outlives this replay. Other states are
-    kept only from the operation that produced them to their last use in ``operations``."""
+    """Random states of generators that the constructor seeded. ``kept``: a cache that outlives this replay. Any other
+    state is held from the operation that produced it until the last of ``operations`` that needs it."""
 
     def __init__(self, kept: dict[int, Tensor], operations: Sequence[Operation]) -> None:
         self._kept, self._passing = kept, dict[int, Tensor]()

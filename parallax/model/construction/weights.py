@@ -48,7 +48,7 @@ class FileLayout(Protocol):
         ...
 
     def kept_name(self, names: Sequence[str]) -> str:
-        """Return the one of ``names``, all names of one tensor, under which the tensor is saved."""
+        """Return the name, one of ``names``, under which :meth:`saved` expects a tensor that has all these names."""
         ...
 
 
@@ -180,8 +180,8 @@ class CheckpointWeights:
                     )
 
     def find(self, name: str, aliases: Mapping[str, Iterable[str]]) -> str | None:
-        """Return the name under which the files hold a tensor, or None. A shared tensor is saved under one of its
-        names."""
+        """Return the name under which the files hold a tensor, its own or one of its ``aliases``; None if they do not
+        hold it."""
         return next(
             (other for other in (name, *aliases.get(name, ())) if other in self._recipes), None
         )
@@ -192,8 +192,8 @@ class CheckpointWeights:
             tensor.copy_(as_dtype(f"weights {self._path}: {name}", self.read(name), tensor.dtype))
 
     def _new_tensors(self, missing: Iterable[str], made: Collection[str]) -> set[str]:
-        """Return the missing tensors that the model's constructor may make, such as a new head. A tensor of a layer
-        whose other layers are in the files is not one of them."""
+        """Return those missing tensors that the model's constructor may make, such as a new head. A tensor of a
+        numbered layer is not among them if the files hold the same tensor of another layer."""
         there = {_NUMBER.sub("*", name) for name in self._recipes}
         return {name for name in missing if name in made and _NUMBER.sub("*", name) not in there}
 

@@ -48,7 +48,7 @@ _CHANGING = ("corda", "eva", "loftq", "lora_ga", "olora", "pissa")
 """LoRA initializations that need data or change the base; a checkpoint without the base would lose the change."""
 
 _MODULES = "target_modules", "modules_to_save", "feedforward_modules"
-_NAMES = 8  # of modules, in an error
+_NAMES = 8  # names of modules in an error
 
 
 class AdaptableModelConfig(ModelConfig):
@@ -222,8 +222,8 @@ def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def merged(module: nn.Module) -> nn.Module:
-    """Return the base's module in place of ``module``, one of :func:`adapted_modules` with values, with the adapter
-    merged into its weights by peft. Raises :class:`ConfigError` if peft cannot merge it."""
+    """Merge the adapter in ``module`` into the weights of the base's module by peft, and return the base's module.
+    ``module``: one of :func:`adapted_modules`, with values. Raises :class:`ConfigError` if peft cannot merge it."""
     adapting = cast(Any, module)
     try:
         if hasattr(module, "unload_and_optionally_merge_module"):

@@ -19,13 +19,14 @@ class CustomModelConfig(AdaptableModelConfig):
     """The user's own model.
 
     ``target``: the factory as ``package.module:function``; it returns any nn.Module. ``kwargs``: its arguments,
-    ``model.kwargs.width=64`` on a command line; ``sequence`` and ``vocabulary`` are also the tokens in a row of text
-    and the number of tokens that the model knows (256, bytes, without them). ``blocks``: the chain of blocks, if the
-    automatic one (:func:`~parallax.model.describe.describe`) does not suit: module paths in the order of data flow,
-    ``*`` for the members of a ModuleList (``[embed, layers.*, norm, head]``). ``weights``: a safetensors file, or a
-    folder of them, with initial weights. ``adapter``: adapters to train instead of the model, in peft's own keys
-    (:mod:`parallax.model.factory.adapters`). ``verify``: compare the chain with the model's own forward before the
-    first step: true, false, or auto (once per model, :func:`~parallax.model.verification.verify.verify`).
+    ``model.kwargs.width=64`` on a command line. Its argument ``sequence`` is also the number of tokens in a row of text
+    (256 without it), and ``vocabulary`` the number of tokens that the model knows (256 without it, for bytes).
+    ``blocks``: the chain of blocks, if the automatic one (:func:`~parallax.model.describe.describe`) does not suit:
+    module paths in the order of data flow, ``*`` for the members of a ModuleList (``[embed, layers.*, norm, head]``).
+    ``weights``: a safetensors file, or a folder of them, with initial weights. ``adapter``: adapters to train instead
+    of the model, in peft's own keys (:mod:`parallax.model.factory.adapters`). ``verify``: compare the chain with the
+    model's own forward before the first step: true, false, or auto (once per model,
+    :func:`~parallax.model.verification.verify.verify`).
     """
 
     name: str = "custom"

@@ -67,7 +67,7 @@ class PretrainedLayout:
 
         known = self._model.state_dict(keep_vars=True)
         steps = get_model_conversion_mapping(self._model)
-        renamings, converters, by_pattern = _sorted_out(steps)
+        renamings, converters, by_pattern = _by_kind(steps)
         prefix = self._model.base_model_prefix or None
         found: dict[str, Recipe] = {}
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -88,8 +88,8 @@ class PretrainedLayout:
         return found
 
     def saved(self, names: Iterable[str]) -> list[Recipe]:
-        """Return the recipes of the file tensors from the model's tensors ``names``, as ``save_pretrained`` would write
-        them."""
+        """Return the recipes that make the tensors of files from the model's tensors ``names``, as ``save_pretrained``
+        writes them."""
         from transformers import core_model_loading
         from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -100,7 +100,7 @@ class PretrainedLayout:
             for step in reversed(get_model_conversion_mapping(self._model, add_legacy=False))
             if not isinstance(step, prefixes)
         ]
-        renamings, converters, by_pattern = _sorted_out(steps)
+        renamings, converters, by_pattern = _by_kind(steps)
         unsaved = set(getattr(self._model, "_keys_to_ignore_on_save", None) or ())
         found: list[Recipe] = []
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -122,7 +122,7 @@ class PretrainedLayout:
         return next((name for name in names if name not in tied), names[0])
 
 
-def _sorted_out(steps: Iterable[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
+def _by_kind(steps: Iterable[Any]) -> tuple[list[Any], list[Any], dict[str, Any]]:
     """Return the renaming steps, the converting steps, and a mapping from source pattern to converting step."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
@@ -147,8 +147,8 @@ def _renamed(name: str, renamings: Iterable[Any]) -> str:
 
 
 def _converting(model: Any, step: Any, first: str, parts: list[tuple[str, str]]) -> Recipe:
-    """Return the recipe of the converting ``step`` for ``parts``, names with the pattern that each matched; ``first``:
-    name of its first result."""
+    """Return the recipe of the converting ``step``. ``parts``: names, each with the pattern that it matched. ``first``:
+    the name of its first result."""
 
     def make(read: Read) -> dict[str, Tensor]:
         fresh = copy.deepcopy(step)  # it stores its inputs

@@ -47,9 +47,9 @@ class _BufferSlot(NamedTuple):
 
 
 class ChangingBuffers:
-    """The changing buffers of one block. ``leave_out``: modules whose buffers others handle. ``is_offloaded``
-    recognizes offloaded parameters. ``compiled``: operators cannot be intercepted, so all buffers are copied once and
-    compared."""
+    """The changing buffers of one block. ``leave_out``: modules whose buffers are handled elsewhere. ``is_offloaded``
+    recognizes offloaded parameters. ``compiled``: the block is compiled, so its operators cannot be intercepted; all
+    buffers are copied once and compared instead."""
 
     def __init__(
         self,
@@ -174,8 +174,8 @@ class BufferSnapshot:
 
 
 class _CopyOnWrite(OperatorMode):
-    """Copies a tensor before an operator first writes to its memory. ``copies``: by address. ``fills_arguments``:
-    whether an operator wrote into an argument that it does not return."""
+    """Copies a tensor before an operator first writes to its memory. ``copies``: address → copy. ``fills_arguments``:
+    an operator has written into an argument that it does not return."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ class BatchNorms:
         self._mode = mode
         self._mesh = mesh if mesh is not None and mesh.replicas is not None else None
         self._modules_by_block: dict[int, list[nn.Module]] = {}
-        self._seen: Counter[int] = Counter()  # by block: micro-batches of this step
+        self._seen: Counter[int] = Counter()  # block → number of its micro-batches in this step
         self._participants = _Participants(None, 0, 1)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
@@ -71,7 +71,7 @@ class BatchNorms:
             module.forward = plain
             if self._mode == "sync" and self._mesh is not None:
                 module.forward = self._synchronised(module.forward)
-                if compiled:  # only then, because this imports dynamo, which takes seconds
+                if compiled:  # not otherwise, because this imports dynamo, which takes seconds
                     module.forward = torch.compiler.disable(module.forward)
         self.freeze_statistics()
 

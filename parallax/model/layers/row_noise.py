@@ -42,7 +42,7 @@ class RowNoise:
         """Return a mask of ``count`` values for each row in ``rows``, which are the keys of their random streams: False
         with probability ``p``."""
         runs, length = -(-count // RUN), min(count, RUN)
-        words = self._there(_words_of(rows))[..., None]
+        words = self._on_device(_words_of(rows))[..., None]
         found = _choices(words, self._numbers_of_runs(runs), self._numbers_of_places()[:length])
         return found.view(len(rows), -1)[:, :count] >= _threshold(p)
 
@@ -55,8 +55,8 @@ class RowNoise:
         words = np.repeat(_words_of(rows), needed, axis=1)
         runs = np.concatenate([_scattered(count) for count in needed])
         found = _choices(
-            self._there(words),
-            self._there(runs.view(np.int64)),
+            self._on_device(words),
+            self._on_device(runs.view(np.int64)),
             self._numbers_of_places()[:length],
         )
         parts = (found >= _threshold(p)).split(needed)
@@ -64,7 +64,7 @@ class RowNoise:
 
     def _numbers_of_runs(self, count: int) -> Tensor:
         if len(self._runs) < count:
-            self._runs = self._there(_scattered(count).view(np.int64))
+            self._runs = self._on_device(_scattered(count).view(np.int64))
         return self._runs[:count]
 
     def _numbers_of_places(self) -> Tensor:
@@ -72,10 +72,10 @@ class RowNoise:
             lowest = np.arange(RUN, dtype=np.uint32)
             highest = (_scattered(2 * RUN)[RUN:] >> np.uint64(32)).astype(np.uint32)
             found = (highest << np.uint32(_RUN_BITS)) | lowest
-            self._places = self._there(found.view(np.int32))
+            self._places = self._on_device(found.view(np.int32))
         return self._places
 
-    def _there(self, numbers: np.ndarray[Any, Any]) -> Tensor:
+    def _on_device(self, numbers: np.ndarray[Any, Any]) -> Tensor:
         """Return ``numbers`` as a tensor on the device, copied asynchronously."""
         here = torch.from_numpy(numbers.copy())
         if self.device.type in ("cpu", "meta"):

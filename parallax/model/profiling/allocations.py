@@ -16,9 +16,13 @@ from parallax.machine.host import RETURNED_BYTES
 
 
 class Allocations(NamedTuple):
-    """Bytes that a call allocated: their peak during the call (``most``), the rest that is still allocated after it
-    (``left``) and, on a CPU, the sum of the large blocks (``mapped``), which an allocator that returns freed memory to
-    the system must map anew each time."""
+    """Bytes that a call allocated.
+
+    ``most``    their peak during the call
+    ``left``    bytes that are still allocated after it
+    ``mapped``  on a CPU, the sum of the large blocks, which are mapped anew each time if freed memory is returned to
+                the system at once
+    """
 
     most: int
     left: int

@@ -17,8 +17,8 @@ from parallax.model.recurrent import recurrent_weights
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Sizes of a block in the chain's number format: number of parameters, their bytes, bytes of frozen ones, of the
-    largest trained one, and of buffers (non-floating-point buffers keep their type)."""
+    """Sizes of a block in the chain's number format: the number of its parameters, and bytes of all parameters, of
+    frozen ones, of the largest trained one, and of buffers. Buffers that are not floating-point keep their type."""
 
     parameters: int
     parameter_bytes: int
@@ -48,9 +48,9 @@ class BlockSizes:
 def tie_costs(
     chain: Chain, *, trained: bool = True, flat: bool = False
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield, for each parameter that several blocks share, its bytes and the indices of these blocks. ``trained``:
-    select trained or frozen parameters. ``flat``: also yield the bytes of each block's recurrent weights, which are one
-    buffer."""
+    """Yield, for each parameter that several blocks share, its bytes and the indices of these blocks. ``trained``: only
+    trained parameters; False: only frozen ones. ``flat``: also yield the bytes of each block's recurrent weights, which
+    are in one buffer."""
     tied = set()
     for users in chain.ties.values():
         blocks = tuple(sorted({index for index, _ in users}))

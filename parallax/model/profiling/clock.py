@@ -1,13 +1,13 @@
-"""The clock for timing blocks, cache eviction before each reading, and a measure of how busy the machine was.
+"""The clock for timing blocks, the eviction of caches before each reading, and a measure of how busy the machine was.
 
-A profile is the cost on an idle machine: the planner models the influence of ranks on each other, and other users of
-the machine must not count. So if one thread does all work, its processor time is read, which excludes time in which
-others run. In a step a block finds its weights and inputs evicted from the caches by other blocks, so the caches are
-evicted before each reading.
+A profile holds the costs on an idle machine. The planner models how ranks slow each other down, and other users of the
+machine must not count. So if one thread does all work, its processor time is read, which excludes time in which others
+run. In a step, other blocks have evicted a block's weights and inputs from the caches, so the caches are evicted before
+each reading.
 
-Processor time does not count waits for a core, but caches and shared units of a core are slower beside other work, and
-several threads wait for the one without a core. So two figures are taken around each timed part: wall time against time
-with a core, and the time of a fixed matrix product, which is constant on an unchanged machine.
+Processor time excludes waits for a core. But work of others also slows caches and shared units of a core, and if one of
+several threads has no core, the others wait for it. Two figures around each timed part show this: the ratio of wall
+time to time with a core, and the time of a fixed matrix product, which is constant on an idle machine.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ EVICTING_BYTES = 16 * 2**20
 
 
 class Clock:
-    """Measures the seconds of work on one device. ``undisturbed``: time that other users of the machine take does not
-    count. On an accelerator it uses events, after the device has warmed up to full speed."""
+    """Measures the seconds of work on one device. ``undisturbed``: the clock excludes time in which other users of the
+    machine run. On an accelerator it uses events, after the device has warmed up to full speed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -54,16 +54,16 @@ class Clock:
         return time.perf_counter()
 
     def elapsed(self) -> float:
-        """Return seconds on a clock of arbitrary origin that counts waits for other threads of the process but, if the
-        system reports them, not waits for a core: for work of several threads, without the influence of other users."""
+        """Return seconds on a clock of arbitrary origin, for work of several threads. It counts waits for other threads
+        of the process. It does not count waits for a core, if the system reports these."""
         if self._device.type != "cpu":
             return self._device_now()
         return time.perf_counter() - _queued_seconds()
 
     def waited_seconds(self) -> float:
-        """Return a counter of the seconds for which this thread has waited for a core; only differences have a meaning.
-        The system reports them; otherwise they are wall time minus processor time. 0 on an accelerator, and if several
-        threads work together and the system reports nothing."""
+        """Return a counter of the seconds for which this thread has waited for a core; only its differences have a
+        meaning. The counter is the system's; if the system has none, it is wall time minus processor time for a single
+        thread, and 0 for several. It is 0 on an accelerator."""
         if self._device.type != "cpu":
             return 0.0
         if self._tells_queue or not self.undisturbed:
@@ -116,8 +116,8 @@ def _queued_seconds() -> float:
         return 0.0
 
 
-LEAST_SECONDS = 0.1  # of timed work, for a meaningful ratio
-_MATRIX_SIZE = 256  # of the reference product
+LEAST_SECONDS = 0.1  # least seconds of timed work for a meaningful ratio
+_MATRIX_SIZE = 256  # size of the matrices in the reference product
 _PRODUCTS = 3  # per reference; the fastest counts
 
 

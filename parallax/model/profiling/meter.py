@@ -89,7 +89,8 @@ class FlopMeter(OperatorMode):
 
 
 def _needed_by_attention(func: Any, args: Any, kwargs: Any) -> float:
-    """Return the operations of a kernel of fused attention, or of its backward; 0 for operators around it."""
+    """Return the operations that the model needs of a fused attention kernel, or of its backward; 0 for other
+    operators."""
     given = dict(zip((each.name for each in func._schema.arguments), args)) | kwargs
     operands = [given.get(name) for name in ("query", "key", "value")]
     if not all(isinstance(each, Tensor) and each.ndim == 4 for each in operands):

@@ -10,7 +10,7 @@ from parallax.model.precision import DTYPES
 from parallax.model.profiling.clock import Clock
 from parallax.plan.analytic.hardware import DEVICE_KINDS, DeviceKind
 
-_SIZES = (512, 1024)  # of square matrices
+_SIZES = (512, 1024)  # sizes of square matrices
 _LARGE_SIZES = (4096, 8192)
 _LARGE = ("cuda", "xpu", "mps")
 _REPEATS = 5

@@ -30,8 +30,8 @@ class Bench(Protocol):
 
 
 class BlockPasses:
-    """The passes of one block: forward and backward, whole, split, and with its saved tensors offloaded. As in a stage,
-    inputs are not leaves but have a node with two parents."""
+    """The passes of one block: its forward, and its backward whole, split, and with its saved tensors offloaded. As in
+    a stage, inputs are not leaves, but results of a graph node with two parents."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """The assumptions of a recorded forward, checked with every batch.
 
-If Python branched on values of the sample's integers (whether each row has its image tokens), or on a property of
-floats (that none is NaN), the trace holds only the branch taken. It also holds the query and its answer. A batch with
-another answer stops the run with a message of one line.
+A forward may branch in Python on integers of the sample (does each row have its image tokens?) or on a property of
+floats (is any of them NaN?). The trace holds only the branch that was taken, and also the query and its answer. A batch
+with another answer stops the run with a message of one line.
 """
 
 from __future__ import annotations

@@ -44,8 +44,12 @@ _PLAIN = bool, int, float, complex, str, bytes, type(None)
 
 @dataclass
 class FakeModel:
-    """``model`` with fake tensors in place of its own. ``names``: fake tensor id → name in the model; ``shared``: ids
-    of tensors with several names."""
+    """``model`` with fake tensors in place of its own.
+
+    ``names``: id of a fake tensor → its name in the model. ``shared``: ids of tensors with several names. ``bare``: id
+    of a fake tensor → the model's tensor that it replaces. ``value_of``: returns the value of such a tensor from the
+    constructor.
+    """
 
     model: nn.Module
     mode: FakeTensorMode
@@ -55,7 +59,7 @@ class FakeModel:
     shared: set[int] = field(default_factory=set)
 
     def value(self, tensor: Tensor) -> Tensor:
-        """Return the value that the constructor gave the buffer or attribute tensor replaced by the fake ``tensor``."""
+        """Return the value from the constructor of the buffer or attribute that the fake ``tensor`` replaces."""
         return self.value_of(self.bare[id(tensor)]).to(tensor.dtype)
 
     def fake(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -69,7 +73,7 @@ def with_fake_tensors(
     model: nn.Module, dtype: torch.dtype, value_of: Callable[[Tensor], Tensor]
 ) -> Iterator[FakeModel]:
     """A context in which ``model``, on the meta device, holds fake tensors; floating-point ones have ``dtype``.
-    ``value_of`` returns the constructor's value of one of its tensors."""
+    ``value_of``: returns the value from the constructor of one of the model's tensors."""
     # Only the sizes of nested tensors are symbols.
     sizes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes)
@@ -147,7 +151,9 @@ def run_on_real_values(
         with torch.random.fork_rng(devices=[]):
             found = copied(*transform(args, real), **transform(kwargs, real))
         kept = [name for name, value in before.changed().items() if list(tensors_in(value[0]))]
-        if kept and not _again(copied, transform(args, real), transform(kwargs, real), found):
+        if kept and not _is_repeatable(
+            copied, transform(args, real), transform(kwargs, real), found
+        ):
             raise KeepsState(*kept[0])
     known = {id(value): key for key, value in memo.items()}
     given = {id(part): part for part in tensors_in((args, kwargs))}
@@ -206,13 +212,14 @@ def renested(like: Any, values: Tensor, offsets: Tensor) -> Tensor:
 
 
 class KeepsState(Exception):
-    """Raised if a module uses a tensor that an earlier forward left in attribute ``name`` of its submodule ``path``."""
+    """Raised if a module reads attribute ``name`` of its submodule ``path``, which holds a tensor of an earlier
+    forward."""
 
     def __init__(self, path: str, name: str) -> None:
         super().__init__(f"{path}{'.' if path else ''}{name}")
 
 
-def _again(module: nn.Module, args: Any, kwargs: Any, first: Any) -> bool:
+def _is_repeatable(module: nn.Module, args: Any, kwargs: Any, first: Any) -> bool:
     """Return whether a second forward returns the same results as the ``first`` one."""
     with torch.random.fork_rng(devices=[]):
         second = module(*args, **kwargs)
@@ -240,7 +247,7 @@ class AttributeChange:
         }
 
     def replaced(self) -> dict[str, str]:
-        """Return module path → buffer name, for the modules of which a buffer was replaced."""
+        """Return module path → buffer name, for the modules that have a replaced buffer."""
         return {
             path: name
             for path, (module, _, _) in self._before.items()

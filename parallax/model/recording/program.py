@@ -58,8 +58,8 @@ class Switch(Slot):
 
 @dataclass(eq=False)
 class ForwardStep:
-    """An instruction of the program. ``module``: the module that it calls, if any. ``heavy``: whether it does
-    significant work."""
+    """An instruction of the program. ``module``: the module that it calls; None if it calls a function. ``heavy``: it
+    calls a module with parameters or buffers, or is a product with a parameter; each block has such a step."""
 
     position: int
     target: Any
@@ -85,9 +85,13 @@ class ForwardStep:
 
 @dataclass(eq=False)
 class ForwardTensor:
-    """A tensor of the program. ``shapes``: its shape in every run. ``rows``: the dimension with the micro-batch's rows;
-    -1: none, and the values do not depend on rows; None: the values depend on rows otherwise. ``maker``: position of
-    the step that makes it; -1 for inputs and tensors that the block holds."""
+    """A tensor of the program.
+
+    ``shapes``  its shape in every run
+    ``rows``    the dimension that the micro-batch's rows are in; -1: the tensor has no rows; None: its values depend on
+                the rows in another way
+    ``maker``   position of the step that makes it; -1 for inputs, and for tensors that the block holds
+    """
 
     index: int
     traced: TracedTensor
@@ -98,7 +102,7 @@ class ForwardTensor:
 
     @property
     def held(self) -> bool:
-        """Whether every block that uses it holds it: a parameter, a buffer or a constant."""
+        """Whether every block that uses the tensor holds it: it is a parameter, a buffer or a constant."""
         return self.traced.origin in (Origin.MODEL, Origin.OUTSIDE)
 
 
@@ -308,8 +312,9 @@ def _is_heavy(step: ForwardStep, trace: ForwardTrace) -> bool:
 
 
 def _mark_orders(steps: Sequence[ForwardStep], tensors: Sequence[ForwardTensor]) -> None:
-    """Mark permutations of the rows. They have one number per row, but are meaningless for a part of the rows, so they
-    cannot cross a block boundary: reordered rows must be restored to their order before it."""
+    """Mark permutations of the rows, as a sort along the rows returns. They have one number per row, but a part of them
+    is meaningless, because it refers to rows outside of the part. So they cannot cross a block boundary: a block that
+    reorders rows must also restore their order."""
     orders: set[int] = set()
     for step in steps:
         made = {i for path, i in step.results if step.name == "argsort" or path[-1:] == (1,)}

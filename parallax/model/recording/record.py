@@ -257,7 +257,7 @@ class _ForwardRuns:
         )
 
     def _first(self, traced: frozenset[str]) -> ForwardTrace:
-        """Return the first trace, after checking that a second run would give the same one: the model keeps no state in
+        """Return the trace of the first run. Raises if a second run would differ because the model keeps state in
         Python."""
         before = AttributeChange(self._model)
         try:
@@ -374,7 +374,8 @@ class WorkShares:
         return max(numel, self._flops.get(path, 0) / self._all_flops)
 
     def share_of_step(self, step: ForwardStep) -> float:
-        """Return the fraction of the module that a step calls; a product with a parameter counts 1/PARTS."""
+        """Return the share of the module that a step calls. A step without a module counts 1/PARTS if it is a product
+        with a parameter, otherwise 0."""
         if step.module is None:
             return 1 / PARTS if step.heavy else 0.0
         return self.share_of(step.target.path)

@@ -177,7 +177,7 @@ class ForwardRecorder(TorchFunctionMode):
                     )
 
     def _has_its_own(self, module: nn.Module, path: str) -> bool:
-        """Return whether a module contains only its own tensors, and is not called with replaced tensors."""
+        """Return whether all parameters and buffers of a module are its own, and none is replaced during the call."""
         prefix = f"{path}."
         own = self._fakes.names
         held = [*module.named_parameters(), *module.named_buffers()]
@@ -293,7 +293,7 @@ class ForwardRecorder(TorchFunctionMode):
         return value
 
     def _note_longest(self, name: str, made: Instruction) -> None:
-        """Make an instruction that unpacks rows pad them to the longest row of the whole micro-batch."""
+        """Change an instruction that unpacks rows, so that it pads them to the longest row of the whole micro-batch."""
         if name == "_pad_packed_sequence" and total_length() is None:
             sizes = made.args[1]
             if isinstance(sizes, TensorSlot):

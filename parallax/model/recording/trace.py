@@ -77,15 +77,14 @@ class ModulePath(Slot):
 
 @dataclass(frozen=True)
 class SizeOf(TensorSlot):
-    """A placeholder for the size in ``dimension`` of tensor ``index``, for a size that is known to come from that
-    tensor."""
+    """A placeholder for the size of tensor ``index`` in ``dimension``, used if a size is known to be this one."""
 
     dimension: int
 
 
 def size_of(size: torch.SymInt, nested: Iterable[tuple[int, Tensor]]) -> SizeOf | None:
-    """Return a placeholder for the symbolic ``size`` of a dimension of one of the ``nested`` tensors, given as (number,
-    tensor); None if none has that size."""
+    """Return a placeholder for the symbolic ``size``, if it is the size of one of the ``nested`` tensors, given as
+    (number, tensor); otherwise None."""
     for number, tensor in nested:
         for dimension, own in enumerate(tensor.shape):
             if isinstance(own, torch.SymInt) and bool(own == size):
@@ -115,8 +114,8 @@ class Instruction:
 
 @dataclass
 class ForwardTrace:
-    """One run. ``returned``: the model's return value with slots for tensors; ``dropped``: types of its other objects,
-    which cannot be sent from a stage. ``packs``: between modules the forward controls saved tensors itself, as
+    """One run. ``returned``: the model's return value with slots for tensors. ``dropped``: types of other objects in
+    it, which cannot be sent from a stage. ``packs``: the forward sets saved-tensor hooks outside of modules, as
     torch.utils.checkpoint does."""
 
     tensors: list[TracedTensor] = field(default_factory=list)

@@ -43,8 +43,8 @@ _UNIFORM = "rand", "rand_like"
 
 @dataclass(frozen=True)
 class _Filling:
-    """Values in place of unknown ones: one for uniform random numbers in [0, 1), and one for activations and
-    parameters."""
+    """Values in place of unknown ones. ``drawn``: for uniform random numbers in [0, 1). ``fill``: sets the values of
+    activations and parameters."""
 
     drawn: float
     fill: Callable[[Tensor], Tensor]
@@ -115,7 +115,8 @@ def _draw_counts() -> tuple[int, int]:
 
 
 def without_values(fakes: FakeModel, flow: DataFlow, answer: Any, given: Any) -> Any:
-    """Return ``answer`` with fake tensors. These depend on the same inputs as the tensors in ``given``."""
+    """Return ``answer`` with a fake tensor for each of its tensors. The fakes depend on the inputs that the tensors in
+    ``given`` depend on."""
     sources = list(tensors_of(given))
     follows = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sources)
 
@@ -158,8 +159,8 @@ class ValueOracle:
         self._held[number] = tensor
 
     def answer(self, function: Callable[..., Any], args: Any, kwargs: Any, owner: str) -> Answer:
-        """Return the result of ``function`` on real values. Raises :class:`NotTraceable` for ``owner`` if values are
-        unknown, or if the result depends on the filling."""
+        """Return the result of ``function`` on real values. Raises :class:`NotTraceable` for ``owner`` if a value is
+        unknown, or if the result depends on the values that stand in for unknown ones."""
         tensors = list(tensors_in((args, kwargs)))
         if any(tensor.is_nested for tensor in tensors):
             where = user_line(traceback.extract_stack())
@@ -210,7 +211,7 @@ class ValueOracle:
         return isinstance(self._held.get(number), nn.Parameter)
 
     def source(self, number: int) -> Tensor:
-        """Return the value of tensor ``number``, which no instruction makes."""
+        """Return the value of tensor ``number``, an input or a tensor of the model."""
         traced = self._trace.tensors[number]
         if traced.origin is Origin.INPUT:
             return self._given(traced.name).clone()

@@ -164,8 +164,8 @@ class _Comparison:
         return max(wrong, default=names[difference.name][0])
 
     def _first_unknown(self, passes: Sequence[_Setting], where: _Setting) -> int:
-        """Return the first block with an output that the model's own forward does not compute, or without any new
-        output."""
+        """Return the index of the first wrong block: one of its outputs is a tensor that the model's own forward never
+        computes, or it has parameters but returns only tensors that existed before."""
         blocks = BlocksInOrder(self._chain)
         own = OwnForward(self._chain, blocks)
         for each in passes:

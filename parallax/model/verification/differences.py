@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-_FLOOR = 1e-2  # of the tolerance, relative to the largest number of all tensors
+_FLOOR = 1e-2  # factor of the tolerance that applies to the largest number of all tensors
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -1,8 +1,11 @@
-"""Control random numbers while a model is compared with its chain.
+"""Control random numbers while a model is compared with its chain of blocks.
 
-Calls in another order would draw other masks and noise. So either every call of a function draws from the same random
-state, which also reveals a dropout that one side lacks; or, when rows are split, dropout is off, and BatchNorms, whose
-rows are the user's choice, use their running statistics.
+If the two call random operators in different orders, they draw different masks and noise, although both may be correct.
+There are two ways out:
+
+* Every call of a torch function draws from the same random state. This also reveals a dropout that one side lacks.
+* When a batch is compared with its parts, dropout is off, and BatchNorms use their running statistics, because the
+  user chooses the rows over which they compute statistics.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Check that a model does not read the padding of its rows.
 
 Rows of conversations, lines and documents are padded after their end, and models other than those of transformers get
-no mask of it. That is right if each output depends on the tokens up to its own alone. So the loss of a row must stay
-the same when all tokens after its last counted target are replaced. It changes with attention that is not causal, with
-a mean over the sequence, and with layers that take the whole window.
+no mask of it. This is correct if each output depends only on its own token and earlier ones. So the loss of a row must
+stay the same when all tokens after its last counted target are replaced. It changes with attention that is not causal,
+with a mean over the sequence, and with layers that take the whole window.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _BOUNDS = (0, 2, 5), (0, 2, 4), (0, 1, 2)
 """Bounds of the parts of the sample; the next ones if the model cannot run on these."""
 _ROWS_OF_LOSS = 16
 _LARGEST_OUTPUTS = 2**26  # elements
-_LOOSER = 10.0  # than for equal rows, because other shapes select other kernels
+_LOOSER = 10.0  # looser than for equal rows, because other shapes select other kernels
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,12 @@ class _Summed:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the checks before the first step found. ``coupled``: rows of a batch interact, and this is how a batch split
-    into micro-batches differs from a whole one; ``gathered``: how it differs if the outputs are gathered for one loss;
-    ``padded``: how the loss of a row depends on its padding. Empty: no difference, or unknown."""
+    """The findings of the checks before the first step; empty: no difference, or unknown.
+
+    ``coupled``: rows of a batch interact, and this is how a batch split into micro-batches differs from a whole one.
+    ``gathered``: how it differs if the outputs are gathered for one loss. ``padded``: how the loss of a row depends on
+    its padding.
+    """
 
     coupled: str = ""
     gathered: str = ""
@@ -111,8 +114,8 @@ class _Parts:
         return ""
 
     def _of_targets(self, results: Any) -> str:
-        """Return how the loss changes if it gets more targets than the rows that the model ran on; "" if it does
-        not."""
+        """Return how the loss over many rows differs from that over its parts; empty if it does not. The model ran on
+        few rows, so their outputs are repeated, with the targets of further rows."""
         rows, few = min(len(self._batch), _ROWS_OF_LOSS), self._bounds[-1]
         tensors = list(tensors_in(results))
         fits = sum(t.numel() for t in tensors) * rows <= _LARGEST_OUTPUTS * few
@@ -133,8 +136,8 @@ class _Parts:
         return ""
 
     def _loss_alone(self, results: Any, bounds: Sequence[int]) -> Tensor | None:
-        """Return the loss summed over the parts of ``bounds``, with the outputs of the model's rows repeated; None if
-        it draws random numbers."""
+        """Return the sum of the losses of the parts between ``bounds``. The outputs of the rows that the model ran on
+        are repeated for all other rows. None if the loss draws random numbers."""
         rows, few = bounds[-1], self._bounds[-1]
         total = torch.zeros((), dtype=torch.float64)
         with torch.no_grad(), WithoutDraws() as draws:

@@ -46,8 +46,8 @@ def verify(
     padded: Callable[[], SampleRows | None] = lambda: None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
-    """Compare ``chain`` with its model's own forward on the first rows of ``batch``, and that batch with its parts.
-    ``padded()`` returns rows of which some are padded, whose padding the model must not read.
+    """Compare ``chain`` with its model's own forward on the first rows of ``batch``, and the loss of that batch with
+    that of its parts. ``padded()`` returns rows of which some are padded; the model must not read their padding.
 
     ``when``: ``auto`` verifies models without a cached verdict, if they fit the host; True always; False never.
     ``key``: everything that model and rows depend on besides their code. Raises :class:`~parallax.errors.DescribeError`

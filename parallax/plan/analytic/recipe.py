@@ -15,10 +15,18 @@ from parallax.errors import check_choice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BytesPerParameter:
-    """Bytes of one number. ``dtype`` is that of matrix products, ``compute`` its bytes; ``residual`` those of the
-    stream between blocks, which autocast keeps in full precision because norms return it. Per parameter: ``weight``,
-    ``gradient``, ``master`` (full-precision copy), ``optimizer`` (AdamW: two moments), and ``cast``, the copy that
-    autocast keeps of the weight of a matrix product between forward and backward."""
+    """Bytes of one element of each kind of tensor under a recipe. The optimizer is AdamW.
+
+    ``dtype``      type of the matrix products
+    ``compute``    bytes of an element of ``dtype``
+    ``residual``   bytes of an element of the residual stream, which autocast keeps in full precision because norms
+                   return it
+    ``weight``     bytes of a parameter
+    ``gradient``   bytes of its gradient
+    ``master``     bytes of its full-precision copy in the optimizer; 0 if the parameter itself is in full precision
+    ``optimizer``  bytes of its two moments
+    ``cast``       bytes of the copy in ``dtype`` that autocast keeps of a weight between forward and backward
+    """
 
     dtype: str
     compute: int

@@ -124,11 +124,23 @@ class TransformerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Op:
-    """One operation on one row. FLOPs, bytes of traffic and kernels have three entries each: forward, input gradient
-    and weight gradient. ``attends``: whether the FLOPs are attention's. ``operands``: the input and output activations
-    of a matrix product. ``weights`` are the parameters of matrix products, ``others`` the rest. ``saved`` bytes can be
-    offloaded, ``stays`` are small and resident; ``scratch`` is allocated only while it runs, without gradients of saved
-    tensors; ``deferred`` bytes are needed for the gradient of its weights."""
+    """One operation on one row.
+
+    ``flops``, ``traffic`` and ``kernels`` (floating-point operations, bytes of memory traffic, kernels) have three
+    entries: forward, input gradient and weight gradient. Parameters:
+
+    ``weights``   number of parameters in matrix products
+    ``others``    number of all other parameters
+    ``operands``  number of input and output activations of a matrix product
+    ``attends``   whether ``flops`` are those of attention
+
+    Bytes of activations:
+
+    ``saved``     saved for the backward; may be offloaded
+    ``stays``     saved for the backward, but too small to be offloaded
+    ``scratch``   allocated only while the operation runs, without the gradients of saved tensors
+    ``deferred``  needed by the weight-gradient pass
+    """
 
     flops: tuple[float, float, float] = (0.0, 0.0, 0.0)
     attends: bool = False
@@ -194,10 +206,10 @@ class _Shape:
         )
 
     def attention(self) -> _Op:
-        """Return scores, softmax and the weighted sum of values: as one kernel (``flash``), or one by one with all
-        scores in memory (``full``).
+        """Return attention: scores, softmax, and the sum of the values weighted by the softmax. ``flash`` runs them as
+        one kernel; ``full`` runs them one by one, with all scores in memory.
 
-        Besides its saved softmax, ``full`` attention allocates its input scores and their gradients.
+        ``full`` saves the softmax and, while it runs, also allocates the scores and their gradients.
         """
         c = self.c
         flops = 4.0 * self.tokens * self.tokens * c.hidden

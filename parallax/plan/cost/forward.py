@@ -125,7 +125,7 @@ def _memory(
 def _passing(
     profile: ModelProfile, plan: Plan, stage: int, load: StageLoad, device: Device
 ) -> dict[str, int]:
-    """Return the memory terms, in bytes, by which a forward-only run of a stage differs from training."""
+    """Return the device bytes of those terms of a stage that a forward without backward changes."""
     planned, rows = plan.stages[stage], _rows(plan, stage)
     costs = profile.blocks[planned.start : planned.stop]
     work = max(sum(getattr(cost, name).at(rows) for name in _IN_A_FORWARD) for cost in costs)

@@ -40,8 +40,9 @@ def with_offload_bytes(
 def _state_bytes(
     profile: ModelProfile, sizes: Sizes, stage: StagePlan, share: float, forced: int
 ) -> int:
-    """Return the bytes of offloaded states: the replica's shard of a ``share`` of the states, rounded up to whole
-    parameters, and the states of ``forced`` bytes of parameters. Masters of offloaded parameters are not included."""
+    """Return the tier bytes of a replica's optimizer states: its shard of the offloaded ``share`` of the states,
+    rounded up to whole parameters, and the states of ``forced`` further bytes of parameters. The masters of offloaded
+    parameters are not included, because they are counted with these parameters."""
     per_byte = profile.optimizer_bytes + profile.master_bytes
     whole, largest = math.ceil(sizes.trained * per_byte), sizes.parameter * per_byte
     lower = min(whole, math.floor(whole * share + largest)) if share else 0

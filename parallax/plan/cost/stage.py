@@ -30,10 +30,18 @@ from parallax.plan.profile import NOTHING, BlockCost, ModelProfile
 
 @dataclass(frozen=True, slots=True)
 class BlockLoad:
-    """One block for one micro-batch on one rank. ``recompute_seconds`` is the part of ``backward_seconds`` that runs
-    the forward again, ``weight_seconds`` the part that computes gradients of parameters; ``loss_bytes`` is the part
-    of ``kept_bytes`` that the loss saves. With a separate weight-gradient pass, ``deferred_bytes`` replace
-    ``kept_bytes`` between the two passes. ``trained_bytes`` are of its trained parameters."""
+    """The cost of one block for one micro-batch on one rank.
+
+    ``recompute_seconds``  the part of ``backward_seconds`` that runs the forward again
+    ``weight_seconds``     the part of ``backward_seconds`` that computes gradients of parameters
+    ``kept_bytes``         saved activations that stay on the device
+    ``loss_bytes``         the part of ``kept_bytes`` that the loss saves
+    ``moved_bytes``        saved activations that are offloaded
+    ``forward_work``       workspace of the forward; ``backward_work``: of the backward
+    ``deferred_bytes``     bytes held between the input-gradient and the weight-gradient pass, in place of
+                           ``kept_bytes``
+    ``trained_bytes``      bytes of the block's trained parameters
+    """
 
     forward_seconds: float
     backward_seconds: float
@@ -60,11 +68,17 @@ PASSING = ("activations", "loss", "swap", "boundary", "workspace")  # transient 
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """One stage on one rank: seconds and bytes that do not depend on the schedule. ``parameter_bytes``, and
-    ``trained_bytes``, which have gradients, include offloaded ones. ``passed_bytes`` are the part of ``boundary_bytes``
-    of which a rank holds only those of its largest stage. ``gathered_bytes`` are sent among the replicas
-    of the last stage before the loss of all rows, which takes ``gathered_seconds`` once in a step. Until each block has
-    run for the first time, and for all micro-batches of that visit, forwards take ``first_seconds``."""
+    """The cost of one stage on one rank, as far as it does not depend on the schedule.
+
+    ``parameter_bytes``   all parameters, offloaded ones included; ``trained_bytes``: those with a gradient
+    ``boundary_bytes``    tensors in transit from and to other stages, inputs copied ahead, and outputs that are
+                          gathered for one loss
+    ``passed_bytes``      the part of ``boundary_bytes`` that a rank with several stages holds for only one of them at a
+                          time, so that its largest stage counts
+    ``gathered_bytes``    outputs that the replicas of the last stage exchange for a loss over all rows
+    ``gathered_seconds``  seconds of that loss, once per step
+    ``first_seconds``     seconds of the forwards of the first visit of each block, for all micro-batches of that visit
+    """
 
     parameter_bytes: int
     trained_bytes: int
@@ -90,13 +104,14 @@ class StageLoad:
 
     @property
     def update_seconds(self) -> float:
-        """Return the seconds by which the optimizer's step prolongs a training step, with the wait of the next forward
-        for states that pass the link to the tier."""
+        """Return the seconds by which the optimizer's step prolongs a training step, including the wait of the next
+        forward for transfers of offloaded states."""
         return self.states.update_seconds + self.waiting_seconds([self])
 
     @staticmethod
     def waiting_seconds(loads: Iterable[StageLoad]) -> float:
-        """Return the seconds for which the first forwards of one rank's stages wait for states that pass the link."""
+        """Return the seconds for which the first forwards of one rank's stages wait for transfers of offloaded
+        states."""
         return max(0.0, sum(load.states.ahead_seconds - load.first_seconds for load in loads))
 
     @property
@@ -250,11 +265,14 @@ def load_stage(
     visits: Visits = EACH_MICRO_BATCH,
     boundaries_held: int = 0,
 ) -> StageLoad:
-    """Return the load of the stage that begins at block ``start`` with one directive per block, for ``rows`` rows per
-    micro-batch on ``device``, the device of one of ``replicas``. ``offload``: the offloaded shares of its states;
-    ``split``: the schedule splits backwards; ``inputs_ahead``: the model's inputs are copied one micro-batch early;
-    ``beside``: :func:`connection_bytes`; ``visits``: of its blocks; ``boundaries_held``:
-    :func:`parallax.plan.plan.boundaries_held`."""
+    """Return the load of a stage on ``device``, for ``rows`` rows per micro-batch. The stage begins at block ``start``
+    and has one directive per block, on each of ``replicas``.
+
+    ``offload``: the offloaded shares of its states. ``split``: the schedule splits backwards. ``inputs_ahead``: the
+    model's inputs are copied one micro-batch early. ``beside``: the replicas of the neighbouring stages
+    (:func:`connection_bytes`). ``visits``: the visits of its blocks. ``boundaries_held``: see
+    :func:`parallax.plan.plan.boundaries_held`.
+    """
     stop = start + len(directives)
     costs = profile.blocks[start:stop]
     given = costs[0].input.at(rows)

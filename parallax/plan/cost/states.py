@@ -35,14 +35,29 @@ SHARDED = OffloadFractions(sharded=True)
 
 @dataclass(frozen=True, slots=True)
 class StateLoad:
-    """Parameters and their training state on the device. ``host_bytes`` are in the offload tier, ``staging_bytes`` hold
-    fetched blocks, of which all stages of a rank together hold no more than their largest ``most_staging_bytes``.
-    ``summing_bytes`` are copies of gradients while replicas sum them, of which all stages of a rank hold no more than
-    ``most_summing_bytes``; ``communicator_bytes`` are bytes of the process groups that sum them: offloaded gradients
-    have their own group. For each micro-batch ``read_bytes`` are fetched and ``written_bytes`` written, which takes
-    ``streaming_seconds`` of the link to the tier; the backward waits ``adding_seconds`` for stored gradients, to which
-    it adds new ones. After the last micro-batch, the optimizer steps in ``update_seconds``. If the tier cannot step
-    states in place, they pass the link for ``ahead_seconds`` while the next forward runs."""
+    """Bytes of parameters, gradients and optimizer states of a stage on one rank, and the seconds of their transfers
+    and updates.
+
+    On the device for the whole run: ``parameter_bytes``, ``gradient_bytes``, ``optimizer_bytes``, ``master_bytes``, and
+    ``communicator_bytes``, the process groups in which replicas sum gradients (offloaded gradients have their own).
+
+    On the device for a part of the step:
+
+    ``staging_bytes``       blocks fetched from the tier; all stages of a rank together hold at most the largest
+                            ``most_staging_bytes`` of any of them
+    ``summing_bytes``       copies of gradients while replicas sum them; all stages of a rank together hold at most
+                            ``most_summing_bytes``
+
+    In the offload tier, and on the link to it:
+
+    ``host_bytes``          bytes in the tier
+    ``read_bytes``          bytes fetched per micro-batch; ``written_bytes``: bytes written per micro-batch
+    ``streaming_seconds``   seconds of these transfers
+    ``adding_seconds``      seconds per micro-batch for which the backward waits to add gradients to stored ones
+    ``update_seconds``      seconds of the optimizer's step after the last micro-batch
+    ``ahead_seconds``       seconds of fetching and writing states while the next forward runs; 0 if the tier can step
+                            states in place
+    """
 
     parameter_bytes: int
     gradient_bytes: int
@@ -74,9 +89,16 @@ class StateLoad:
 
 
 class Sizes(NamedTuple):
-    """Bytes of a stage's parameters. First of all parameters: total, largest block, largest trained parameter, trained
-    total. Then of the offloadable ones: total, trained total, largest block. A parameter that several blocks use cannot
-    be offloaded."""
+    """Bytes of a stage's parameters. A parameter is offloadable unless several blocks use it.
+
+    ``parameters``           all parameters
+    ``block``                parameters of the largest block
+    ``parameter``            the largest trained parameter
+    ``trained``              all trained parameters
+    ``offloadable``          all offloadable parameters
+    ``offloadable_trained``  the trained ones of these
+    ``offloadable_block``    the offloadable parameters of the largest block
+    """
 
     parameters: int
     block: int
@@ -110,7 +132,7 @@ class Sizes(NamedTuple):
         return math.floor(self.offloadable * share)
 
     def most_trained(self, part: int) -> int:
-        """Return an upper bound on the trained bytes if ``part`` bytes of the offloadable parameters are chosen."""
+        """Return an upper bound on the trained bytes among ``part`` bytes of offloadable parameters."""
         return min(part, self.offloadable_trained)
 
     def least_trained(self, part: int) -> int:
@@ -132,15 +154,15 @@ def load_states(
     split: bool = False,
     visits: Visits = EACH_MICRO_BATCH,
 ) -> StateLoad:
-    """Return the load of parameters of these ``sizes`` in training, on one of ``replicas``; ``split``: backwards are
-    split; ``visits``: the micro-batches for which offloaded parameters are fetched once.
+    """Return the load of parameters of these ``sizes`` in training, on one of ``replicas``. ``split``: the schedule
+    splits backwards. ``visits``: how often offloaded parameters are fetched.
 
-    Offloaded optimizer states are stepped in the tier: their gradients are written and their parameters read back; a
-    tier that cannot step has the states fetched, those of three buckets at a time. A share is rounded up to whole
-    parameters. Offloaded parameters are fetched for each forward and each backward, two blocks at a time; the gradients
-    of a block are added to those in the tier and written. Replicas hold one copy of offloaded states together, unless
-    their parameters are offloaded, and one copy of the states on the device if these are sharded. Which of the trained
-    parameters are offloaded is not known here, so device and tier both count the most there can be.
+    Offloaded optimizer states are stepped in the tier: their gradients are written and their parameters read back. If
+    the tier cannot step, the states of three buckets at a time are fetched instead. Offloaded parameters are fetched
+    for each forward and each backward, two blocks at a time; the gradients of a block are added to those in the tier
+    and written. Replicas together hold one copy of offloaded states, unless the parameters are offloaded too, and one
+    copy of resident states if these are sharded. Shares are rounded up to whole parameters. The caller does not say
+    which of the trained parameters are offloaded, so device and tier both count the maximum.
     """
     per_byte = profile.optimizer_bytes + profile.master_bytes
     states = math.ceil(sizes.trained * per_byte)
@@ -148,17 +170,17 @@ def load_states(
     sharing = replicas if offload.sharded else 1
     upper = shard_bytes(states - lower, sizes.parameter * per_byte, sharing)
     optimizer = math.ceil(upper * _share(profile.optimizer_bytes, profile.master_bytes))
-    streamed, gone, surely_gone = _streaming(profile, sizes, offload)
-    visiting, window = _visiting(profile, sizes, streamed, gone, visits)
+    streamed, gone, surely_gone = _offloaded_bytes(profile, sizes, offload)
+    visiting, window = _fetched_bytes(profile, sizes, streamed, gone, visits)
     steps = device.swaps_to.steps
     fetched = 0 if steps else math.ceil(3 * _state_bucket_bytes(profile, sizes) * per_byte)
     rounding = _rounding_bytes(profile, sizes, states - lower if lower else 0, streamed, gone)
     stepped = offload.optimizer * sizes.trained
     # Offloaded parameters are copied both ways in any case.
     moving = max(0.0, stepped - sizes.least_trained(streamed))
-    passing = math.ceil(_passing_bytes(profile, sizes, moving)) if steps else 0
+    passing = math.ceil(_host_staging_bytes(profile, sizes, moving)) if steps else 0
     bucket = device.bucket_bytes if replicas > 1 else 0
-    passing += _twice_bytes(profile, sizes, streamed, visiting, bucket)
+    passing += _rewriting_bytes(profile, sizes, streamed, visiting, bucket)
     mine = lower if streamed else shard_bytes(lower, sizes.parameter * per_byte, replicas)
     pages = (mine + streamed + gone) // 128  # every allocation in a store starts at a page
     here = (sizes.trained - stepped) * _step_share(profile, upper / max(1, states - lower))
@@ -193,9 +215,9 @@ def _update_seconds(
     profile: ModelProfile, device: Device, here: float, offloaded: float, moving: float
 ) -> float:
     """Return the seconds of an optimizer step over ``here`` bytes of parameters on the device and ``offloaded`` bytes
-    in the tier, of which ``moving`` are copied to a tier that steps them and back. The host's seconds per byte are
-    derived from its memory bandwidth; they are assumed to be no less than the seconds measured on the device. They all
-    count, although the host steps while the next forward runs: its cores may have other work."""
+    in the tier. ``moving`` bytes of the latter are copied to a tier that steps them, and back. The host's seconds per
+    byte follow from its memory bandwidth, and count as no less than those measured on the device. The host's step
+    counts in full although it overlaps with the next forward, because its cores may be busy with that."""
     byte = profile.optimizer_seconds / device.speed
     seconds = here * byte + offloaded * max(byte, device.host_update_seconds)
     if device.swaps_to.steps:
@@ -206,10 +228,10 @@ def _update_seconds(
 def _ahead_seconds(
     profile: ModelProfile, device: Device, offloaded: float, streamed: float
 ) -> float:
-    """Return the seconds of the transfers that a step over ``offloaded`` bytes of parameters needs, ``streamed`` bytes
-    of which are offloaded themselves. Where states cannot be stepped in place in the tier, they are read and written,
-    and so are gradients and weights of offloaded parameters: gradients are only read, weights with full-precision
-    masters only written."""
+    """Return the seconds of the transfers for a step over ``offloaded`` bytes of parameters, of which ``streamed``
+    bytes are offloaded themselves; 0 if the tier steps states in place. Otherwise states are read and written. Of
+    offloaded parameters the gradients are read and the weights written; the weights are also read, unless there are
+    full-precision masters."""
     if device.swaps_to.steps:
         return 0.0
     states = offloaded * (profile.optimizer_bytes + profile.master_bytes)
@@ -219,16 +241,17 @@ def _ahead_seconds(
 
 
 def _adding_seconds(profile: ModelProfile, device: Device, gone: int) -> float:
-    """Return the seconds of adding gradients to ``gone`` bytes of stored ones, which are read first."""
+    """Return the seconds of adding new gradients to ``gone`` bytes of stored ones, which are read first."""
     return device.read.seconds(gone) + ADDING * gone * profile.optimizer_seconds / device.speed
 
 
-def _visiting(
+def _fetched_bytes(
     profile: ModelProfile, sizes: Sizes, streamed: int, gone: int, visits: Visits
 ) -> tuple[int, int]:
-    """Return the most bytes of fetched blocks that this stage has on the device at one time, of ``streamed`` bytes of
-    parameters and ``gone`` bytes of gradients, and the most that a rank with several such stages has. If a block
-    computes several micro-batches in a row, each new gradient is added to one that stays on the device."""
+    """Return the bytes of fetched blocks on the device at one time: for this stage, with ``streamed`` bytes of
+    offloaded parameters and ``gone`` bytes of their gradients, and an upper bound for a rank with several such stages.
+    If a block computes several micro-batches in a row, the largest gradient counts twice: the new one, and the sum that
+    stays on the device."""
     block = sizes.offloadable_block
     twice = math.ceil(sizes.parameter * profile.gradient_bytes) * (visits.micro_batches > 1)
     mine = math.ceil(min(streamed, 2 * block) + min(gone, block * profile.gradient_bytes))
@@ -237,10 +260,10 @@ def _visiting(
     ) + twice
 
 
-def _streaming(
+def _offloaded_bytes(
     profile: ModelProfile, sizes: Sizes, offload: OffloadFractions
 ) -> tuple[int, int, int]:
-    """Return the bytes of offloaded parameters, and the most and the fewest bytes of their gradients."""
+    """Return the bytes of offloaded parameters, and an upper and a lower bound on the bytes of their gradients."""
     streamed = sizes.offloaded(offload.parameters)
     gone = math.floor(sizes.most_trained(streamed) * profile.gradient_bytes)
     surely_gone = math.floor(sizes.least_trained(streamed) * profile.gradient_bytes)
@@ -259,18 +282,18 @@ def _summing_bytes(
     return 2 * min(bucket, going) + (2 * min(largest, whole) if split else 0)
 
 
-def _passing_bytes(profile: ModelProfile, sizes: Sizes, moving: float) -> float:
-    """Return the host staging bytes for weights and gradients of ``moving`` bytes of parameters; the step works on
-    copies of the weights."""
+def _host_staging_bytes(profile: ModelProfile, sizes: Sizes, moving: float) -> float:
+    """Return the host memory through which gradients, and new weights, of ``moving`` bytes of parameters pass. The host
+    steps copies of the weights."""
     copies = 1 if profile.master_bytes else 2
     return copies * min(sizes.trained, moving + (sizes.block if moving else 0))
 
 
-def _twice_bytes(
+def _rewriting_bytes(
     profile: ModelProfile, sizes: Sizes, streamed: int, visiting: int, bucket: int
 ) -> int:
-    """Return the additional tier bytes while new data is written before old data is freed: one block, and the buckets
-    in which replicas sum gradients."""
+    """Return the additional tier bytes that are needed because new data is written before old data is freed: one block,
+    and the buckets in which replicas sum gradients."""
     whole = min(sizes.offloadable_block, streamed and sizes.offloadable)
     block = math.ceil(whole + sizes.most_trained(whole) * profile.gradient_bytes)
     return max(visiting, block) + (2 * bucket if streamed else 0)
@@ -279,8 +302,8 @@ def _twice_bytes(
 def _rounding_bytes(
     profile: ModelProfile, sizes: Sizes, upper: int, streamed: int, gone: int
 ) -> int:
-    """Return the tier bytes that rounding shares up to whole parameters may add: for ``upper`` bytes of states on the
-    device, and for parameters and gradients that are not offloaded."""
+    """Return the additional tier bytes if offloaded shares are rounded up to whole parameters. ``upper``: bytes of the
+    states that are not offloaded, which bounds their rounding."""
     per_byte = profile.optimizer_bytes + profile.master_bytes
     rounding = min(upper, math.ceil(sizes.block * per_byte))
     if streamed:

@@ -24,9 +24,9 @@ def buffer_bytes(largest: Any, moved: Any) -> Any:
 
 
 def leaving_bytes(moved: Any, in_flight: int, limit: Any) -> Any:
-    """Return how many of a micro-batch's offloaded ``moved`` bytes are actually written. A backward that follows its
-    own forward cancels unfinished writes, so only the excess over the swap ``limit`` is written. If other micro-batches
-    run in between, all bytes are written unless all micro-batches fit."""
+    """Return how many of a micro-batch's ``moved`` bytes are written to the tier. A backward that directly follows its
+    own forward cancels the writes that have not begun, so only the bytes above the swap ``limit`` are written. If other
+    micro-batches run in between, all bytes are written, unless all micro-batches fit the limit."""
     if in_flight == 1:
         return np.maximum(0.0, moved - limit)
     return np.where(limit >= in_flight * moved, 0.0, moved)

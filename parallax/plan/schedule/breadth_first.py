@@ -17,8 +17,8 @@ def breadth_first(
     group of all) follow each other.
 
     With one block per virtual stage, offloaded weights are read once per group for the forward and once for the
-    backward, instead of once per micro-batch, and the gradients of a block are complete when its last backward ends.
-    In return, all micro-batches of a group are in flight at one time.
+    backward, instead of once per micro-batch. The gradients of a block are complete when its last backward ends. In
+    return, all micro-batches of a group are in flight at one time.
 
     Source: Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism"; with one pipeline rank, the order of GreedySnake
     (Yin et al. 2025), where it is called vertical scheduling.

@@ -126,7 +126,7 @@ def _check_ends(name: str, lists: Sequence[Sequence[Action]], micro_batches: int
                 f"schedule {printable(name)}, {len(lists)} stages, {micro_batches} micro-batches: {kind}s have "
                 "another order on one stage than on another, but messages between stages are FIFO: use one order"
             )
-    edges = chain(range(1, len(lists) + 1))  # of one block each
+    edges = chain(range(1, len(lists) + 1))  # stages of one block each
     done: set[Action] = set()
     nexts = [0] * len(lists)
     moved = True

@@ -31,8 +31,8 @@ class Ramp:
     """The cost of filling and draining the pipeline, the ramp, in the search's formula
     (:mod:`parallax.plan.search.request`).
 
-    ``weight_savings``: seconds of the ramp that each second of the weight-gradient pass saves. ``ahead``: forwards that
-    a pipeline rank runs while its first micro-batch is on the later ranks, per later rank.
+    ``weight_savings``: by how many seconds each second of the weight-gradient pass shortens the ramp. ``ahead``: how
+    many forwards a pipeline rank runs, for each later rank, while its first micro-batch is on the later ranks.
     """
 
     weight_savings: int = 0

@@ -100,10 +100,10 @@ def zero_bubble_v(
     pipeline_ranks: int, pipeline_rank: int, micro_batches: int, interleave: int
 ) -> Order:
     """ZB-V: data passes up through the first stages of all pipeline ranks and back down through their second stages. So
-    inputs and loss are on the same pipeline rank, and an early pipeline rank gets its micro-batches back early: all
-    hold as much as the first pipeline rank of 1F1B, and none waits between its first action and its last if a forward,
-    an input-gradient and a weight-gradient pass take equally long and there are 2 · ``pipeline_ranks`` − 1
-    micro-batches or more.
+    inputs and loss are on the same pipeline rank, and an early pipeline rank gets its micro-batches back early. All
+    hold as much as the first pipeline rank of 1F1B. None waits between its first action and its last, provided that a
+    forward, an input-gradient and a weight-gradient pass take equally long and that there are at least 2 ·
+    ``pipeline_ranks`` − 1 micro-batches.
 
     Source: Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", where it is called V-ZB; the order is that
     of torch's ``ScheduleZBVZeroBubble``.

@@ -25,9 +25,13 @@ from parallax.plan.simulation.predict import Forecast, predict
 def with_ample_memory(
     profile: ModelProfile, cluster: Cluster, pipeline: Pipeline, forecast: Forecast
 ) -> tuple[Pipeline, Forecast]:
-    """Return ``pipeline``, whose forecast is ``forecast``, with smaller swap limits, or with more recomputed blocks if
-    it recomputes some and offloads none, on each pipeline rank on which this does not lengthen the step. Limits keep a
-    fifth of the budget free, or at least the bytes that the allocator keeps; blocks keep these bytes free."""
+    """Return ``pipeline`` and its ``forecast``, changed on pipeline ranks whose allocator would have to return freed
+    memory at once: with smaller swap limits or, if nothing is offloaded, with more recomputed blocks.
+
+    A change is kept if the allocator may then keep freed memory and the step is no longer. First, swap limits are tried
+    that leave a fifth of the budget free, then those that leave just the bytes that the allocator keeps. Recomputation
+    leaves the latter.
+    """
     for pipeline_rank in range(pipeline.pipeline_ranks):
         ranks = pipeline.ranks(pipeline_rank)
         if not any(forecast.ranks[rank].returns_freed for rank in ranks):

@@ -24,8 +24,8 @@ def even_boundaries(sums: Sequence[float], stages: int) -> list[int]:
 
 
 def furthest(works: Callable[[int], bool], low: int, high: int, guess: int) -> int:
-    """Return the smallest number from ``low`` to ``high`` for which ``works`` returns True; ``high`` if there is none.
-    The search starts at ``guess``."""
+    """Return the smallest number between ``low`` and ``high`` for which ``works`` returns True; ``high`` if there is
+    none. ``guess``: where the search starts."""
     start = min(max(guess, low), high)
     step = 1
     if works(start):

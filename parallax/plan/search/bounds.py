@@ -1,8 +1,8 @@
 """Lower bounds on the step seconds of every even pipeline of a shape, before and after the shape is evaluated.
 
-A pipeline rank p with t seconds per micro-batch begins after the first micro-batch has passed the earlier ranks, works
-``M · t``, waits for gradients of the later ranks, and ends before the last gradient has passed back through the earlier
-ranks::
+A pipeline rank p with t seconds per micro-batch begins after the first micro-batch has passed the earlier ranks. It
+works ``M · t`` seconds and waits for gradients of the later ranks. It ends before the last gradient has passed back
+through the earlier ranks. So::
 
     step >= Σ of all pipeline ranks
             + t_p · (M − 1 − forwards of p that fit into its first wait · forward's fraction of t_p)
@@ -48,10 +48,17 @@ from parallax.plan.search.request import ROUNDING, Request, Shape
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """All blocks for the rows of the fullest rank: the largest share of the forward in any block, the seconds of all
-    blocks, the seconds of their weight-gradient passes, and the sum of the cheapest 0, 1, … blocks. ``common`` is the
-    kind of block with the most seconds in total, which occurs ``count`` times; one such block needs ``again`` seconds
-    to recompute and ``copying`` seconds to offload and prefetch."""
+    """The costs of all blocks, for the rows of the fullest rank.
+
+    ``forward_share``      the largest fraction of a block's seconds that its forward takes
+    ``seconds``            seconds of all blocks
+    ``weight``             seconds of their weight-gradient passes
+    ``largest``            seconds of the slowest block
+    ``cheapest``           seconds of the n fastest blocks, for n = 0, 1, …
+    ``common``, ``cost``   the kind of block that takes the most seconds in total; ``count``: the number of such blocks
+    ``again``              seconds to recompute one of them
+    ``copying``            seconds to offload one of them and to prefetch it
+    """
 
     forward_share: float
     seconds: float
@@ -69,10 +76,17 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Terms:
-    """Bounds of a shape, in seconds. ``total``: of all pipeline ranks for one micro-batch. ``slowest``: a lower bound
-    on the slowest pipeline rank. ``path``: the latency of one micro-batch through all pipeline ranks. ``update``: of
-    the mean share of the parameters. ``deferred``: weight-gradient passes that can be deferred; ``saved``: the part of
-    the ramp that they save at most. ``ramp``: the smallest ramp of equally slow pipeline ranks."""
+    """Bounds on the costs of a shape, in seconds: lower bounds, except ``deferred`` and ``saved``.
+
+    ``total``      all pipeline ranks, for one micro-batch
+    ``slowest``    the slowest pipeline rank, for one micro-batch
+    ``path``       latency of one micro-batch through all pipeline ranks
+    ``update``     update of the mean share of the parameters
+    ``deferred``   weight-gradient passes that can be deferred, at most
+    ``saved``      the part of the ramp that these fill, at most
+    ``ramp``       ramp of equally slow pipeline ranks
+    ``forward_share``  the largest fraction of a block's seconds that its forward takes
+    """
 
     total: float
     slowest: float
@@ -100,9 +114,9 @@ class StepBound:
         self._update = lru_cache(maxsize=None)(self._find_update)
 
     def seconds(self, shape: Shape, least_cost: float = 0.0, least_weighted: float = 0.0) -> float:
-        """Return a lower bound on the step of every even pipeline of ``shape``. ``least_cost``: the known lower bound
-        on the slowest pipeline rank's seconds per micro-batch, with its part of the seconds after the last one.
-        ``least_weighted``: the same bound, weighted by :meth:`weights`."""
+        """Return a lower bound on the step of every even pipeline of ``shape``. ``least_cost``: a known lower bound on
+        the cost of its slowest pipeline rank, in seconds per micro-batch, which include a part of the seconds after the
+        last micro-batch. ``least_weighted``: the same for costs multiplied by :meth:`weights`."""
         terms, micro_batches, fullness = (
             self._terms(shape),
             self.request.count(shape),
@@ -157,7 +171,8 @@ class StepBound:
         return shape.schedule.searched and shape.interleave == 1
 
     def weights(self, shape: Shape) -> list[float]:
-        """Return the step seconds per micro-batch second of each pipeline rank, relative to the last rank."""
+        """Return the weight of each pipeline rank: by how much the step lengthens per second of the rank's micro-batch,
+        relative to the last pipeline rank."""
         if not self.weighs(shape):
             return [1.0] * shape.pipeline_ranks
         waits = self._waits(shape, self._terms(shape).forward_share)
@@ -202,9 +217,9 @@ class StepBound:
         )
 
     def _waits(self, shape: Shape, forward_share: float) -> list[float]:
-        """Return, for each pipeline rank, the number of its micro-batches that a step needs in addition to the latency
-        of one through all pipeline ranks: all but one, less the forwards that run while the first micro-batch passes
-        the later ranks."""
+        """Return, for each pipeline rank, how many of its micro-batches lengthen the step beyond the latency of one
+        micro-batch through the pipeline: all but one, less the forwards that fit into the time in which the first
+        micro-batch passes the later ranks."""
         micro_batches, pipeline_ranks = self.request.count(shape), shape.pipeline_ranks
         ahead = shape.schedule.ramp.ahead
         hidden = [
@@ -222,7 +237,7 @@ class StepBound:
         ) / count
 
     def _fullness(self, shape: Shape) -> float:
-        """Return the smallest cost of a mean micro-batch as a fraction of the cost of the largest one."""
+        """Return a lower bound on the cost of a mean micro-batch, as a fraction of the cost of the largest one."""
         return self._mean_rows(shape) / -(-shape.microbatch // self._replicas(shape))
 
     def _replicas(self, shape: Shape) -> int:

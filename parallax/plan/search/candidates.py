@@ -31,12 +31,12 @@ from parallax.plan.simulation.predict import (
 
 # Pipeline ranks filled after which no more shapes are evaluated, if one has been found.
 EFFORT = 40_000
-AGAIN_EFFORT = 1.1  # times that, after which the best shapes are not evaluated again
-PROOF_EFFORT = 0.3  # times that, spent on the bound
+AGAIN_EFFORT = 1.1  # factor of the effort above which the best shapes are not evaluated again
+PROOF_EFFORT = 0.3  # fraction of the effort that may be spent on the bound
 AGAIN = 24  # shapes of the best pipelines that are solved in more variants
 ALIKE = 0.99  # smallest weight above which pipeline ranks count as equal
 REBALANCED = 8  # numbers of pipeline ranks whose best pipeline is tried with uneven replicas
-NEAR = 1.1  # times the best seconds, up to which pipelines are kept: the simulator may reorder them
+NEAR = 1.1  # factor of the best seconds up to which pipelines are kept: the simulator decides
 
 Progress = Callable[[str], None]
 
@@ -147,8 +147,8 @@ class _Evaluator:
         return found
 
     def _weigh(self, shape: Shape, found: _Found, near: float) -> None:
-        """Partition the blocks by weighted cost and add the results to ``found``. Pipelines slower than ``near`` times
-        the best do not matter."""
+        """Partition the blocks by weighted cost, and add the results to ``found``. Pipelines slower than ``near`` times
+        the best one need not be found."""
         ceiling = self.bound.weighted_ceiling(shape, found.best * near)
         solved = self._solve(shape, found, ceiling=ceiling, weights=self.bound.weights(shape))
         found.least_weighted = solved.least_cost if solved is not None else ceiling
@@ -203,8 +203,9 @@ class _Found:
 
 
 class CandidateSearch:
-    """The search over the shapes of one request. ``found`` lists pipelines, ``compared`` counts solved partitions, and
-    no even pipeline needs less than ``bound_seconds``. ``effort`` limits the number of pipeline ranks filled."""
+    """The search over the shapes of one request. ``found``: the pipelines found. ``compared``: the number of solved
+    partitions. ``bound_seconds``: a lower bound on the step of every pipeline with replicas as even as possible.
+    ``effort``: the number of pipeline ranks that may be filled."""
 
     def __init__(
         self,

@@ -106,8 +106,8 @@ def _check_settings(question: Question) -> None:
 
 def _check_gathering(question: Question) -> None:
     """Raise :class:`ConfigError` if the schedule cannot compute one loss over all rows. That loss needs the outputs of
-    all micro-batches, so a schedule that starts backward earlier needs a single micro-batch, which makes a pipeline
-    useless; it is allowed only if the user sets it."""
+    all micro-batches. If a schedule starts backwards earlier, it needs a single micro-batch, with which a pipeline is
+    useless; so only a micro-batch of all rows that the user sets is accepted."""
     config, pipeline_ranks = question.config, max(1, *question.pipeline_ranks)
     if not question.gather_loss or question.microbatch == question.rows:
         return
@@ -196,9 +196,9 @@ def _of_rows(question: Question) -> str:
 
 def _of_interleaving(question: Question) -> str:
     """Return the contradiction of an interleaved schedule with the other numbers; empty if there is none. Interleaving
-    needs two or more pipeline ranks, a block for each of their stages, an equal number of devices per pipeline rank
-    and, if the schedule groups micro-batches, a number of micro-batches that the pipeline ranks divide (Narayanan et
-    al. 2021, section 2.2)."""
+    needs at least two pipeline ranks, a block for each of their stages, and equally many devices per pipeline rank. If
+    the schedule groups micro-batches, the number of pipeline ranks must divide their number (Narayanan et al. 2021,
+    section 2.2)."""
     config, blocks, devices = question.config, question.blocks, question.used
     if not question.interleaves or (
         config.interleave == AUTO and all(s.grouping is not None for s in config.schedules)

@@ -140,13 +140,15 @@ class ExactSearch:
                         hopeful = [
                             p
                             for p in partials
-                            if self._hope(shape, stage, place, p, least, replicas) < limit
+                            if self._best_score(shape, stage, place, p, least, replicas) < limit
                         ]
                         for choice in fitter.fit(start, stop, where) if hopeful else ():
                             front = grown.setdefault(place, [])
                             for partial in hopeful:
                                 seconds = choice.seconds
-                                hope = self._hope(shape, stage, place, partial, seconds, replicas)
+                                hope = self._best_score(
+                                    shape, stage, place, partial, seconds, replicas
+                                )
                                 if hope < limit:
                                     _insert(front, self._prepend(choice, partial, left))
             fronts = grown
@@ -155,7 +157,7 @@ class ExactSearch:
     def _in_flight(self, shape: Shape, stage: int) -> int:
         return shape.schedule.in_flight(shape.pipeline_ranks, stage, self.request.count(shape))
 
-    def _hope(
+    def _best_score(
         self,
         shape: Shape,
         stage: int,

@@ -35,7 +35,7 @@ from parallax.plan.search.request import Candidate, Request, Shape
 
 MOST_MEMORY = 2**60  # more bytes than any device has
 TOLERANCE = 1.002  # ratio of upper to lower bound at which bisection stops
-ROUNDS = 14  # of bisection
+ROUNDS = 14  # of the bisection, at most
 MOVES = 12  # most devices moved between pipeline ranks of a candidate
 
 
@@ -55,8 +55,8 @@ class StageOptions(NamedTuple):
 
 
 class _Filled(NamedTuple):
-    """The result of filling the pipeline ranks under a ceiling. It is empty if the ceiling is too low; then every
-    ceiling below ``next_ceiling`` is too low as well."""
+    """The pipeline ranks as filled under a ceiling. ``places`` is empty if the ceiling is too low; then no ceiling
+    below ``next_ceiling`` is high enough."""
 
     places: list[_PipelineRankPlace]
     next_ceiling: float = math.inf
@@ -94,10 +94,13 @@ class GreedySearch:
         sharded: bool | None = None,
         weights: Sequence[float] = (),
     ) -> Solved | None:
-        """Return the pipeline with replicas as even as possible whose slowest pipeline rank is the fastest; None if
-        nothing fits, or if that pipeline rank would cost more than ``ceiling`` seconds per micro-batch. Blocks have
-        one of the ``allowed`` directives; ``sharded`` tells whether replicas shard states (None: if that costs
-        less). The costs of pipeline ranks are compared after multiplication by their ``weights`` (none: all 1)."""
+        """Return the pipeline whose slowest pipeline rank is the fastest, with replicas as even as possible. Return
+        None if nothing fits, or if its slowest pipeline rank would cost more than ``ceiling`` seconds per micro-batch.
+
+        ``allowed``: the directives that blocks may have. ``sharded``: whether replicas shard optimizer states; None:
+        the cheaper of both. ``weights``: factors of the pipeline ranks, by which costs are multiplied before they are
+        compared; none: all 1.
+        """
         if shape.pipeline_ranks < self.request.least_pipeline_ranks:
             return None
         replicas = self._even(shape)

@@ -48,9 +48,9 @@ _Answer = tuple[float, tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class GreedyStage:
-    """The greedy result: seconds per micro-batch, the same plus its part of the seconds after the last one (``cost``),
-    and the indices of the recomputed and offloaded blocks, counted over all parts. ``offload`` are the fractions of
-    its offloaded states."""
+    """The greedy result for a pipeline rank: ``seconds`` per micro-batch; ``cost``, the same with a part of the seconds
+    after the last micro-batch; ``offload``, the fractions of its offloaded states; and the indices of the recomputed
+    and of the offloaded blocks, counted over all parts."""
 
     seconds: float
     cost: float
@@ -77,14 +77,25 @@ class GreedyStage:
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """The costs of one pipeline rank by the number of recomputed and of offloaded blocks, with ``in_flight`` micro-
-    batches in flight; ``compute`` seconds are those without either, ``first`` those of the forwards until each block
-    has been visited once. Entry n of ``recompute_freed`` and ``recompute_seconds``: the first n blocks of ``order`` are
-    recomputed. Entry n of all other arrays: the last n blocks of ``order`` are offloaded (``offloaded`` is 0, 1, …).
-    ``moved``: bytes offloaded per micro-batch, ``gone``: by all in flight, ``largest``: by one block, ``places``: bytes
-    in the tier. ``base``: bytes of activations that stay on the device; ``plain``, ``both``: workspace without and with
-    recomputation. ``buffers``: swap limits, and the seconds that a backward waits under them. With memory for two
-    blocks, reads overlap with compute; with memory for one they do not."""
+    """The costs of one pipeline rank, for each number of recomputed and of offloaded blocks, with ``in_flight``
+    micro-batches in flight. Blocks are recomputed from the start of ``order``, and offloaded from its end.
+
+    ``compute``            seconds of forwards and backwards without recomputation and offloading
+    ``first``              seconds of the forwards until each block has been visited once
+    ``recompute_freed``,   entry n: bytes freed, and seconds, if the first n blocks of ``order`` are recomputed
+    ``recompute_seconds``
+
+    All other arrays have one entry for each number of ``offloaded`` blocks (0, 1, …):
+
+    ``offload_seconds``    slowdown by offloading
+    ``moved``, ``gone``    bytes offloaded per micro-batch, and by all micro-batches in flight
+    ``largest``            bytes offloaded by one block
+    ``places``             bytes in the tier
+    ``base``               bytes of activations that stay on the device
+    ``plain``, ``both``    workspace without and with recomputation
+    ``buffers``            swap limits, each with the seconds that a backward waits under it: with memory for two blocks
+                           reads overlap with compute, with memory for one block they do not
+    """
 
     in_flight: int
     order: NDArray[np.int64]
@@ -106,8 +117,9 @@ class _Sums:
 
 @dataclass(frozen=True)
 class PipelineRankKind:
-    """The common properties of pipeline ranks: ``replicas`` on such a ``device``, connected by ``link``, ``rows`` on
-    each rank of each of ``micro_batches``, under schedules that do or do not ``split`` backwards."""
+    """The properties that pipeline ranks of one kind share. Each has ``replicas`` on devices like ``device``, connected
+    by ``link``. A rank has at most ``rows`` rows of each of the ``micro_batches``. ``split``: the schedule splits
+    backwards."""
 
     device: Device
     link: Link

@@ -82,7 +82,7 @@ def _more_memory(request: Request, needed: int, fits: Fits) -> Iterator[str]:
     least = min(device.memory_bytes for device in request.devices)
     for _ in range(MEMORY_TRIES):
         size = math.ceil(needed / MIB)
-        if fits(request.changed(cluster=_with(request, size * MIB, 0))):
+        if fits(request.changed(cluster=_with_capacity(request, size * MIB, 0))):
             yield f"cluster.device_memory={size}MiB ({needed - least:,} bytes more)"
             return
         needed = size * MIB * 9 // 8
@@ -102,18 +102,18 @@ def _too_small_a_tier(request: Request, fits: Fits) -> InfeasiblePlan:
 def _larger_tier(request: Request, tier: int, fits: Fits) -> Iterator[str]:
     """Yield the smallest tier that fits, in MiB, with the device memory that it needs in addition."""
     least = min(device.memory_bytes for device in request.devices)
-    needed = _least_memory(request.changed(cluster=_with(request, least, UNBOUNDED)))
+    needed = _least_memory(request.changed(cluster=_with_capacity(request, least, UNBOUNDED)))
     if needed is None:
         return
     memory = least if needed <= least else math.ceil(needed / MIB) * MIB
     low = high = math.ceil(tier / MIB)
-    while not fits(request.changed(cluster=_with(request, memory, high * MIB))):
+    while not fits(request.changed(cluster=_with_capacity(request, memory, high * MIB))):
         low, high = high, 2 * high + 1
         if high * MIB > UNBOUNDED:
             return
     while high - low > 1:
         middle = (low + high) // 2
-        enough = fits(request.changed(cluster=_with(request, memory, middle * MIB)))
+        enough = fits(request.changed(cluster=_with_capacity(request, memory, middle * MIB)))
         low, high = (low, middle) if enough else (middle, high)
     beside = "" if memory == least else f" cluster.device_memory={memory // MIB}MiB"
     each = max(len(node.devices) for node in request.cluster.nodes)
@@ -122,7 +122,7 @@ def _larger_tier(request: Request, tier: int, fits: Fits) -> Iterator[str]:
     yield f"cluster.{key}={each * high}MiB{beside} ({more})"
 
 
-def _with(request: Request, memory: int, tier: int) -> Cluster:
+def _with_capacity(request: Request, memory: int, tier: int) -> Cluster:
     """Return the same cluster with at least these bytes on each device and in each tier."""
     return request.cluster.with_devices(
         replace(

@@ -38,7 +38,7 @@ from parallax.plan.schedule.one_forward import ONE_FORWARD_ONE_BACKWARD
 from parallax.plan.search.contradiction import check_counted_loss
 from parallax.plan.search.exact_stage import StageSetting
 
-ROUNDING = 1 - 1e-9  # a bound must stay below what it bounds
+ROUNDING = 1 - 1e-9  # keeps a lower bound below the exact value despite rounding errors
 ORDERS_TRIED = 24  # permutations of the kinds of devices that are tried
 EXACT_PLACES = 256  # blocks × devices up to which every pipeline is evaluated
 MANY = 24  # pipeline ranks up to which every number is tried
@@ -205,8 +205,8 @@ class Request:
         )
 
     def visits(self, shape: Shape) -> Visits:
-        """Return the visits of the blocks of a shape. In a stage of several blocks, all blocks count as visited for
-        every micro-batch."""
+        """Return how many micro-batches in a row each block of ``shape`` computes
+        (:class:`~parallax.plan.plan.Visits`). Unless every stage has a single block, this is one."""
         alone = shape.pipeline_ranks * shape.interleave == len(self.profile.blocks)
         return visits_of(shape.schedule, self.count(shape), alone=alone)
 

@@ -43,7 +43,7 @@ CPUS = ("cpu", "cpu-core")  # kinds of devices that read inputs from host memory
 TIE = 1e-6  # relative gain in step seconds that counts as none
 FEW_DEVICES = 4  # devices up to which plans for every smaller count are searched
 MOST_TRIED = 2  # device counts tried on larger clusters if no plan fits the first
-AS_FAST = 1.01  # times the shortest step, up to which fewer devices are preferred
+AS_FAST = 1.01  # factor of the shortest step up to which fewer devices are preferred
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ def search(
 
 
 def _device_counts(config: PlanConfig, devices: int) -> list[int]:
-    """Return the device counts to try, largest first: every count that stages and replicas allow. Of many devices, the
-    counts that equal stages of several replicas use completely come directly after the first."""
+    """Return the device counts to try, largest first: every count that stages and replicas allow. If there are many,
+    the counts that stages with equally many replicas use completely come right after the largest."""
     if config.ranks is not None:
         return [devices]
     step = 1 if config.replicas == AUTO else int(str(config.replicas))

@@ -28,7 +28,7 @@ from parallax.plan.simulation.simulate import simulate
 ROUNDS = 8  # the most predictions to bring the error below ENOUGH
 ENOUGH = 0.005
 NARROWEST, WIDEST = 0.02, 50.0  # a ratio beyond these is taken for a measurement error
-LEAST_SHARE = 0.01  # of a step: fewer measured seconds give no ratio
+LEAST_SHARE = 0.01  # share of a step: fewer measured seconds give no ratio
 ACTION_SECONDS = 5e-5  # dispatch of an action: one that takes no longer gives no ratio
 UNCERTAIN = 1.5  # limits a rank's factor, relative to the slowness in its spans
 
@@ -210,9 +210,9 @@ def _evident(spans: Sequence[Span], plan: Plan) -> Busy:
 def evident_factors(
     factors: Mapping[int, float], predicted: Sequence[Span], measured: Sequence[Span]
 ) -> dict[int, float]:
-    """Return the ``factors`` of slow ranks, each limited to the slowness that the spans of a run show: a rank's compute
-    seconds over their prediction, relative to all ranks without a factor. Ranks whose spans show no slowness are
-    omitted."""
+    """Return the ``factors`` of slow ranks, each limited by the slowness that the measured spans show: the rank's
+    measured over its predicted compute seconds, relative to the ranks without a factor. Ranks whose spans show no
+    slowness are omitted."""
     was, now = _busy_by_rank(predicted), _busy_by_rank(measured)
     others = [rank for rank in now if rank not in factors and was.get(rank, 0.0) > 0]
     usual = sum(now[rank] for rank in others) / max(1e-12, sum(was[rank] for rank in others))

@@ -52,7 +52,7 @@ class Resource:
     """A capacity that concurrent work shares. ``speeds[k − 1]``, if measured, is the speed of each of k users.
 
     ``clock`` is the value of its clock at second ``read_at``; since then the clock runs at ``speed``. ``announced``
-    counts the scheduled ends. Only the last one is valid; it assumes the speed ``told``.
+    counts the scheduled ends. Only the last one is valid, and it assumes ``announced_speed``.
     """
 
     capacity: float
@@ -62,7 +62,7 @@ class Resource:
     clock: float = 0.0
     read_at: float = 0.0
     announced: int = 0
-    told: float = 0.0
+    announced_speed: float = 0.0
     ends: list[tuple[float, int, Transfer]] = field(default_factory=list)
 
     def advance(self, now: float, change: int) -> None:
@@ -114,7 +114,7 @@ class Simulator:
         resource.advance(self.now, 1)
         self._place(work, seconds, resource)
         # Otherwise the last announcement is still valid.
-        if resource.ends[0][2] is work or resource.speed != resource.told:
+        if resource.ends[0][2] is work or resource.speed != resource.announced_speed:
             self._announce(resource)
         return work
 
@@ -171,14 +171,15 @@ class Simulator:
     def _announce(self, resource: Resource) -> None:
         """Schedule the end of the resource's next work; earlier scheduled ends become void."""
         resource.announced += 1
-        resource.told = resource.speed
+        resource.announced_speed = resource.speed
         due = resource.next_end()
         if due is not None:
             at = resource.read_at + max(0.0, due - resource.clock) / resource.speed
             heappush(self._next, (at, next(self._number), resource.announced, resource))
 
     def _jump(self) -> bool:
-        """Advance to the next end of work, and complete all work that ends at this time, in the order of its start."""
+        """Advance to the next end of work, and complete all work that ends at this time, in the order of its start.
+        Return whether any work was left."""
         ended: list[tuple[int, Transfer]] = []
         limit = float("inf")
         upcoming = self._next

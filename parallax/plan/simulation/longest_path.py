@@ -35,9 +35,8 @@ class StageTimes:
     """Seconds of one stage for one micro-batch.
 
     ``backward`` is the input-gradient pass (B), ``weight`` the weight-gradient pass (W); schedules that do not split
-    the backward run both at once. ``send`` is the time of activations along the outgoing edge, and of their gradient
-    back, during which the rank is free. ``blocking`` is the further time of each of these messages that blocks both
-    ranks.
+    the backward run both at once. ``send`` and ``blocking`` are seconds of a message of activations along the outgoing
+    edge, and as well of one of gradients back: during ``send`` both ranks can compute, during ``blocking`` neither can.
     """
 
     forward: float
@@ -78,7 +77,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waves:
-    """The actions of all pipeline ranks in waves; ``starts[w]`` is the index of the first action of wave w.
+    """The actions of all pipeline ranks, ordered by wave. ``starts[w]`` is the index of the first action of wave w.
 
     ``pipeline_rank``  of each action
     ``cell``           kind · stages + stage of each action: the index of its seconds in a table
@@ -104,8 +103,8 @@ def time_schedule(
     *,
     interleave: int = 1,
 ) -> Timeline:
-    """Return the timeline of a step of ``micro_batches`` under ``schedule``. ``times``: of each stage; ``edges``:
-    between stages; ``interleave``: stages on each pipeline rank.
+    """Return the timeline of a step of ``micro_batches`` under ``schedule``. ``times``: the seconds of each stage.
+    ``edges``: the edges between stages. ``interleave``: stages per pipeline rank.
 
     The result is exact for these seconds. Raises :class:`PlanError` if the number of stages is not a multiple of
     ``interleave``, and :class:`DeadlockError` if the schedule's lists wait for each other.
@@ -264,8 +263,8 @@ def _listed(
     needed[backward] = forward
     needed[backward[senders]] = backward[receivers]
     needed[weight] = backward
-    room = nothing * micro_batches  # enough for split backwards
-    cells, own, needs = (np.empty(room, dtype=np.int32) for _ in range(3))
+    most = nothing * micro_batches  # enough for split backwards
+    cells, own, needs = (np.empty(most, dtype=np.int32) for _ in range(3))
     low = 0
     for found in orders:
         high = low + len(found.kinds)

@@ -62,16 +62,16 @@ class _Message:
         )
         self._left = 0
 
-    def send(self, seconds: float, ways: Sequence[Resource]) -> None:
-        """Occupy all resources ``ways`` for ``seconds`` (longer if they are shared), then wait for the latency."""
+    def send(self, seconds: float, resources: Sequence[Resource]) -> None:
+        """Occupy all ``resources`` for ``seconds`` (longer if they are shared), then wait for the latency."""
         if seconds <= 0:
             self._travel()
             return
-        self._left = len(ways)
+        self._left = len(resources)
         for core in self._cores:
             core.carry(1)
-        for way in ways:
-            self._simulator.work(seconds, way).then = self._through
+        for resource in resources:
+            self._simulator.work(seconds, resource).then = self._through
 
     def _through(self) -> None:
         self._left -= 1
@@ -101,7 +101,9 @@ class Network:
             Core(self.simulator, cores[node], device.overlap_loss)
             for node, device in zip(cluster.node_of, cluster.devices)
         ]
-        self._ways: defaultdict[tuple[str, int, int], Resource] = defaultdict(lambda: Resource(1.0))
+        self._links: defaultdict[tuple[str, int, int], Resource] = defaultdict(
+            lambda: Resource(1.0)
+        )
         self._gates: dict[str, tuple[int, Signal]] = {}
 
     def tier(self, rank: int) -> Resource:
@@ -109,11 +111,11 @@ class Network:
         memory."""
         device = self._cluster.devices[rank]
         if device.swaps_to.shared:
-            way = f"tier {device.tier}", self._cluster.node_of[rank], 0
-            if way not in self._ways:
-                self._ways[way] = Resource(1.0 / device.tier_share)
-            return self._ways[way]
-        return self._ways["host", rank, 0]
+            key = f"tier {device.tier}", self._cluster.node_of[rank], 0
+            if key not in self._links:
+                self._links[key] = Resource(1.0 / device.tier_share)
+            return self._links[key]
+        return self._links["host", rank, 0]
 
     def deliver(self, arrived: Signal, sender: int, receiver: int, count: float) -> None:
         """Send a message of ``count`` bytes. Messages in transit share the bandwidth; the latency is not shared."""
@@ -139,10 +141,12 @@ class Network:
         nodes = self._cluster.node_of
         ring = [(a, b) for a, b in zip(ranks, [*ranks[1:], *ranks[:1]]) if nodes[a] == nodes[b]]
         yield from self._occupy(
-            ranks, [way for pair in ring for way in self._between(*pair)], inside
+            ranks, [resource for pair in ring for resource in self._between(*pair)], inside
         )
         yield from self._occupy(
-            ranks, [self._remote(way, rank) for rank in ranks for way in ("out", "in")], across
+            ranks,
+            [self._remote(direction, rank) for rank in ranks for direction in ("out", "in")],
+            across,
         )
 
     def meet(self, gate: str, size: int, then: Callable[[], Routine] = at_once) -> Signal:
@@ -158,13 +162,15 @@ class Network:
         yield from then()
         self.simulator.set(opened)
 
-    def _occupy(self, ranks: Sequence[int], ways: Sequence[Resource], seconds: float) -> Routine:
-        """Occupy all resources ``ways`` for ``seconds`` at full bandwidth, or longer if they are shared."""
+    def _occupy(
+        self, ranks: Sequence[int], resources: Sequence[Resource], seconds: float
+    ) -> Routine:
+        """Occupy all ``resources`` for ``seconds`` at full bandwidth, or longer if they are shared."""
         if seconds <= 0:
             return
         for rank in ranks:
             self.cores[rank].carry(1)
-        yield from [self.simulator.work(seconds, way) for way in dict.fromkeys(ways)]
+        yield from [self.simulator.work(seconds, resource) for resource in dict.fromkeys(resources)]
         for rank in ranks:
             self.cores[rank].carry(-1)
 
@@ -173,14 +179,14 @@ class Network:
         if nodes[sender] != nodes[receiver]:
             return [self._remote("out", sender), self._remote("in", receiver)]
         if self._cluster.local_over_host:
-            return [self._ways["host", sender, 0], self._ways["host", receiver, 0]]
-        return [self._ways["local", sender, receiver]]
+            return [self._links["host", sender, 0], self._links["host", receiver, 0]]
+        return [self._links["local", sender, receiver]]
 
     def _remote(self, direction: str, rank: int) -> Resource:
         """Return a rank's link to or from other nodes: its own, or the link that the ranks of its node share."""
         if not self._cluster.remote_ways:
-            return self._ways[direction, rank, 0]
-        way = f"node {direction}", self._cluster.node_of[rank], 0
-        if way not in self._ways:
-            self._ways[way] = Resource(self._cluster.remote_ways)
-        return self._ways[way]
+            return self._links[direction, rank, 0]
+        key = f"node {direction}", self._cluster.node_of[rank], 0
+        if key not in self._links:
+            self._links[key] = Resource(self._cluster.remote_ways)
+        return self._links[key]

@@ -29,7 +29,7 @@ from parallax.plan.profile import ModelProfile
 from parallax.plan.simulation.longest_path import StageTimes, Timeline, time_schedule
 from parallax.plan.simulation.simulate import simulate
 
-MANY_MICRO_BATCHES = 512  # up to this number all are timed
+MANY_MICRO_BATCHES = 512  # steps with at most this many micro-batches are timed completely
 SETTLED_ROUNDS = 8  # rounds through all stages after which all rounds are equal
 SIMULATED_BLOCKS = (
     20_000  # forwards and backwards of blocks, over all ranks: the event simulator's limit
@@ -82,9 +82,9 @@ def placements(cluster: Cluster, pipeline: Pipeline) -> list[Pipeline]:
 
 
 class QuickSeconds(NamedTuple):
-    """Seconds of a step by the longest path, without the details of swapping and reducing. ``likely`` adds the wait for
-    the offload tier to every backward. ``least`` is a lower bound of the event simulator's result, in which such waits
-    may fall into idle time."""
+    """Seconds of a step by the longest path, without the details of swapping and reducing. ``likely``: every backward
+    waits for the offload tier. ``least``: a lower bound on the event simulator's result, because waits for the tier may
+    coincide with idle time."""
 
     likely: float
     least: float

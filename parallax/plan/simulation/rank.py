@@ -165,7 +165,7 @@ class Rank:
                 case Kind.UPDATE:
                     yield from self._update(action)
             waited += self._swapping.stalled - stalled
-            self._book(action, simulator.now - start - gathering, waited)
+            self._add_seconds(action, simulator.now - start - gathering, waited)
             self._seconds["reduce"] += gathering
             waited += gathering
             kind = str(action.kind)
@@ -182,7 +182,7 @@ class Rank:
                 )
             )
 
-    def _book(self, action: Action, seconds: float, waited: float) -> None:
+    def _add_seconds(self, action: Action, seconds: float, waited: float) -> None:
         """Add the seconds of an action to the terms of the step. For ``waited`` of these seconds the rank waited."""
         terms = self._seconds
         match action.kind:
@@ -269,8 +269,9 @@ class Rank:
         yield from self._swapping.streamed(streaming, passes.adding_seconds(action.kind))
 
     def _sharing(self, stage: int, rows: int) -> list[tuple[int, float]]:
-        """Return (rank, fraction) for each rank of ``stage``, at the other end of an edge, that exchanges rows of a
-        micro-batch of ``rows`` rows with this rank. The fraction is that rank's share of this rank's bytes."""
+        """Return (rank, fraction) for each rank of ``stage``, at the other end of an edge, that exchanges rows with
+        this rank, for a micro-batch of ``rows`` rows. ``fraction``: the part of this rank's rows that the two have in
+        common."""
         ranks = self._pipeline.ranks(stage)
         replicas = self._pipeline.stages[self._pipeline_rank].replicas
         start, stop = replica_rows(rows, replicas, self._replica)
@@ -341,8 +342,8 @@ class Rank:
                 yield network.meet(f"tie {index} {action.step}", len(ranks), reduction)
 
     def _update_ahead(self) -> Routine:
-        """Move offloaded states as the host optimizer does: stage by stage, while the next forward runs. Steps repeat,
-        so this one begins with the states of the previous one."""
+        """Transfer offloaded states stage by stage while the forward runs, as the host optimizer does. These are the
+        transfers of the previous step's update: steps repeat, so they stand for those of this step."""
         simulator, tier = self._world.network.simulator, self._world.network.tier(self.rank)
         for stage, updated in self._updated.items():
             seconds = self._passes(stage, self._rows[0]).load.states.ahead_seconds

@@ -20,10 +20,10 @@ from parallax.report.scaling.points import PointResult, Series, SweepResults
 
 COLOURS = ("#2b5c8a", "#c77f1a", "#57a773", "#b03a2e", "#7d5ba6", "#4d4d4d", "#1aa3a3", "#d16ba5")
 MARKERS = "osD^vP*X"
-MOST_SERIES = 12  # that fit a legend
+MOST_SERIES = 12  # series in a legend, at most
 _LONGEST_LABEL = 48
-_MOST_LINEAR = 30  # times the smallest rate: more can be read on a logarithmic scale alone
-METRIC_FILES = "metric-"  # the beginning of names of files
+_MOST_LINEAR = 30  # ratio of largest to smallest rate above which the scale is logarithmic
+METRIC_FILES = "metric-"  # prefix of the file names
 _MOST_NOTES = 24  # points that have their name beside them
 
 
@@ -215,9 +215,7 @@ def _metric_chart(results: SweepResults, key: str, number: int) -> Chart:
     def series(results: SweepResults) -> list[Series]:
         found = results.by_key(key)
         points = tuple(point for each in found for point in each.points)
-        if (
-            len(found) > MOST_SERIES
-        ):  # as of a random search: no two points differ in one setting alone
+        if len(found) > MOST_SERIES:  # in a random search, no two points differ in one setting only
             found = [Series({}, points)]
         return found if len(points) > 1 else []
 

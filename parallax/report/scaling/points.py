@@ -19,7 +19,7 @@ from math import isfinite
 
 from parallax.common.metrics import larger_is_better
 
-_TOLERANCE = 0.02  # of an efficiency: medians of one run differ by as much from those of the next
+_TOLERANCE = 0.02  # tolerated excess of an efficiency: medians of two runs differ by about as much
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,16 @@ class RankPeak:
 
 @dataclass(frozen=True, kw_only=True)
 class PointResult:
-    """The result of one point. ``swept``: those of its settings that differ between points. ``workload``: all settings
-    that define the work of a step; ``model``: those of model and data. ``layout``: its stages and replicas as text.
-    ``per_second``: speed in ``unit`` per second. ``seconds``: duration of the whole run. ``metrics``: name → number of
-    the run's summary, and the metric that was asked for. Unknown values, as for failed points, are None."""
+    """The result of one point; unknown values, as for failed points, are None.
+
+    ``swept``       its settings that differ between points
+    ``workload``    its settings that define the work of a step
+    ``model``       its settings of model and data
+    ``layout``      its stages and replicas, as text
+    ``per_second``  its speed, in ``unit`` per second
+    ``seconds``     duration of the whole run
+    ``metrics``     name → number of the run's summary, and the requested metric
+    """
 
     name: str
     number: int = 0
@@ -125,7 +131,8 @@ class Series:
         return Gain(speedup, speedup * (first.devices or 1) / (point.devices or 1))
 
     def doubt(self, point: PointResult) -> str:
-        """Return why the rate of ``point`` is doubtful: it is more than its devices can give; empty if it is not."""
+        """Return why the rate of ``point`` is doubtful, namely higher than its devices can reach; empty if it is
+        not."""
         first, gain = self.smallest, self.gain(point)
         if gain.efficiency <= 1 + _TOLERANCE or first.devices == point.devices:
             return ""

@@ -20,7 +20,7 @@ from parallax.report.scaling.points import Gain, PointResult, SweepResults
 NONE = "-"
 WIDTH = 160  # columns that the table has where it is not on a terminal
 _FORMULAS = ("=", "+", "-", "@")
-MOST_RANKS = 4  # whose peaks a cell lists
+MOST_RANKS = 4  # ranks whose peaks a cell lists, at most
 
 
 @dataclass(frozen=True)

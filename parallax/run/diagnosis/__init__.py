@@ -2,8 +2,8 @@
 
 A run's files hold its plan, the plan's inputs, every action of the last steps, and the status of each rank. From these
 the run is modelled in the simulator, cause by cause: the measured seconds of the blocks, the slowness of single ranks,
-the speed of the offload tier, and the reading of rows. Then each cause is removed from the model, and each change of
-the settings is planned and simulated with the rest left as measured::
+the speed of the offload tier, and the reading of rows. Then each cause is removed from the model in turn, and each
+change of the settings is planned and simulated, while all other quantities keep their measured values::
 
     profile, cluster, plan ──> fit to the spans ──> model of the run ──┬─ without a cause ──> what it costs
                                                                        └─ under a change  ──> its predicted step

@@ -25,9 +25,9 @@ LEAST = 0.03  # share of a step: a cause or a change below it is not worth a lin
 SLOW_TIER = 0.5  # share of the planned bandwidth, below which a tier is slow
 _MOST_CHANGES = 2
 _READERS_BUSY = 0.8  # share of the step in which workers read all of its rows
-_PLENTY = 64  # times the budget, to find the bytes that a plan without offloading takes
-_MARGINS = (1.02, 1.1, 1.3)  # times the peak of such a plan, tried as its budget
-_RARER = 4  # times as many steps between checkpoints
+_PLENTY = 64  # factor of the budget with which no plan needs to offload
+_MARGINS = (1.02, 1.1, 1.3)  # factors of that plan's peak that are tried as budgets
+_RARER = 4  # factor of the steps between checkpoints
 
 
 class Cause(StrEnum):
@@ -55,8 +55,8 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """The cause that costs most, in a ``sentence``, the seconds of a step that each cause costs, and the changes that
-    help, that against the cause first."""
+    """The cause that costs most, a ``sentence`` about it, the seconds per step of every cause, and the changes that
+    help. A change that addresses the cause comes first."""
 
     cause: Cause
     sentence: str
@@ -66,7 +66,8 @@ class Diagnosis:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedSettings:
-    """The settings that a change starts from. ``workers``: that read rows, None if the data has none."""
+    """The settings that a change starts from. ``workers``: the setting ``data.workers``; None if the data has no
+    workers."""
 
     plan: PlanConfig
     microbatch: int | str = AUTO
@@ -132,7 +133,7 @@ class _Doctor:
             found[Cause.RANK] = now - run.seconds(cluster=cluster)
         if run.tier_speed < SLOW_TIER:
             found[Cause.TIER] = now - run.seconds(cluster=run.cluster.slowed(run.slow))
-        if self._lacks_memory and (roomy := self._roomy) is not None:
+        if self._lacks_memory and (roomy := self._least_budget) is not None:
             found[Cause.BUDGET] = now - roomy[1]
         return found
 
@@ -151,8 +152,8 @@ class _Doctor:
         )
 
     def _named(self, costs: dict[Cause, float]) -> Cause:
-        """Return the cause of swapping that costs seconds: the tier if most of them are its, for which more memory is
-        only a remedy."""
+        """Return the cause to report for time lost by swapping: the slow tier if it accounts for more than half of that
+        time, otherwise the budget. More memory would only work around a slow tier."""
         tier, budget = costs.get(Cause.TIER, 0.0), costs.get(Cause.BUDGET, 0.0)
         return Cause.TIER if 2 * tier > budget else Cause.BUDGET
 
@@ -211,7 +212,7 @@ class _Doctor:
             yield from self._other_layout()
 
     def _more_workers(self) -> Change:
-        """Return the change to workers that read all rows during a step."""
+        """Return the change to enough workers to read all rows during a step."""
         measured, least = self._measured, self._without_input
         waits = (r + f for r, f in zip(measured.read_seconds, measured.fetch_seconds))
         workers = self._requested.workers
@@ -231,7 +232,7 @@ class _Doctor:
         )
 
     def _around_the_slow(self) -> Iterator[Change]:
-        """Yield plans that give the slow ranks less, or nothing."""
+        """Yield plans that give slow ranks less work, or none."""
         run, ranks = self._run, ", ".join(map(str, self._run.slow))
         if (found := self._searched(run.as_run, self._requested.plan)) is not None:
             text = f"plan again with what was measured, so that rank {ranks} gets less"
@@ -249,9 +250,9 @@ class _Doctor:
             yield self._change(Cause.RANK, text, overrides, found, fewer)
 
     @cached_property
-    def _roomy(self) -> tuple[str, float, Plan] | None:
-        """The least budget found with which the plan is about as fast as with any, as text, and the step and the plan
-        with it; None if the settings name no budget."""
+    def _least_budget(self) -> tuple[str, float, Plan] | None:
+        """The smallest tried memory budget under which the step is almost as fast as with unlimited memory: the budget
+        as text, the seconds of the step, and the plan. None if no budget is configured, or if no tried one suffices."""
         if self._requested.device_memory == AUTO:
             return None
         plenty = self._with_memory(None)
@@ -274,7 +275,7 @@ class _Doctor:
         )
 
     def _more_memory(self, cause: Cause) -> Iterator[Change]:
-        if (found := self._roomy) is not None:
+        if (found := self._least_budget) is not None:
             memory, seconds, _ = found
             yield Change(
                 cause=cause,
@@ -328,8 +329,9 @@ class _Doctor:
         yield self._change(Cause.LAYOUT, text, overrides, found, self._run.as_run)
 
     def _resident(self, plan: Plan) -> list[str]:
-        """Return the settings that keep on the device what ``plan`` keeps there and the run's plan offloads, as long as
-        the planner does not know what was measured."""
+        """Return the settings ``plan.optimizer=device`` and ``plan.parameters=device``, as far as the run's plan
+        offloads these and ``plan`` does not. They are needed because the planner does not use the run's
+        measurements."""
         shares = {"optimizer": "optimizer_offload", "parameters": "parameter_offload"}
         return [
             f"plan.{name}=device"
@@ -358,8 +360,8 @@ class _Doctor:
         return self._run.seconds(cluster=cluster, plan=plan, reads=self._reads_of(plan))
 
     def _reads_of(self, plan: Plan) -> Sequence[float]:
-        """Return the seconds of reading by rank under ``plan``: those of the first and of the last stage, divided among
-        their replicas."""
+        """Return the seconds of reading by rank under ``plan``: the measured seconds of the first and of the last
+        stage, divided evenly among the stage's replicas."""
         found = [0.0] * plan.world_size
         ends = {0: 0, len(self._plan.stages) - 1: len(plan.stages) - 1}
         for before, after in ends.items():

@@ -16,23 +16,25 @@ from parallax.plan.simulation.calibrate import calibrate
 from parallax.plan.simulation.predict import predict
 from parallax.run.diagnosis.measured import Measured
 
-SLOW = 2.0  # times as long as the other replicas of its stage, from which a rank is slow
-PREDICTED_SLOW = (
-    2.5  # the same beside ranks of other stages: predictions of two stages differ in their errors
-)
-_FASTEST = 0.75  # times the prediction: other ranks that are faster still count as that fast
-_LATER = 1.2  # times its own prediction that a slow rank takes at least
-_SLOWEST_TIER = 1 / 512  # of the bandwidth that the plan assumed
+SLOW = 2.0  # factor from which a rank is slow, against the other replicas of its stage
+PREDICTED_SLOW = 2.5  # the same against ranks of other stages, whose predictions have other errors
+_FASTEST = 0.75  # least ratio to the prediction that counts for the other ranks
+_LATER = 1.2  # least ratio of a slow rank to its own prediction
+_SLOWEST_TIER = 1 / 512  # smallest fraction of the planned bandwidth
 _HALVINGS, _OVERLAP_HALVINGS = 12, 5
-_UNPREDICTED = 0.03  # of a step: less stalling than that needs no explanation
+_UNPREDICTED = 0.03  # share of a step: a smaller excess of waits needs no explanation
 
 
 @dataclass(frozen=True, kw_only=True)
 class FittedRun:
-    """The model of a run. ``profile``: with the measured seconds of the blocks. ``cluster``: as planned, but that
-    computing may lose less speed during transfers. ``slow``: rank → how many times as long as others it takes.
-    ``tier_speed``: bandwidth of the offload tier, as a share of the planned one. ``scale``: measured seconds for a
-    modelled one, the error that is left."""
+    """The model of a run, fitted to its measurements.
+
+    ``profile``     costs of the blocks, with the measured seconds
+    ``cluster``     the planned cluster, possibly with a smaller slowdown of computing during transfers
+    ``slow``        rank → factor of the slow ranks: how many times as long as comparable ranks they compute
+    ``tier_speed``  bandwidth of the offload tier, as a fraction of the planned one
+    ``scale``       measured seconds per modelled second: the remaining error
+    """
 
     measured: Measured
     profile: ModelProfile
@@ -59,8 +61,8 @@ class FittedRun:
         reads: Sequence[float] | None = None,
         fetch: float | None = None,
     ) -> float:
-        """Return the modelled seconds from one step to the next; what is not given is as in the run. ``reads``: seconds
-        of reading inside of a step by rank; ``fetch``: of waiting for rows before it."""
+        """Return the modelled seconds from one step to the next. Arguments replace the run's own values. ``reads``:
+        seconds of reading rows inside a step, by rank. ``fetch``: seconds of waiting for rows before the step."""
         reads = self.measured.read_seconds if reads is None else reads
         fetch = max(self.measured.fetch_seconds) if fetch is None else fetch
         plan = plan or self.plan
@@ -90,8 +92,9 @@ def fit(measured: Measured, profile: ModelProfile, cluster: Cluster) -> FittedRu
 
 
 def _with_measured_overlap(measured: Measured, profile: ModelProfile, cluster: Cluster) -> Cluster:
-    """Return the cluster with a smaller loss of speed during transfers, if ranks that swap computed for less long than
-    predicted: the profile, measured without transfers, is not the one that is wrong then."""
+    """Return ``cluster`` with a smaller ``overlap_loss`` if ranks that swap computed for fewer seconds than predicted.
+    The profile was measured without transfers and is not to blame, so the assumed slowdown during transfers was too
+    large. The new loss is the one with which the predicted compute seconds equal the measured ones."""
     if not any(rank.offloaded_bytes for rank in measured.plan.prediction.ranks):
         return cluster
     goal = sum(busy_by_rank(measured.spans).values())
@@ -118,8 +121,8 @@ def _with_measured_overlap(measured: Measured, profile: ModelProfile, cluster: C
 def slow_ranks(
     predicted: Sequence[Span], measured: Sequence[Span], plan: Pipeline
 ) -> dict[int, float]:
-    """Return rank → factor of the ranks that take much longer than predicted, beside the other replicas of their stage
-    or, without these, beside all other ranks."""
+    """Return rank → factor of the slow ranks. A rank is slow if its ratio of measured to predicted compute seconds is
+    much larger than that of the other replicas of its stage or, without such replicas, than that of all other ranks."""
     was, now = busy_by_rank(predicted), busy_by_rank(measured)
     ratios = {rank: now[rank] / was[rank] for rank in now if was.get(rank, 0.0) > 0}
     found = {}
@@ -158,7 +161,8 @@ def with_tier_speed(cluster: Cluster, share: float) -> Cluster:
 
 
 def with_reads(profile: ModelProfile, plan: Pipeline, reads: Sequence[float]) -> ModelProfile:
-    """Return the profile in which the first and the last block also read rows, as the slowest of their ranks does."""
+    """Return ``profile`` with the reading of rows added to the forwards of the first and the last block. ``reads``:
+    seconds per step and rank; the slowest rank of each of the two stages counts."""
     stages = len(plan.stages)
     both = stages > 1 and plan.pipeline_rank(0) == plan.pipeline_rank(stages - 1)
     count = plan.micro_batches(plan.global_batch) * (2 if both else 1)
@@ -182,7 +186,8 @@ def _later(cost: Affine, seconds: float) -> Affine:
 
 
 def _tier_speed(measured: Measured, profile: ModelProfile, cluster: Cluster) -> float:
-    """Return the share of the planned bandwidth at which the simulated ranks stall as long as the measured ones."""
+    """Return the fraction of the planned tier bandwidth with which the rank that waits longest for swapped data waits
+    as long in the simulation as measured; 1 if nothing stalls more than predicted."""
     stalls = _stalls(measured)
     if not stalls:
         return 1.0
@@ -204,7 +209,7 @@ def _tier_speed(measured: Measured, profile: ModelProfile, cluster: Cluster) -> 
 
 
 def _stalls(measured: Measured) -> dict[int, float]:
-    """Return the seconds that each rank waited for swapped data in a step, if it offloads anything."""
+    """Return the seconds per step that each rank waited for swapped data; empty if no rank offloads anything."""
     if not any(rank.offloaded_bytes for rank in measured.plan.prediction.ranks):
         return {}
     waits: defaultdict[int, float] = defaultdict(float)

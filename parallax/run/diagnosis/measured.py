@@ -31,10 +31,16 @@ _MIDDLE = 0.5  # share of the steps, those of about median length, whose spans c
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The steps of a run: ``seconds`` of a step from its first action to its last, and ``period`` from one step to the
-    next. ``spans``: of all ranks in the steps of about median length; reading of rows inside an action counts as its
-    wait. ``read_seconds`` and ``fetch_seconds`` by rank: reading inside the actions of a step, and waiting for rows
-    before it. ``terms``: rank → term → seconds; the terms of a rank add up to the period."""
+    """The measured steps of a run.
+
+    ``seconds``        from the first action of a step to its last
+    ``period``         from the start of one step to the start of the next
+    ``spans``          actions of all ranks in the steps of about median length. Reading rows inside an action counts as
+                       a wait of this action.
+    ``read_seconds``   by rank: seconds of reading rows inside the actions of a step
+    ``fetch_seconds``  by rank: seconds of waiting for rows before a step
+    ``terms``          rank → term → seconds; the terms of a rank add up to ``period``
+    """
 
     plan: Plan
     seconds: float
@@ -78,7 +84,8 @@ class Measured:
         fetches: Sequence[float],
         checkpoint: float = 0.0,
     ) -> Measured:
-        """Return the measurements in ``spans``; the other seconds are of each rank, and of saving, in a mean step."""
+        """Return the measurements in ``spans``. ``reads`` and ``fetches``: seconds per rank, and ``checkpoint``:
+        seconds of saving, in a mean step."""
         middle = _middle_steps(spans)
         middle, reads = _without_reading(middle, reads, {0, len(plan.stages) - 1})
         lengths = [end - start for start, end in _bounds(middle).values()]
@@ -109,7 +116,7 @@ class Measured:
 
 
 def predicted_terms(spans: Sequence[Span]) -> dict[str, float]:
-    """Return the mean of each term over the ranks, of the spans that the planner predicts."""
+    """Return the seconds of each term in the predicted ``spans``, averaged over the ranks."""
     found = dict.fromkeys(TERMS, 0.0)
     by_rank = seconds_by_term(spans)
     for terms in by_rank.values():
@@ -138,8 +145,8 @@ def _middle_steps(spans: Sequence[Span]) -> list[Span]:
 def _without_reading(
     spans: Sequence[Span], reads: Sequence[float], ends: Collection[int]
 ) -> tuple[list[Span], list[float]]:
-    """Return the spans with the reading of rows as waits of the forwards of the stages ``ends``, evenly, and the
-    seconds that each rank read in a step."""
+    """Return the spans with the seconds of reading rows marked as waits, and the marked seconds of each rank per step.
+    The seconds ``reads`` are divided evenly among the forwards of the stages ``ends``, which read rows."""
 
     def key(span: Span) -> tuple[int, int] | None:
         reading = span.kind == "forward" and span.stage in ends

@@ -63,8 +63,8 @@ class DistributedForm:
             return trained.reader.read(f"{key}/{parameter}")
 
         def write(folder: Path) -> list[str]:
-            writer = _Writer(folder, sync_files=False)  # all is, at the end
-            with warnings.catch_warnings():  # that this is one process
+            writer = _Writer(folder, sync_files=False)  # the whole folder is synced at the end
+            with warnings.catch_warnings():  # torch warns that this is a single process
                 warnings.simplefilter("ignore", UserWarning)
                 save(tree, storage_writer=writer, planner=_Planner(read), no_dist=True)
             return []

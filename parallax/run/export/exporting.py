@@ -35,10 +35,13 @@ def export(
     merge: bool = False,
     averaged: bool = False,
 ) -> Exported:
-    """Write a checkpoint of ``run``, the last unless ``choice`` is another, in the format ``form`` to the folder
-    ``out``; by default, to a folder in the run's directory named after the step. ``merge``: write the base with the
-    run's adapters merged into its weights. ``averaged``: write averages in place of the weights that have one. The
-    folder is either written completely or not at all."""
+    """Write a checkpoint of ``run`` to a folder in the format ``form``, and return the result. The folder is written
+    completely or not at all.
+
+    ``out``: the folder; by default one in the run's directory, named after the step. ``choice``: the checkpoint; by
+    default the last. ``merge``: write the base model with the run's adapters merged into its weights. ``averaged``:
+    write the averages of weights that have one.
+    """
     checkpoint, chosen = (choice or CheckpointChoice()).find(run)
     which = f"{'-merged' if merge else ''}{'-ema' if averaged else ''}"
     out = out or run.directory / form.name / f"{checkpoint.name}{which}"

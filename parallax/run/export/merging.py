@@ -24,9 +24,11 @@ from parallax.runtime.checkpoint import CheckpointReader, mark
 
 
 class MergedTensors:
-    """The tensors of ``base``, a model on the meta device without adapters. ``adapted``: the same model with adapters,
-    whose values are in the checkpoint of ``reader``; ``identity``: that of the base, for errors; ``dtype``: the number
-    format of the run's parameters."""
+    """The tensors of ``base``, a model on the meta device, with a run's adapters merged into them.
+
+    ``adapted``: the same model with adapters. ``reader``: the checkpoint with the adapters' values. ``identity``: the
+    base's name in error messages. ``dtype``: the number format of the run's parameters.
+    """
 
     def __init__(
         self,
@@ -96,8 +98,8 @@ class MergedTensors:
         return self._last[1][name]
 
     def _memo(self, module: nn.Module, held: Mapping[str, Tensor]) -> dict[int, Any]:
-        """Return the memo that gives a deep copy of ``module`` values: its tensors ``held`` by name from the
-        checkpoint, all others as at the start of the run."""
+        """Return the ``memo`` with which a deep copy of ``module`` has real values. The tensors ``held`` get the
+        checkpoint's values, as far as it has them; all others get their values from the start of the run."""
         names = {id(tensor): self._names[id(tensor)] for tensor in held.values()}
         filled = {key for key, name in names.items() if name in self._saved}
         made = self._values.deepcopy_memo(module, self._dtype, {}, filled)

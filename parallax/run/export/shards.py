@@ -14,7 +14,7 @@ from parallax.model.files.tensors import Read, Recipe, write_tensors
 from parallax.run.export.form import Trained
 
 SHARD_BYTES = 5 * 10**9
-"""What one file holds at most, unless tensors that are made together are more."""
+"""The most bytes of one file, unless tensors that are made together have more."""
 
 
 class Shards:

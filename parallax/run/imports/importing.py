@@ -145,7 +145,7 @@ class _Import:
         )
 
     def write(self, folder: Path, step: int, state: dict[str, Any]) -> None:
-        """Write the checkpoint of ``step`` into a folder in ``folder``."""
+        """Write the checkpoint of ``step`` as a new folder inside ``folder``."""
         partial = checkpoint.partial_folder(folder, step)
         checkpoint.begin(partial)
         try:
@@ -219,7 +219,7 @@ def _free_directory(config: RunConfig) -> Path:
 
 
 def _in_masters(config: RunConfig) -> RunConfig:
-    """Return the same configuration with the model in the number format of its master weights, which loses no
+    """Return ``config`` with the model in the number format of its master weights, so that imported values lose no
     precision."""
     masters = config.precision.masters
     precision = replace(config.precision, parameters=masters, compute=masters, loss_scale="auto")

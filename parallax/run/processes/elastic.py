@@ -37,8 +37,8 @@ _LEAVING_SECONDS = 20.0
 
 
 def patience_seconds() -> float:
-    """Return how many seconds to wait for the directory's lock, because ranks of the previous start may still hold it
-    while they end."""
+    """Return how many seconds to wait for the directory's lock. Ranks of the previous start may still hold it while
+    they end."""
     return _LEAVING_SECONDS if _is_restarted() else 0.0
 
 
@@ -55,15 +55,16 @@ def present_settings(overrides: Sequence[str], nodes: Nodes) -> list[str]:
 
 @contextlib.contextmanager
 def leaving_out_unfit(overrides: Sequence[str], nodes: Nodes, watch: Watch) -> Iterator[None]:
-    """Inside this context, an :class:`UnfitHostError` ends the run on the unfit hosts only, if enough other hosts
-    remain: those restart without them and record the reason. Every rank calls it."""
+    """A context that handles an :class:`UnfitHostError`. If enough other hosts remain, unfit hosts leave the run; the
+    other hosts record the reason and end their ranks, which torchrun then restarts without the unfit hosts. Otherwise
+    the error is raised as usual. Every rank enters it."""
     try:
         yield
     except UnfitHostError as error:
         why = error.why
         if not Elastic.gather(nodes).goes_on(why, nodes):
             raise
-        watch.close()  # so that no rank reports the end of the others
+        watch.close()  # otherwise each rank would report the end of the others
         if nodes.hosts[nodes.rank] in why:
             _leave_run(why[nodes.hosts[nodes.rank]])
         fit = [rank for rank, host in enumerate(nodes.hosts) if host not in why]
@@ -102,8 +103,8 @@ def _is_restarted() -> bool:
 
 
 def _named(overrides: Sequence[str]) -> list[str]:
-    """Return the settings with a name. A run without a name is named after the start time of torchrun on the first node
-    that has a run of that name."""
+    """Return the settings with a name. A restarted run without a name gets the start time of torchrun as its name, as
+    its first start did. If a node has a run of that name, this node's time counts, otherwise the first node's."""
     unnamed = configuration.override_value(overrides, "name") in ("", "auto")
     if not all_gather_result(lambda: unnamed and _is_restarted())[0]:
         return list(overrides)

@@ -39,7 +39,7 @@ import psutil
 from parallax.common.processes import die_with
 from parallax.common.signals import REQUESTS, install_early_handlers
 
-ENDING_SECONDS = 1.5  # for ranks to end by themselves when one has failed, which their watch does
+ENDING_SECONDS = 1.5  # for the watches of ranks to end them after one has failed
 _CLOSING_SECONDS = 5.0  # for the server and its ranks to end
 _ARGUMENTS_START = (
     45  # index of the command line's address among the fields of /proc/PID/stat after the name
@@ -87,9 +87,9 @@ class ForkServer:
 
     def wait(self, given_up: Callable[[], bool] = lambda: False) -> dict[int, int]:
         """Wait for the end of all ranks; return exit codes by rank, in the order of arrival. When one rank has failed,
-        the others should end by themselves; ranks that have not after ``ENDING_SECONDS`` are killed and omitted. All
-        ranks are killed and omitted as soon as ``given_up``, called about every second, returns True. Raises
-        :class:`ServerLost`."""
+        the others should end by themselves; after ``ENDING_SECONDS`` the remaining ranks are killed, and omitted from
+        the result. All ranks are killed and omitted as soon as ``given_up``, called about every second, returns True.
+        Raises :class:`ServerLost`."""
         deadline, over = float("inf"), False
         while self._living and time.monotonic() < deadline and not over:
             self._receive_next(min(deadline - time.monotonic(), _CHECK_SECONDS))
@@ -98,7 +98,7 @@ class ForkServer:
             over = given_up()
         codes = dict(self._codes)
         if over and _is_stopped(self._process.pid):
-            self.kill()  # with its ranks
+            self.kill()  # kills its ranks, too
         self.signal(signal.SIGKILL)
         while self._living:
             self._receive_next(_CHECK_SECONDS)

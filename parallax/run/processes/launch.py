@@ -1,7 +1,7 @@
 """Launch a prepared run on this machine, and replan it if its steps differ from the prediction.
 
 A process that has measured on an accelerator keeps a context and freed blocks there until it ends, and the launcher
-lives as long as its ranks, which need that memory. So it replaces itself by a fresh process with the same id::
+runs as long as its ranks, which need that memory. So it replaces itself by a fresh process with the same id::
 
     parallax train ── measures, plans, prepares ── execv: parallax train --run-dir ── ranks
 """
@@ -164,8 +164,8 @@ def _start(
 
 
 def _libraries(config: RunConfig) -> tuple[str, ...]:
-    """Return the modules that ranks import late, for the fork server to import. None of them for accelerators: a module
-    may query devices at import, and a process that did so cannot be forked."""
+    """Return the modules that the fork server imports for the ranks, which otherwise import them late. The caller does
+    not use them for accelerators: a module may query devices at import, and a process that did so cannot be forked."""
     curves = ("tensorboard.summary",) if "tensorboard" in config.logger.to else ()
     return (*curves, *config.model.libraries)
 

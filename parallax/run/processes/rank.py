@@ -65,9 +65,7 @@ from parallax.train.monitor import load_loggers
 from parallax.train.status import RankStatusFile
 
 ON_DRIFT = "PARALLAX_ON_DRIFT"  # the launcher's setting for its ranks
-_MEETING_SECONDS = (
-    10.0  # for which a rank that was requested to end waits for others, to end together
-)
+_MEETING_SECONDS = 10.0  # after a request to end, until all ranks end together
 _COMPILING = 2  # steps that may compile: training, and another after an evaluation
 # No action lasts longer than its step, and predictions may be off by this factor.
 _STEPS_IN_ONE_ACTION = 2
@@ -110,7 +108,7 @@ def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -
         stop_processes()
         held.close()
         heartbeat.end()
-    except BaseException as error:  # also SystemExit, which is not the end of a run
+    except BaseException as error:  # includes SystemExit: user code may call exit()
         report_and_exit(error, watch)
     exit_process(
         0 if EXIT_REPORT in os.environ else code
@@ -315,8 +313,8 @@ def _report_stopped(run: PreparedRun, summary: Mapping[str, Any], code: int) -> 
 
 
 def _in_run_directory(error: Exception, directory: Path) -> Exception:
-    """Return a :class:`ConfigError` for a file of the run's directory that cannot be opened: this is no programming
-    error."""
+    """Return a :class:`ConfigError` if ``error`` is an OSError for a file in the run's directory, otherwise ``error``
+    itself."""
     name = error.filename if isinstance(error, OSError) else None
     if (
         not isinstance(error, OSError)
@@ -336,8 +334,8 @@ def _limits(run: PreparedRun) -> tuple[float, float, float]:
 
 
 def _on_drift(config: RunConfig) -> OnDrift:
-    """Return the launcher's setting for drift. Ranks without Parallax's launcher can only report drift. Recorded steps
-    are slower than any prediction, so they are not compared."""
+    """Return the reaction to drift that the launcher has set. Without Parallax's launcher, drift is only reported.
+    Steps that are recorded for debugging are slower than any prediction, so drift is ignored then."""
     if config.debug.record != "off":
         return OnDrift.IGNORE
     usual = OnDrift.NOTE if config.plan.replan == AUTO else OnDrift.IGNORE

@@ -35,9 +35,10 @@ class Failure:
     def of(
         cls, codes: dict[int, int], report: FailureReport | None, early: Collection[int] = ()
     ) -> Failure:
-        """Return the failure. ``codes`` are exit codes by rank, in the order of arrival; ``report`` is the ranks' own.
-        Only a rank's parent knows the signal that ended it, and no rank can report if none was alive. Ranks that ended
-        ``early`` have exit code 0; restarting would not help."""
+        """Return the failure of an attempt. ``codes``: exit codes by rank, in the order of arrival. ``report``: the
+        ranks' own report; None if no rank was alive to write it. ``early``: ranks that ended with exit code 0 before
+        the run was over; restarting would not help them. Exit codes come first, because only a rank's parent knows the
+        signal that killed it."""
         if early and (report is None or report.how is FailureKind.LOST):
             rank = report.rank if report is not None and report.rank in early else next(iter(early))
             return cls(report=_ended_early(rank, report), exit_code=0)

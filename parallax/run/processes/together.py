@@ -136,8 +136,8 @@ def _name_smallest_host(error: InfeasiblePlan, joined: Joined, nodes: Nodes) -> 
 
 
 def _join(config: RunConfig, nodes: Nodes) -> Joined:
-    """Return the cluster of all nodes, with device speeds relative to rank 0's. The first node of each kind of device
-    measures a profile; rank 0 measures when it plans."""
+    """Return the cluster of all nodes, with device speeds relative to rank 0's. If nodes have different kinds of
+    devices, the first node of each kind measures a profile, and the seconds of a few rows are compared."""
     joined = join_nodes(local_cluster(config), config.swap, nodes, RUNS)
     kinds = joined.kinds
     if len(set(kinds)) == 1:

@@ -21,10 +21,8 @@ from parallax.errors import ConfigError, printable
 
 SCRIPT, LOG = "job.sbatch", "slurm.log"
 BODY = Path(__file__).with_name("body.sh")
-_ENDING_SECONDS = (
-    30  # for what comes after the checkpoint: the summary, the ends of ranks and torchrun
-)
-_USUAL_GRACE_SECONDS = 60  # where the run itself sets no limit
+_ENDING_SECONDS = 30  # for the summary and the ends of ranks and torchrun, after the checkpoint
+_USUAL_GRACE_SECONDS = 60  # if the run sets no limit
 _SUBMIT_SECONDS = 120.0
 
 

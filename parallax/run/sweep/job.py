@@ -150,7 +150,7 @@ class PointJob:
                     )
                     signals.process = process
                     code = process.wait()
-                except BaseException:  # as a launcher raises when it wants its job to end
+                except BaseException:  # a launcher raises one to end its job
                     signals.send(signal.SIGTERM)
                     reason = _reason(directory / OUTPUT, start)
                     PointOutcome(point, PointStatus.STOPPED, reason).save(directory)
@@ -195,9 +195,9 @@ class _PointSignals:
 
 
 def _bind_to_parent() -> Callable[[], object] | None:
-    """Return a function to run first in the child process, or None. It makes the child save and end if its parent is
-    killed. It also ignores a signal that a batch system sends to all processes of a job, because only the launcher
-    handles it."""
+    """Return a function for the child process to call first; None on systems other than Linux. It makes the kernel send
+    SIGTERM to the child when its parent ends, so that the child saves and ends. It also ignores SIGUSR2, which a batch
+    system sends to all processes of a job: only the launcher handles it."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)

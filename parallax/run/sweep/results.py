@@ -31,7 +31,7 @@ from parallax.run.sweep.points import (
 from parallax.train.repeats import METRICS
 
 _HOW_MANY = ("cluster.devices", "plan.stages", "plan.replicas", "trainer.global_batch")
-# What neither the time of a step nor its memory depends on.
+# Settings that change neither the time of a step nor its memory.
 _BESIDES = ("name", "seed", "logger.", "trainer.", "checkpoint.")
 _SHOWN = 12  # names of metrics in an error
 _STILL = ("trainer.microbatch", "trainer.gather_loss")
@@ -51,9 +51,9 @@ def find_folder(name: Path) -> Path:
 
 
 def read_results(folder: Path, metric: str = "") -> SweepResults:
-    """Return the results of all points of the sweep in ``folder``, or of the run there. ``metric``: a number of the
-    runs' summaries, or a column of their metrics.jsonl, of which the last value counts; by default checkpoint.metric,
-    if points have it. Raises :class:`ConfigError` for a metric that no point has."""
+    """Return the results of all points of the sweep in ``folder``, or of the single run there. ``metric``: a number in
+    the runs' summaries, or a column of their metrics.jsonl, of which the last value counts; empty:
+    ``checkpoint.metric``, if points have it. Raises :class:`ConfigError` for a metric that no point has."""
     name = folder.resolve().name
     tree = read_json(folder / SWEEP)
     if tree is None:
@@ -160,7 +160,7 @@ def _measured(directory: Path, metric: str) -> Iterator[tuple[str, Any]]:
     if not (directory / STORED).is_file():
         return
     settings = leaves(plain_yaml(read_stored(directory)))
-    yield "workload", tuple(sorted(item for item in settings.items() if _shapes(item[0])))
+    yield "workload", tuple(sorted(item for item in settings.items() if _changes_work(item[0])))
     yield (
         "model",
         tuple(i for i in sorted(settings.items()) if i[0].startswith(("model.", "data."))),
@@ -187,7 +187,7 @@ def _measured(directory: Path, metric: str) -> Iterator[tuple[str, Any]]:
         )
 
 
-def _shapes(key: str) -> bool:
+def _changes_work(key: str) -> bool:
     """Whether the setting ``key`` changes the work of a step, apart from devices and rows."""
     besides = key.startswith(_BESIDES) and key not in _STILL
     return key not in _HOW_MANY and not besides

@@ -68,7 +68,7 @@ def sweep(overrides: Sequence[str], console: Console) -> int:
                     _launch(multirun, folder, points, left)
             except Stopped as stopped:
                 return _say_stopped(stopped.number, folder, multirun)
-    return _tell(folder, points, console)
+    return _print_results(folder, points, console)
 
 
 def _launch(
@@ -205,7 +205,7 @@ def _without_command(reason: str) -> str:
     return re.sub(r"^stopped by SIG\w+ ", "", reason.partition("; `parallax train")[0])
 
 
-def _tell(folder: Path, points: Sequence[Point], console: Console) -> int:
+def _print_results(folder: Path, points: Sequence[Point], console: Console) -> int:
     """Print the table of results and the unfinished points; return the exit code."""
     results = read_results(folder)
     console.print(results_table(results))
@@ -221,7 +221,8 @@ def _tell(folder: Path, points: Sequence[Point], console: Console) -> int:
     if not missing:
         return 0
     listed = "; ".join(
-        f"{name} ({_why(found.get(name), folder / name)})" for name in missing[:_SHOWN]
+        f"{name} ({_unfinished_reason(found.get(name), folder / name)})"
+        for name in missing[:_SHOWN]
     )
     more = f"; and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
     print(
@@ -235,7 +236,7 @@ def _ended_well(outcome: PointOutcome | None, directory: Path) -> bool:
     return outcome is not None and outcome.status is PointStatus.DONE and not is_locked(directory)
 
 
-def _why(outcome: PointOutcome | None, directory: Path) -> str:
+def _unfinished_reason(outcome: PointOutcome | None, directory: Path) -> str:
     if is_locked(directory):
         return "another process trains it still"
     if outcome is None:

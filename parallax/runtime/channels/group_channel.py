@@ -35,8 +35,8 @@ from parallax.runtime.channels.staging import Lease, Staging
 
 
 class _Guess:
-    """The expected layout of the next message, equal at both ends: the layout of the last message with another number
-    of rows."""
+    """The expected layout of the next message: that of the last message, with another number of rows. Both ends of a
+    channel make the same guess."""
 
     def __init__(self) -> None:
         self._spec: Spec = ()

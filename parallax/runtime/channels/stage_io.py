@@ -30,9 +30,9 @@ _GRADIENTS = (Kind.RECEIVE_GRADIENT, Kind.SEND_GRADIENT)
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """This rank's rows of a micro-batch of a given size: the first row, relative to the micro-batch, and the number of
-    rows. For the stage at the other end of each edge also the rows shared with each of its replicas, relative to this
-    rank's first row."""
+    """This rank's rows of a micro-batch of a given size. ``start``: the first row, relative to the micro-batch.
+    ``rows``: their number. ``shares``: for the stage at the other end of each edge, the rows shared with each of its
+    replicas, relative to this rank's first row."""
 
     start: int
     rows: int
@@ -122,7 +122,7 @@ class StageIO:
             _check_rows(action, tensors, high - low, unbatched)
         return tuple(
             [
-                parts[0] if index in unbatched else _laid_together(action, parts)
+                parts[0] if index in unbatched else _concatenated(action, parts)
                 for index, parts in enumerate(zip(*pieces))
             ]
         )
@@ -203,12 +203,13 @@ class StageIO:
     def _without_rows(self, action: Action) -> frozenset[int]:
         """Return the indices of a message's tensors that have no rows."""
         edge = self._edges[action.kind, action.stage]
-        if action.kind in _GRADIENTS:  # without a forward there are no gradients
+        if action.kind in _GRADIENTS:  # found by the forward, which precedes its gradients
             return self._summed.get(edge, frozenset())
         return self._rowless[edge]
 
     def _part(self, size: int) -> _Part:
-        """Return this rank's part of a micro-batch of ``size`` rows. A step has at most two sizes."""
+        """Return this rank's part of a micro-batch of ``size`` rows. Parts are cached by size, since the micro-batches
+        of a step have at most two sizes."""
         if size not in self._parts_by_size:
             count, replica, plan = self._mesh.replica_count, self._mesh.replica, self._mesh.plan
             start, stop = replica_rows(size, count, replica)
@@ -224,7 +225,7 @@ def _other_end(edge: Edge, stage: int) -> int:
     return edge.sender if stage == edge.receiver else edge.receiver
 
 
-def _laid_together(action: Action, parts: Sequence[Tensor]) -> Tensor:
+def _concatenated(action: Action, parts: Sequence[Tensor]) -> Tensor:
     """Return ``parts``, the rows from several peers, concatenated."""
     sizes = list(dict.fromkeys(tuple(part.shape[1:]) for part in parts))
     if len(sizes) > 1:

@@ -1,4 +1,4 @@
-"""Staging of messages between a device and a process group that carries host memory alone.
+"""Staging of messages between a device and a process group that carries only host memory.
 
 Each end of a channel reuses its host buffers, because pinning one takes milliseconds and torch rounds pinned memory up
 to powers of two. A message leases a free buffer that is large enough. If there is none, a new buffer replaces the free

@@ -30,8 +30,8 @@ class HeldMasters:
         self._reader = reader
 
     def check(self, names: dict[str, Tensor]) -> None:
-        """Check all tensors that a rank needs, given its tensors by name, without keeping them, so that errors appear
-        before anything is changed."""
+        """Check all tensors that a rank needs, so that errors appear before anything is changed. ``names``: the rank's
+        tensors by name. No tensor is kept in memory."""
         self._reader.check(names)
         held = self._reader.model_tensors()
         for name, mine in names.items():
@@ -40,8 +40,8 @@ class HeldMasters:
                 continue
             if stepped_in(found.dtype) is not stepped_in(mine.dtype):
                 raise CheckpointError(
-                    f"{self._reader.directory}: {printable(name)} is {_word(found)}, and no master of {_word(mine)}: "
-                    f"resume with precision.parameters={_word(found)}, or start a new run"
+                    f"{self._reader.directory}: {printable(name)} is {_format(found)}, and no master of "
+                    f"{_format(mine)}: resume with precision.parameters={_format(found)}, or start a new run"
                 )
             if mine.dtype is torch.float16:
                 self._check_range(name, self.weight(name, mine), mine)
@@ -73,11 +73,11 @@ class HeldMasters:
         if bool(lost.any()):
             value = found[lost][0].item()
             raise CheckpointError(
-                f"{self._reader.directory}: {printable(name)} holds {value:g}, which is too large for {_word(tensor)}: "
-                f"resume with precision.parameters=bf16 or {_word(found)}"
+                f"{self._reader.directory}: {printable(name)} holds {value:g}, which is too large for "
+                f"{_format(tensor)}: resume with precision.parameters=bf16 or {_format(found)}"
             )
 
 
-def _word(tensor: Tensor) -> str:
+def _format(tensor: Tensor) -> str:
     """Return a tensor's number format by its name in the settings, such as ``bf16``."""
     return {dtype: name for name, dtype in DTYPES.items()}.get(tensor.dtype, str(tensor.dtype))

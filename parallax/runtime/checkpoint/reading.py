@@ -80,8 +80,9 @@ class CheckpointReader:
             )
 
     def check_base(self, base: str, marks: dict[str, int], dtype: str = "") -> None:
-        """Raise if the checkpoint was trained on another base model than ``base``, whose tensors have the checksums
-        ``marks``. The same base in another number format than ``dtype`` counts as another base."""
+        """Raise if the checkpoint's adapters were trained on another base model. ``base``: the name of this run's base
+        in messages; ``marks``: checksums of its tensors; ``dtype``: its number format. The same base in another number
+        format counts as another base."""
         if marks and self._dtype not in ("", dtype):
             raise CheckpointError(
                 f"{self.directory} was trained on a base in {printable(self._dtype)}, which it does not hold, and "
@@ -193,8 +194,8 @@ class CheckpointReader:
         )
 
     def check(self, names: dict[str, Tensor]) -> None:
-        """Check all tensors that a rank needs, given its tensors by name, without keeping them, so that errors appear
-        before anything is changed."""
+        """Check all tensors that a rank needs, so that errors appear before anything is changed. ``names``: the rank's
+        tensors by name. No tensor is kept in memory."""
         for name, mine in names.items():
             _, file = self._find(f"model/{name}")
             was, due = list(file.get_slice(f"model/{name}").get_shape()), list(mine.shape)

@@ -14,8 +14,8 @@ from parallax.runtime.checkpoint.folder import REMOVED, checkpoint_name
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Keeps the last ``keep_last`` checkpoints (0: all), those of every ``keep_every``-th step (0: none), and the
-    ``best`` with the lowest ``metric``, or the highest if ``higher`` is better."""
+    """Selects the checkpoints to keep: the last ``keep_last`` ones (0: all), those of every ``keep_every``-th step (0:
+    none), and the ``best`` ones by ``metric``: the lowest values, or with ``higher`` the highest."""
 
     keep_last: int = 0
     keep_every: int = 0

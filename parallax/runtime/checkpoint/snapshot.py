@@ -1,8 +1,8 @@
 """Host memory for the copies of a checkpoint's tensors, until they are written.
 
 Training resumes when all tensors are copied; a thread writes the copies and releases their memory. If memory holds all
-tensors of a rank, training waits only for the copies; otherwise it waits for writes too, with a single buffer for
-nearly all of them::
+tensors of a rank, training waits only for the copies. Otherwise it waits for writes too; with a single buffer, it waits
+for nearly all of them::
 
     main     copy A ─▶ copy B ─▶ copy C (into A's buffer, where there is memory for two) ─▶ step …
     thread             write A ─────▶ write B ─▶ write C
@@ -56,8 +56,8 @@ class SnapshotMemory:
             self._free.pop().close()
 
     def _find(self, size: int) -> Arena | None:
-        """Return a free buffer of ``size`` bytes. If there is none, return a new one if the limit allows it, or if no
-        buffer will be released; otherwise None."""
+        """Return a free buffer of ``size`` bytes, or a new one. Return None if a new one would exceed the limit and
+        another buffer will be released."""
         for index, free in enumerate(self._free):
             if free.data.numel() == size:
                 return self._free.pop(index)

@@ -137,8 +137,8 @@ class PartWriter:
 
 
 def write_file(path: Path, tensors: dict[str, Tensor], checksums: dict[str, int]) -> dict[str, Any]:
-    """Write host tensors to a safetensors file and sync it; return its bytes and SHA-256. Adds to ``checksums``. Raises
-    :class:`CheckpointError`."""
+    """Write host tensors to a safetensors file and sync it; return its bytes and SHA-256. The checksum of each tensor
+    is added to ``checksums``. Raises :class:`CheckpointError`."""
     # The widest types first, so that all tensors are aligned.
     ordered = sorted(tensors.items(), key=lambda entry: (-entry[1].element_size(), entry[0]))
     head, size = file_head(dict(ordered)), sum(tensor.nbytes for _, tensor in ordered)

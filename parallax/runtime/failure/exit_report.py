@@ -76,7 +76,7 @@ def report_and_exit(error: BaseException, watch: Watch | None = None) -> NoRetur
     if watch is not None:
         watch.claim(report)
         watch.wait()
-    if watch is not None or _speaks_first():
+    if watch is not None or _fails_first():
         if not isinstance(error, ParallaxError) or error.traced:
             print(print_exception(error), end="", file=sys.stderr)
         (send_report if watch is None else watch.say)(report)
@@ -157,7 +157,7 @@ def failure_of(error: BaseException, watch: Watch | None) -> FailureReport:
 
 
 def _failure_of(error: BaseException, watch: Watch | None) -> FailureReport:
-    """Return the report of ``error``. For an error that all ranks have in common, such as invalid input, it names no
+    """Return the report of ``error``. If every rank raises the same error, such as invalid input, the report names no
     rank."""
     variable, text = os.environ.get("RANK", "0"), printable(str(error))
     rank = int(variable) if variable.isdecimal() else 0  # an invalid RANK may be the error
@@ -172,7 +172,7 @@ def _failure_of(error: BaseException, watch: Watch | None) -> FailureReport:
     return watch.failed(FailureKind.RAISED, cause, code)
 
 
-def _speaks_first() -> bool:
+def _fails_first() -> bool:
     """Return whether this rank is the first of its host to fail; failures of other ranks are consequences."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:

@@ -35,8 +35,8 @@ class Watched(Protocol):
 
 @dataclass(slots=True)
 class BesideSteps:
-    """A background activity ``what`` of the thread ``thread``, and the seconds for which ``life`` has seen no progress
-    in it."""
+    """A background activity, named ``what``, of one thread. ``idle_seconds``: the seconds since ``life`` has last seen
+    progress of the thread."""
 
     what: str
     thread: threading.Thread

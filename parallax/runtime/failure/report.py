@@ -20,7 +20,7 @@ ALONE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT, Kind.FETCH
 """Actions in which a rank waits for no other rank."""
 
 _BEFORE_STEPS = (
-    5  # times the limit of silence before the first step: loading may hold Python's lock
+    5  # factor of the limit of silence before the first step: loading may hold Python's lock
 )
 
 
@@ -74,7 +74,7 @@ class RankStatus:
 
     @property
     def last(self) -> str:
-        """Where a rank that sends no more messages was last seen, as the end of a sentence."""
+        """The last known activity of a rank that sends no more messages, as the end of a sentence."""
         if self.action is not None:
             return f", last seen in {self}"
         after = f" after step {self.step}" if self.step >= 0 else ""
@@ -93,9 +93,14 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class FailureReport:
-    """Why the run ends: ``who`` names the rank, ``what`` is its failure, and ``remark`` a remedy. All ranks end with
-    ``code``. ``speaker`` prints the report if the rank itself cannot; -1 means the first rank of each host.
-    ``may_pass``: another attempt may succeed. ``saved``: no progress is lost."""
+    """Why the run ends.
+
+    ``who``       the name of the rank; ``what``: its failure; ``remark``: a remedy
+    ``code``      the exit code of all ranks
+    ``speaker``   the rank that prints the report if the failed rank cannot; -1: the first rank of each host
+    ``may_pass``  another attempt may succeed
+    ``saved``     no progress is lost
+    """
 
     rank: int
     how: FailureKind
@@ -132,8 +137,9 @@ def name(rank: int, place: Coordinate | None, action: Action | None = None, node
 
 
 def speaker(report: FailureReport, hosts: Sequence[str], present: Sequence[int]) -> int:
-    """Return the rank that prints the report, given the ranks' ``hosts`` and the ``present`` ranks: the failed rank; if
-    it cannot, the first other rank on its host, otherwise the first of all. -1 if hosts cannot reach each other."""
+    """Return the rank that prints the report: the failed rank; if that cannot print, the first other rank on its host
+    among the ``present`` ranks, otherwise the first of these. -1 means the first rank of each host, because hosts
+    cannot reach each other."""
     if report.how not in _CANNOT_REPORT:
         return report.rank
     if report.how is FailureKind.PARTITIONED:
@@ -146,8 +152,8 @@ def speaker(report: FailureReport, hosts: Sequence[str], present: Sequence[int])
 
 
 def speaks(report: FailureReport, rank: int, hosts: Sequence[str]) -> bool:
-    """Return whether ``rank`` prints the report. If rank 0, which names the speaker, has ended, or if the network
-    between hosts is partitioned, the first rank of each host does."""
+    """Return whether ``rank`` prints the report. If the report has no speaker, because rank 0, which chooses it, has
+    ended or because the network between hosts is partitioned, the first rank of each host prints it."""
     if report.how not in _CANNOT_REPORT:
         return report.rank == rank
     if report.speaker >= 0:
@@ -237,8 +243,8 @@ def complaint(
 
 
 def overdue(rank: int, number: int, grace_seconds: float, what: str) -> FailureReport:
-    """Return the report of a ``rank`` that was requested to end by signal ``number`` and has not saved in time.
-    ``what``: its activity."""
+    """Return the report of a ``rank`` that signal ``number`` requested to end and that has not saved in time. ``what``:
+    its activity."""
     return FailureReport(
         rank,
         FailureKind.OVERDUE,

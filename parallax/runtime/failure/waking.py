@@ -11,8 +11,8 @@ from parallax.common.signals import early_request, handled_signals
 
 class WakeUp:
     """A socket that becomes readable when a signal arrives or the main thread writes to it. ``read()`` returns the
-    signal numbers received since the last call. Python-level handlers do nothing meanwhile, because the main thread may
-    be in a call during which no handler runs."""
+    signal numbers received since the last call. The installed signal handlers do nothing, because Python cannot run
+    handlers while the main thread is inside a call into C."""
 
     def __init__(self) -> None:
         self.socket, self._wake = socket.socketpair()

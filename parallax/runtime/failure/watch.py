@@ -158,12 +158,12 @@ class Watch:
         return self._own.phase(name)
 
     def serve(self) -> None:
-        """Declare that the caller polls :meth:`stop_requested` from now on. A request to end that came earlier ends all
-        ranks, since there is nothing to save."""
+        """Note that the caller polls :meth:`stop_requested` from now on. A request to end before this call ends all
+        ranks at once, since there is nothing to save."""
         self._serving = True
 
     def served(self) -> None:
-        """Record that everything is saved: no request to end is overdue any more."""
+        """Record that everything is saved, so that a request to end is no longer overdue."""
         self._served = True
 
     def stop_requested(self) -> int:
@@ -286,7 +286,7 @@ class Watch:
             beat = BeatStatus(self._name(self.rank, seen.action), seen, *limits)
             for heartbeat in self._heartbeats:
                 heartbeat.beat(beat)
-        if self._late():
+        if self._is_overdue():
             self.claim(self._overdue())
         self._check_beside(now)
         if now > self._exit_at and self._claim is not None:
@@ -305,7 +305,7 @@ class Watch:
         who, why = self._name(self.rank, None), f"; {remedy(limit, 0.0)}"
         self.claim(FailureReport(self.rank, FailureKind.HANGS, who, what, why))
 
-    def _late(self) -> bool:
+    def _is_overdue(self) -> bool:
         """Return whether this rank was requested to end, and has not saved in time."""
         open_request = self._serving and not self._served and self._claim is None
         return open_request and 0 < self._limits.grace_seconds < self._requests.seconds

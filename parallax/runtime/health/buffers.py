@@ -31,7 +31,7 @@ class _Kept(NamedTuple):
 
 
 class KeptBuffers:
-    """Copies of the buffers of ``modules``. A profile counts buffers twice because of them."""
+    """Copies of the buffers of ``modules``. Because of these copies a profile counts the bytes of buffers twice."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)

@@ -29,7 +29,7 @@ Losses = Callable[[], Sequence[tuple[int, int, float]]]
 """First row, last row + 1, and value of each call of the loss."""
 
 _ROWS = 64  # rows that are read at one time
-_NAMED = 8  # at most, rows listed in a message
+_NAMED = 8  # rows that a message lists, at most
 _DATA = "correct these rows in the data source (data.*)"
 _TRAINING = "lower optimizer.lr, or raise schedule.warmup"
 
@@ -95,7 +95,8 @@ def find(mesh: Mesh, batch: Rows, losses: Losses, tensors: Iterable[NamedValue])
 def _search(
     mesh: Mesh, batch: Rows, losses: Losses, tensors: Iterable[NamedValue]
 ) -> list[tuple[tuple[int, int], str]]:
-    """Return this rank's first finding and its position in the data flow; "" if there is none."""
+    """Return this rank's first finding, as a list of one pair (position in the data flow, text); an empty list if all
+    tensors are finite."""
     found = []
     if mesh.pipeline_rank == 0 and (text := _rows(mesh, "inputs", batch, batch.inputs)):
         found.append(((0, 0), text))

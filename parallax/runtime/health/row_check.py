@@ -107,8 +107,9 @@ class CheckedRows(RowsOf):
                 self._all.floats[what, *path] = part.dtype
 
     def _rows_at(self, place: Place) -> int:
-        """Return the number of rows of the part at ``place``, by reading rows one by one: each row alone must return
-        one, and rows past its end none. Return 0 if the part has no rows, or if their number cannot be found."""
+        """Return the number of rows of the part at ``place``. The rows are read one by one: each existing row must
+        return one row, and each row past the end none. Return 0 if the part has no rows, or if their number cannot be
+        found."""
         what = place[0]
         try:
             one, two = (self._counts_of(what, 0, min(n, len(self))) for n in (1, 2))

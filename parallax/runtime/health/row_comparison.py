@@ -32,13 +32,11 @@ RowDigest = tuple[int | None, ...]
 """Digests of inputs and of targets; None where this rank cannot read them."""
 
 PARTS = "inputs", "targets"
-_WHOLE_BYTES = 2**20  # at most, of a batch that is digested whole
+_WHOLE_BYTES = 2**20  # largest batch that is digested as a whole
 _SAMPLED_ROWS = 2
-_STRIDE = (
-    7919  # from one step's sampled rows to the next step's: a prime, so that all rows are sampled
-)
+_STRIDE = 7919  # distance from one step's sampled rows to the next step's: a prime, so all rows are sampled
 _DIGEST_BITS = 20  # sums of squares over 2**13 ranks are exact in float64
-_NAMED = 8  # at most, ranks listed in a message
+_NAMED = 8  # ranks that a message lists, at most
 _REMEDY = (
     "a data source must make the same rows on every rank: draw from a generator with a fixed seed, such as "
     "random.Random(0), numpy.random.default_rng(0) or torch.Generator().manual_seed(0), and sort sets and listed "
@@ -69,8 +67,8 @@ class RowComparison:
         self._repeats = [True] * len(PARTS)
 
     def numbers(self, batch: Rows) -> list[float]:
-        """Return, for inputs and for targets, the numbers 1, digest and squared digest, or zeros if this rank cannot
-        read them. Empty in a plan of one rank."""
+        """Return three numbers for the inputs and three for the targets: 1, the digest, and its square; zeros for a
+        part that this rank cannot read. Return an empty list in a plan of one rank."""
         if self._mesh.world is None:
             return []
         self._batch, self._turn = batch, self._turn + 1

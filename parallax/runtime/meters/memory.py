@@ -73,7 +73,7 @@ def bound_memory(
     return MemoryBound(before_bytes + bound_bytes - data_bytes()).close
 
 
-@cache  # in a process
+@cache  # once per process
 def _touch_libraries(precision: PrecisionConfig, *, recomputes: bool) -> None:
     """Run the usual operators once on tiny tensors, so that their code and tables count as memory of the process, not
     of the stage."""

@@ -89,8 +89,8 @@ class _Timed(NamedTuple):
 
 
 class DeviceSpans:
-    """Times actions of an accelerator by device events. Times are summed from event to event, because the device's
-    total loses precision. The first action's event ties them to the host's clock."""
+    """Times the actions of an accelerator by device events. The first event is tied to the host's clock. Later times
+    are sums of the differences between consecutive events: the device measures a long interval with less precision."""
 
     def __init__(self, device: torch.device, copies: CopyEngine) -> None:
         self._device, self._copies = device, copies

@@ -11,11 +11,14 @@ from parallax.swap.statistics import SwapStatistics
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
     """The result of one step. ``loss`` and ``gradient_norm`` are global; the other fields are this rank's.
-    ``peak_bytes``: peak device memory since the engine was built (on a CPU: of the process, less its memory before).
-    ``loss_scale``: the factor of the loss. ``skipped_steps``: number of steps skipped so far because of non-finite
-    values. ``trouble``: why this step was skipped; empty if it was not, or if an overflow was expected.
-    ``learning_rate``: that of this step. ``metrics``: those of its rows on the first replica of the last stage, and 0
-    on all other ranks."""
+
+    ``peak_bytes``     peak device memory since the engine was built; on a CPU, of the process, less its memory before
+    ``loss_scale``     the factor of the loss
+    ``skipped_steps``  number of steps skipped so far because of non-finite values
+    ``trouble``        why this step was skipped; empty if it was not, or if the overflow was expected
+    ``learning_rate``  the learning rate of this step
+    ``metrics``        metrics of this step's rows, on the first replica of the last stage; 0 on all other ranks
+    """
 
     loss: float
     gradient_norm: float

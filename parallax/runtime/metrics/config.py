@@ -143,7 +143,7 @@ class MetricConfig:
         return found
 
     def higher_is_better(self) -> bool:
-        """Return whether a higher value is better. Raise :class:`ConfigError` if the metric does not tell."""
+        """Return whether a higher value is better. Raises :class:`ConfigError` if the metric does not define this."""
         known = self._known.higher
         found = getattr(self.find(), "higher_is_better", None) if known is None else known
         if not isinstance(found, bool):

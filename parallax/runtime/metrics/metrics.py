@@ -23,10 +23,8 @@ from parallax.nodes.objects import all_gather_object
 from parallax.runtime.metrics.config import MetricConfig, MetricsConfig, Task, first_line
 from parallax.runtime.metrics.rows import ScoredRows, is_classification, takes_classes, top_k
 
-_MOST_CLASSES = 4096  # of a table of classes × classes, and of the best classes of training rows
-_MOST_SUMS = (
-    2**16
-)  # in the state of a metric of training rows, which is all-reduced after each step
+_MOST_CLASSES = 4096  # in a confusion matrix, and for top-k metrics of training rows
+_MOST_SUMS = 2**16  # numbers in the state of a metric of training rows, all-reduced after each step
 
 
 class Metrics:
@@ -36,7 +34,10 @@ class Metrics:
         config.check_installed()
         self.config, self._mesh = config, mesh
         self._task: Task | None = None
-        self._made: dict[bool, dict[str, Any]] = {True: {}, False: {}}  # by whether rows train
+        self._made: dict[bool, dict[str, Any]] = {
+            True: {},
+            False: {},
+        }  # whether for training rows → metrics by name
         self.trained: tuple[str, ...] = ()
         """Names of the metrics that are also computed for each training step: those that need only small sums."""
 
@@ -79,7 +80,8 @@ class Metrics:
         return {name: sum(values) for name, values in columns.items()}
 
     def settle(self) -> None:
-        """Choose the metrics of training rows, after an evaluation; all ranks call it."""
+        """Choose the metrics that are also computed on training rows: those that proved cheap in the first evaluation.
+        All ranks call it after that evaluation."""
         cheap = [name for name, each in self._made[False].items() if _is_cheap(each, self._task)]
         found = self._mesh.all_gather_object(cheap)
         self.trained = tuple(name for name in self.names if any(name in each for each in found))
@@ -88,8 +90,8 @@ class Metrics:
                 metric.validate_args = False  # its checks wait for the device
 
     def stepped(self) -> dict[str, float]:
-        """Return the metrics of the training rows of all replicas since :meth:`begin`: on the first replica of the last
-        stage, and 0 on all other ranks, which call it, too."""
+        """Return the metrics of the training rows of all replicas since :meth:`begin`. All ranks call it; only the
+        first replica of the last stage gets the values, the others get 0."""
         mine = self._computed(training=True) if self.trained else {}
         return {name: mine.get(name, 0.0) for name in self.trained}
 
@@ -150,7 +152,7 @@ def _refusing(name: str, rows: ScoredRows | None = None) -> Iterator[None]:
         )
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of classes that some rows lack
+            warnings.simplefilter("ignore")  # warnings about classes that no row has
             yield
     except torch.OutOfMemoryError:
         raise
@@ -190,7 +192,8 @@ def _check(config: MetricConfig, metric: Any, task: Task) -> None:
 
 
 def _is_cheap(metric: Any, task: Task | None) -> bool:
-    """Whether training rows may be added: the states are small sums, and the update needs little memory."""
+    """Whether a metric can be computed on training rows: its states are small sums, and an update needs little
+    memory."""
     from torchmetrics.utilities import dim_zero_sum
 
     states = metric._defaults.values()
@@ -213,7 +216,7 @@ def _in_double(metric: Any) -> Any:
 def _sum_states(metric: Any, group: dist.ProcessGroup) -> None:
     """All-reduce the states of a metric, which are sums."""
     states = {name: getattr(metric, name) for name in metric._defaults}
-    flat = torch.cat([_for(group, each).double().flatten() for each in states.values()])
+    flat = torch.cat([_for_backend(group, each).double().flatten() for each in states.values()])
     dist.all_reduce(flat, group=group)
     parts = flat.split([each.numel() for each in states.values()])
     for (name, each), part in zip(states.items(), parts):
@@ -223,7 +226,7 @@ def _sum_states(metric: Any, group: dist.ProcessGroup) -> None:
 def _gathered(state: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Return the state of each replica. Replicas may have different numbers of rows; those without any are omitted."""
     kinds = all_gather_object((list(state.shape), state.dtype), group)
-    own = _for(group, state).contiguous().view(-1).view(torch.uint8)
+    own = _for_backend(group, state).contiguous().view(-1).view(torch.uint8)
     lengths = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in kinds]
     padded = own.new_zeros(max(lengths))
     padded[: own.numel()] = own
@@ -236,6 +239,6 @@ def _gathered(state: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return [each for each in parts if each.numel()] or parts[:1]
 
 
-def _for(group: dist.ProcessGroup, state: Tensor) -> Tensor:
+def _for_backend(group: dist.ProcessGroup, state: Tensor) -> Tensor:
     """Return the state where the group's backend takes it: gloo gathers host tensors only."""
     return state.cpu() if dist.get_backend(group) == "gloo" else state

@@ -59,8 +59,9 @@ class ScoredRows:
         return cls(task, scores, targets, probabilities=config.probabilities)
 
     def for_metric(self, metric: Any) -> tuple[Tensor, Tensor]:
-        """Return the arguments of the metric's ``update``. Probabilities are made here: torchmetrics makes them only
-        from batches in which some score is none, so that a micro-batch may get other ones than the batch."""
+        """Return the arguments of the metric's ``update``. Logits are converted to probabilities here. torchmetrics
+        would only convert a batch in which some score is outside of [0, 1], which may be true of a batch and false of
+        its micro-batches."""
         if self.kept is not None:
             return self._of_classes(metric)
         if not is_classification(metric):

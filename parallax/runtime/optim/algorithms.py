@@ -55,9 +55,9 @@ class Muon(Uncompiled, torch.optim.Muon):
 
 
 class Momentum(SGD):
-    """SGD with momentum for parameters whose first gradients come at different steps. torch's fused kernel checks the
-    state of one parameter to find out whether this is the first step, and assumes the same for all parameters. So each
-    velocity starts at zero here, which gives the same update."""
+    """SGD with momentum for parameters whose first gradients come at different steps. torch's fused kernel looks at the
+    momentum of one parameter to decide whether this is the first step of all. So here each momentum starts as zeros,
+    which gives the same update."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

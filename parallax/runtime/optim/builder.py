@@ -58,8 +58,8 @@ class OptimizerBuilder:
         return cls(config, ParameterGroups(config, places), dtype, averages=averages)
 
     def build(self, named: Named) -> Optimizer:
-        """Return the optimizer over the trained ones of these parameters. If none is trained, it steps an empty
-        parameter, because torch refuses an empty list."""
+        """Return the optimizer over those of the parameters ``named`` that are trained. If none is trained, the
+        optimizer steps an empty parameter, because torch refuses an empty list."""
         groups: dict[str, Group] = {}
         for name, parameter in named.items():
             if parameter.requires_grad:

@@ -31,11 +31,12 @@ class OptimizerConfig(Registered):
     after ``clip_norm``; 0: no clipping. ``layer_decay``: the learning rate of a layer is multiplied by this once for
     each layer after it; layers are numbered by the first number in the names of their parameters. ``groups``: settings
     of some parameters, ``[{match: "*.bias|norm.*", weight_decay: 0}, {match: "head.*", lr: 0.001}, {match:
-    "layers.{0..3}.*", freeze: true}]``. A group has the parameters that no earlier group has, whose name fits
-    ``match``, whose module is of the class ``type``, and that have ``dims`` dimensions, if these are given; the other
-    keys are settings of the optimizer, and ``freeze: true`` trains none of them. A group with its own ``clip_norm`` is
-    clipped by the norm of its gradients, and ``optimizer.clip_norm`` by the norm of all gradients outside of such
-    groups; ``clip_value`` bounds the group's elements."""
+    "layers.{0..3}.*", freeze: true}]``. ``match``: a pattern of parameter names; ``type``: the class of the parameter's
+    module; ``dims``: the number of its dimensions. A parameter belongs to the first group whose given keys it fits. The
+    other keys are settings of the optimizer; ``freeze: true`` trains none of the group's parameters. A group with its
+    own ``clip_norm`` is clipped by the norm of its gradients, and all gradients outside of such groups by their norm
+    and ``optimizer.clip_norm``. A group's own ``clip_value`` bounds the elements of its gradients.
+    """
 
     package: ClassVar[str] = "parallax.runtime.optim.kinds"
     moves_bytes_only: ClassVar[bool] = False
@@ -94,7 +95,7 @@ class OptimizerFactory(OptimizerConfig):
 def as_config(
     optimizer: OptimizerConfig | Callable[[Sequence[Group]], Optimizer],
 ) -> OptimizerConfig:
-    """Return the settings, or those of a function that returns an optimizer."""
+    """Return ``optimizer`` if it is a config; if it is a function, a config that calls it."""
     if isinstance(optimizer, OptimizerConfig):
         return optimizer
     return OptimizerFactory(factory=optimizer)

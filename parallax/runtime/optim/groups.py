@@ -27,8 +27,8 @@ class GroupSummary(NamedTuple):
 
 
 class ClipGroup(NamedTuple):
-    """How the gradients of parameters are clipped. ``norm``: the number of their norm, 0 for that of all parameters
-    whose group has no ``clip_norm`` of its own."""
+    """How the gradients of some parameters are clipped. ``norm``: the index of the norm that they are clipped by. Index
+    0 is the norm over all parameters whose group has no ``clip_norm`` of its own."""
 
     norm: int
     clip_norm: float
@@ -85,7 +85,7 @@ class ParameterGroups:
         return name in self._settings
 
     def by_norm(self, tensors: Mapping[str, Tensor]) -> list[list[Tensor]]:
-        """Return the tensors by the norm that their gradients belong to, see :class:`ClipGroup`."""
+        """Return the tensors as one list for each norm by which gradients are clipped (:class:`ClipGroup`)."""
         found: list[list[Tensor]] = [[] for _ in range(1 + max(each.norm for each in self.clips))]
         for name, tensor in tensors.items():
             number = self._settings.get(name, {}).get(CLIP_GROUP, 0)
@@ -191,7 +191,8 @@ def _patterns(config: OptimizerConfig) -> list[_Pattern]:
 
 
 def _clips(config: OptimizerConfig, patterns: Iterable[_Pattern]) -> tuple[ClipGroup, ...]:
-    """Return how the parameters of each ``clip_group`` are clipped; the first of them are all others."""
+    """Return how gradients are clipped, by the value of ``clip_group``. Entry 0 is for parameters that belong to no
+    such group."""
     found, norms = [ClipGroup(0, config.clip_norm, config.clip_value)], 0
     for own in (each.settings for each in patterns if CLIP_GROUP in each.settings):
         norms += "clip_norm" in own

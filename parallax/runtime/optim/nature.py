@@ -1,12 +1,12 @@
-"""What an optimizer is, found by stepping small tensors: whether it steps each parameter by itself, whether it steps
-each element by itself, and which states it keeps.
+"""The nature of an optimizer, found by stepping small tensors: whether it steps each parameter by itself, whether it
+steps each element by itself, and which states it keeps.
 
-Every plan steps the parameters of a stage without those of other stages, so an optimizer that needs all gradients at
-one time is refused. So is one that goes on differently after a resume, because it keeps something outside of the states
-that a checkpoint holds. Offloaded and sharded states are stepped in runs of elements; an optimizer that does more with
-a parameter than with each of its elements, such as Muon or Adafactor, gets whole parameters there. None of this follows
-from a name, so it is tried, bit for bit, on parameters with the settings and numbers of dimensions of the model's,
-through the buckets of a real step.
+Every plan steps the parameters of a stage without those of other stages. So an optimizer is refused if its step needs
+all gradients at one time. It is also refused if it continues differently after a resume, because it keeps values
+outside of the states that a checkpoint holds. Offloaded and sharded states are stepped in runs of elements. An
+optimizer whose step treats a parameter as a whole, such as Muon or Adafactor, gets whole parameters there. None of this
+follows from an optimizer's name, so it is tried through the buckets of a real step and compared bit for bit, on
+parameters with the model's settings and numbers of dimensions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from parallax.swap.optimizer.counters import GroupCounters, as_tensors
 from parallax.swap.weights import ResidentWeights, aligned_runs
 
 _STEPS = 12  # some optimizers act in every fifth or tenth step
-_SCALES = 1e-3, 1.0, 1e3  # of gradients: clipping inside a step shows
+_SCALES = 1e-3, 1.0, 1e3  # of gradients: different scales reveal clipping inside a step
 _RUN_BYTES = 64 * 8  # parameters of more than 64 elements are divided
 # The sizes of small parameters by their number of dimensions; all different, so that a state's sizes name the
 # dimension that they belong to.
@@ -46,8 +46,11 @@ parameter)."""
 
 @dataclass(frozen=True)
 class Nature:
-    """``divides``: parameters may be stepped in parts. ``states``: group and number of dimensions → name of each state
-    → its sizes. ``lr``: the highest learning rate of a group."""
+    """The properties of an optimizer that a plan depends on.
+
+    ``divides``: parameters may be stepped in parts. ``states``: for each parameter group and number of dimensions, the
+    names of the states and their sizes. ``lr``: the highest learning rate of any group.
+    """
 
     divides: bool
     states: Mapping[tuple[int, int], Mapping[str, StateSizes]]
@@ -58,8 +61,8 @@ class Nature:
         return frozenset(name for found in self.states.values() for name in found)
 
     def state_bytes(self, group: int, shape: Sequence[int], itemsize: int) -> int:
-        """Return the bytes of the states of a parameter that is stepped with ``itemsize`` bytes per element. A state of
-        one number counts as nothing, as it does in a bucket."""
+        """Return the bytes of the states of a parameter of ``shape``. ``itemsize``: bytes per element in the type of
+        the step. A scalar state does not count, because a bucket stores none."""
         total = 0
         for sizes, own in self.states[group, len(shape)].values():
             if sizes:
@@ -77,9 +80,10 @@ def nature_of(
     *,
     averages: bool = False,
 ) -> Nature:
-    """Return the nature of the optimizer of ``config``, whose ``groups`` have settings and parameters of these numbers
-    of dimensions, stepped in ``dtype``; with ``averages`` it also averages the weights. Raises
-    :class:`ConfigError`, with the reason, for one that no plan can step."""
+    """Return the nature of the optimizer of ``config``. ``groups``: settings of each parameter group, and the numbers
+    of dimensions of its parameters. ``dtype``: the type in which parameters are stepped. With ``averages`` the
+    optimizer also averages the weights. Raises :class:`ConfigError`, with the reason, for an optimizer that no plan can
+    step."""
     with torch.random.fork_rng(devices=[]):
         trial = _Trial(config, groups, dtype, averages)
         plain = trial.plain()
@@ -140,8 +144,8 @@ class _Trial:
         return list(zip([p.detach() for p in parameters], states))
 
     def in_buckets(self, *, split: bool, resumes: bool = False) -> list[Any]:
-        """Step the parameters as a bucket each, or with ``split`` as several runs of elements; return parameters and
-        states. With ``resumes`` another optimizer goes on with the saved states in the middle."""
+        """Step each parameter as a bucket of its own or, with ``split``, as several runs of elements; return parameters
+        and states. With ``resumes``, a new optimizer continues from the saved states in the middle."""
         parameters, optimizer = self._made()
         buckets, settings = self._buckets(parameters, optimizer, split=split)
         try:
@@ -245,7 +249,9 @@ def _set_gradients(parameters: Sequence[nn.Parameter], step: int) -> None:
 
 
 def _sizes(state: Tensor, parameter: Tensor) -> StateSizes:
-    """Return the sizes of a state in terms of the parameter's, and its bytes per element if they differ."""
+    """Return the sizes of a state in each dimension, and the bytes of its elements if these differ from the parameter's
+    (else None). A size that equals one of ``parameter`` is given as (dimension of the parameter, size), any other one
+    as (None, size)."""
     shape = list(parameter.shape)
     sizes = tuple(
         (shape.index(size) if size in shape and size > 1 else None, size) for size in state.shape

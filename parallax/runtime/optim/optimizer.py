@@ -24,11 +24,13 @@ OpenStore = Callable[[int, int], Store | None]
 
 
 class StageOptimizer:
-    """Steps the parameters ``named`` of one stage. The first ones are stepped immediately on the device. The last ones,
-    a share ``offload`` of the bytes, are stepped on the host while the next forward runs
-    (:mod:`parallax.swap.optimizer.host`). ``always_offloaded`` parameters are always stepped on the host: other stages
-    hold them too and step them there, and device kernels may round differently. If replicas ``share`` offloaded states,
-    or ``shard`` those on the device, one replica steps each parameter; these functions assign parameters to replicas.
+    """Steps the parameters ``named`` of one stage. The first parameters are stepped at once on the device. The last
+    ones, with a share ``offload`` of the bytes, are stepped on the host while the next forward runs
+    (:mod:`parallax.swap.optimizer.host`).
+
+    ``always_offloaded`` parameters are always stepped on the host: other stages hold them too and step them there, and
+    device kernels may round differently. ``share``, for offloaded states, and ``shard``, for resident ones, assign each
+    parameter to one replica, which steps it; None: every replica steps all parameters.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class StageOptimizer:
         self._builder, self._streamed, self._copies = builder, streamed, copies
         self._names = {parameter: name for name, parameter in named.items()}
         self._clips, divides = builder.groups.clips, builder.nature.divides
-        self._counted = 0.0  # seconds of stalls that were reported
+        self._counted = 0.0  # seconds of stalls reported so far
         trained = [p for p in named.values() if p.requires_grad and not streamed.is_offloaded(p)]
         ordered = sorted(trained, key=lambda parameter: parameter in always_offloaded)
         first = first_offloaded([parameter.nbytes for parameter in ordered], offload)
@@ -70,7 +72,7 @@ class StageOptimizer:
         owned = [p for p in offloaded if owns(self._exchange, p)]
         needed = builder.state_bytes(self._named(owned))
         needed += builder.state_bytes(self._named(chunked), masters=False)
-        stepped = [*offloaded, *chunked]  # where it is empty, the host optimizer steps nothing
+        stepped = [*offloaded, *chunked]  # if it is empty, the host optimizer has nothing to step
         self._host = HostOptimizer(
             self._built(stepped),
             offloaded,
@@ -106,11 +108,14 @@ class StageOptimizer:
     def step(
         self, norm: Tensor, factor: float, scale: float = 1.0, *, average: float = 0.0
     ) -> None:
-        """Update all parameters at ``factor`` times their learning rates. Gradients are ``scale`` times too large.
-        ``norm``, a host tensor, is their global norm divided by ``scale``; gradients are clipped by it. If groups have
-        a ``clip_norm`` of their own, it has the norm of all other gradients, and then the norm of each such group
+        """Update all parameters at ``factor`` times their learning rates.
+
+        Gradients are ``scale`` times too large. ``norm``: the global gradient norm divided by ``scale``, as a host
+        tensor, by which gradients are clipped. If some groups have a ``clip_norm`` of their own, it holds the norm of
+        all other gradients, followed by the norm of each such group
         (:attr:`~parallax.runtime.optim.groups.ParameterGroups.clips`). ``average``: the share of the new weights in
-        their averages."""
+        their averages.
+        """
         norms = norm.reshape(-1)
         self._set_share(average)
         self._on_device.set_factor(factor)
@@ -163,7 +168,7 @@ class StageOptimizer:
         return self._on_device.state_bytes + self._host.state_bytes
 
     def alone_knows(self, parameter: Tensor) -> bool:
-        """Whether replicas shard the states of ``parameter``, and this replica holds them."""
+        """Whether only this replica has the states of ``parameter``, because replicas shard them."""
         if parameter in self._sharded:
             return self._on_device.owns(parameter)
         return parameter in self._shared and owns(self._exchange, parameter)

@@ -46,8 +46,9 @@ def places_of(model: nn.Module) -> Iterator[ParameterPlace]:
 
 
 def _layers(names: Sequence[str]) -> list[int]:
-    """Return the layer of each name, in the order of the model: 0 for names before the first one with a number; one
-    layer for each distinct beginning up to the first number; one more for the other names."""
+    """Return the layer of each name, in the order of the model. Each distinct prefix up to the first number is one
+    layer (``layers.3``). Names before the first numbered one are in layer 0, and unnumbered names after it in the last
+    layer."""
     numbered = [re.match(r"(?:\D*\.)?\d+(?=\.)", name) for name in names]
     beginnings = list(dict.fromkeys(each[0] for each in numbered if each is not None))
     found, after = [], 0

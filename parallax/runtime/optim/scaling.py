@@ -38,7 +38,8 @@ PATIENCE = 16  # overflows in a row with a constant factor: as many as halve the
 
 class LossScale:
     """The loss scale for ``precision``: a configured constant; dynamic in fp16; otherwise 1. With a scale of 1, an
-    overflow is an error. ``skips``: the number of consecutive steps that may be skipped; 0 for the default."""
+    overflow of the loss or a gradient is an error. ``skips``: the number of consecutive steps that may be skipped; 0
+    for the default."""
 
     def __init__(self, precision: PrecisionConfig, skips: int = 0) -> None:
         given = precision.loss_scale
@@ -85,8 +86,8 @@ class LossScale:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the state that :meth:`state` returned. A constant factor ignores the saved one, and a dynamic factor
-        ignores a saved constant."""
+        """Restore the state that :meth:`state` returned. A configured constant factor stays, and a dynamic factor is
+        not replaced by the constant of the saved run."""
         self.skipped = int(state.get("skipped", 0))
         if self._limit:
             self._bad = int(state.get("bad_steps", 0))
@@ -108,9 +109,9 @@ class LossScale:
 
 @dataclass(frozen=True)
 class GradientCorrection:
-    """The factor by which gradients are multiplied before a step. They are ``scale`` times too large; ``norm`` is their
-    global norm divided by ``scale``, clipped to ``clip_norm`` (0: no clipping) as in torch.nn.utils. ``clip_value``
-    bounds each element after that (0: no bound)."""
+    """The correction of gradients before a step. Gradients are ``scale`` times too large, so they are divided by it,
+    and clipped to ``clip_norm`` as torch.nn.utils does (0: no clipping). ``norm``: their global norm after the
+    division. Afterwards each element is bounded to ``clip_value`` (0: no bound)."""
 
     norm: Tensor
     clip_norm: float

@@ -16,7 +16,7 @@ _HEIGHTS = " ▁▂▃▄▅▆▇█"
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Registered):
     """A learning-rate schedule: the factor of every group's learning rate at each step. It depends on the step alone,
-    so a run that resumes goes on with it. The base class of the dataclasses of ``schedule=``.
+    so a resumed run continues it. The base class of the dataclasses of ``schedule=``.
 
     ``unit``: what the schedule counts: ``steps``, or ``epochs``, in which the rate is constant within an epoch.
     ``warmup``: the number of them in which the rate rises linearly from near zero, before the schedule begins.
@@ -51,7 +51,7 @@ class ScheduleConfig(Registered):
         """Raise :class:`ConfigError` if a run of ``steps`` cannot have this schedule."""
         if self.unit == "epochs" and not self.epoch_steps:
             raise ConfigError(
-                "schedule.unit=epochs: the rows of this run have no number, and so no epochs; set "
+                "schedule.unit=epochs: the number of rows is unknown, so epochs have no length; set "
                 "schedule.epoch_steps=N, or use schedule.unit=steps"
             )
         if self.unit == "epochs" and self.warmup * self.epoch_steps >= steps:

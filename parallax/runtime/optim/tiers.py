@@ -66,9 +66,9 @@ class Tiers:
         share: float,
         blocks: Iterable[Iterable[nn.Parameter]],
     ) -> OffloadedParameters:
-        """Open a store for offloaded parameters: a share ``share`` of the parameters of the blocks ``indices``, which
-        ``blocks`` yields. In training the store also holds their gradients, and one block's new values beside its old
-        ones."""
+        """Open a store for offloaded parameters. ``share``: the fraction of the parameters of the blocks ``indices`` to
+        offload; ``blocks`` yields the parameters block by block. In training the store also holds the gradients, and
+        for one block new values beside the old ones."""
         described = [
             offloadable(chain, index, chain.blocks[index].module, self._device) for index in indices
         ]

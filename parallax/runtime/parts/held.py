@@ -27,8 +27,8 @@ from parallax.runtime.checkpoint.folder import INDEX
 
 @dataclass(frozen=True, slots=True)
 class HeldParts:
-    """A node's part of a checkpoint: all tensors except the ``absent`` ones, which are listed with the node that saved
-    them. ``started``: the time at which the run was started."""
+    """A node's part of a checkpoint. ``absent``: name of a tensor that the node lacks → the node that saved it.
+    ``started``: the time at which the run was started."""
 
     digest: str
     started: float
@@ -37,7 +37,8 @@ class HeldParts:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """A complete checkpoint: its folder name, and the ranks whose node has its index file."""
+    """A complete checkpoint. ``name``: its folder. ``started``: the time at which its run was started. ``holders``: the
+    ranks whose node has its index file."""
 
     name: str
     started: float
@@ -51,7 +52,7 @@ def whole_checkpoints(
     index of each is first written on nodes that lack it. Every rank of torch's world calls it."""
     found = all_gather_result(lambda: _held(directory, nodes) if groups.leads else ({}, []))
     damaged = [line for _, lines in found for line in lines]
-    whole, lost = _sorted_out([held for held, _ in found])
+    whole, lost = _complete_checkpoints([held for held, _ in found])
     lost = [
         f"{directory}: {text}: start the nodes that saved it, or copy its folder here; "
         "checkpoint.directory=FOLDER sets a folder that all nodes share, and trainer.resume=never with another name "
@@ -59,7 +60,7 @@ def whole_checkpoints(
         for text in lost
     ]
     for each in whole:
-        _make_known(directory, each, groups)
+        _write_missing_index(directory, each, groups)
     return whole, damaged + lost
 
 
@@ -78,8 +79,10 @@ def _held(directory: Path, nodes: Nodes) -> tuple[dict[str, HeldParts], list[str
     return held, damaged
 
 
-def _sorted_out(found: Sequence[Mapping[str, HeldParts]]) -> tuple[list[Together], list[str]]:
-    """Return the complete checkpoints, and for each other one a message why it is incomplete, latest first."""
+def _complete_checkpoints(
+    found: Sequence[Mapping[str, HeldParts]],
+) -> tuple[list[Together], list[str]]:
+    """Return the complete checkpoints, and a message for each incomplete one, latest first."""
     whole, lost = dict[str, Together](), list[str]()
     every = {(name, each.digest) for held in found for name, each in held.items()}
     for name, mark in sorted(every, reverse=True):
@@ -102,9 +105,9 @@ def _sorted_out(found: Sequence[Mapping[str, HeldParts]]) -> tuple[list[Together
     return list(whole.values()), lost
 
 
-def _make_known(directory: Path, wanted: Together, groups: DirectoryGroups) -> None:
-    """Write the index of the checkpoint ``wanted`` on nodes that lack it; another checkpoint of that name is
-    renamed."""
+def _write_missing_index(directory: Path, wanted: Together, groups: DirectoryGroups) -> None:
+    """Write the index of the checkpoint ``wanted`` on nodes that lack it. If such a node has another checkpoint of that
+    name, its folder is renamed."""
     leaders = sorted(set(groups.leaders))
     if all(rank in wanted.holders for rank in leaders):
         return

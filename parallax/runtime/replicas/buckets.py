@@ -17,10 +17,11 @@ _CONCURRENT = 2  # all-reduces at one time; each holds a copy of its gradients
 
 
 class BucketSync:
-    """All-reduces the gradients of several replicas without DDP: for split backwards, whose weight gradients bypass
-    autograd hooks, and for parameters whose last backward is not announced. Buckets have ``bucket_bytes``, or up to one
-    parameter more. They are reduced in a fixed order, each when it and all buckets before it are complete, in the type
-    ``short`` if given."""
+    """All-reduces the gradients of several replicas without DDP. Split backwards need it, because their weight
+    gradients bypass autograd hooks, and so do parameters whose last backward is not announced.
+
+    A bucket has ``bucket_bytes``, or up to one parameter more. Buckets are reduced in a fixed order: each one when it
+    and all buckets before it are complete. The type ``short``, if given, is the type in which they are reduced."""
 
     def __init__(
         self,
@@ -52,13 +53,13 @@ class BucketSync:
         return self._place.keys()
 
     def took_part(self, parameter: nn.Parameter) -> bool:
-        """Return whether ``parameter`` has a real gradient: zeros that this class added do not count. Valid before
-        :meth:`finish`."""
+        """Return whether ``parameter`` has a gradient from a backward, not just the zeros that this class adds. Only
+        valid before :meth:`finish`."""
         return parameter.grad is not None and parameter not in self._zeros
 
     def split(self, pending: Collection[nn.Parameter]) -> Reduced:
-        """Reduce the complete buckets, and return a function. Call it for each parameter in ``pending`` when its
-        gradient is complete."""
+        """Announce that all gradients are complete except those of ``pending``, and reduce the complete buckets. Return
+        a function to call for each parameter in ``pending`` when its gradient is complete."""
         for parameter in self._place:
             if parameter not in pending:
                 self._left[self._place[parameter]] -= 1

@@ -22,11 +22,13 @@ from parallax.runtime.replicas.compress import SHORT, Reduce, reduce_as, reduce_
 from parallax.runtime.replicas.config import ReplicasConfig
 
 
-@cache  # in a process
+@cache  # once per process
 def touch_reducer() -> None:
     """Construct and discard a DDP reducer of a tiny module, in a process with an initialised world: the first one loads
     torch's compiler."""
-    DistributedDataParallel(nn.Linear(1, 1), init_sync=False)  # without communication
+    DistributedDataParallel(
+        nn.Linear(1, 1), init_sync=False
+    )  # makes a reducer without communication
 
 
 class _HookState:
@@ -112,8 +114,8 @@ class ReplicaSync:
         self._armed = False
 
     def finish(self) -> float:
-        """Return the seconds spent waiting. Check that the announced backward has reduced everything; otherwise reduce
-        here, in the same order on all ranks."""
+        """Finish the reduction and return the seconds spent waiting. If a backward was announced, check that all
+        gradients were reduced in it; otherwise reduce them now, in the same order on all ranks."""
         start = time.perf_counter()
         if not self._armed:
             self._unannounced.finish()

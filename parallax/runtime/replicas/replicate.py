@@ -108,12 +108,13 @@ class NoSync:
 
 
 class StageGradientSync:
-    """Sums the gradients of all stages of one pipeline rank over several replicas. ``parts`` are reduced in the last
-    backward of each stage. Parameters that stages of this rank share have no known last backward, so ``late`` is
-    reduced at the end.
+    """Sums the gradients of all stages of one pipeline rank over several replicas. ``parts``: stage → the sync that
+    reduces its gradients in its last backward. ``late``: the sync of parameters that several stages of this rank use;
+    it is not known which backward is their last, so they are reduced at the end of the step.
 
-    A parameter that no replica has ever used has no gradient, as in one process, so that no weight decay changes it. As
-    long as there may be such parameters, the replicas compare in each step.
+    A parameter that no replica has ever used must have no gradient, as in a single process: with a zero gradient,
+    weight decay would change it. As long as there may be such parameters, the replicas compare in each step which ones
+    they have used.
     """
 
     def __init__(
@@ -213,7 +214,8 @@ class SharedSum:
     """Sums the gradients of parameters that several stages hold, after each stage has summed over its replicas.
 
     One replica of each stage contributes, the others contribute zeros, so nothing is rescaled. A parameter that no
-    stage has ever used has no gradient: as long as there may be such parameters, the stages compare in each step.
+    stage has ever used must have no gradient: as long as there may be such parameters, the stages compare in each step
+    which ones they have used.
     """
 
     all_reduces = 0

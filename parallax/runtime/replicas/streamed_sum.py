@@ -72,8 +72,8 @@ class _Read(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _GradientBucket:
-    """One all-reduce. ``buffer``: the index of its buffer. ``pending``: parameters whose gradients are not complete in
-    this step; ``given``: segments that are in the buffer."""
+    """The gradients of one all-reduce. ``buffer``: the index of its buffer. ``pending``: parameters whose gradients are
+    not yet complete in this step. ``given``: segments that the backward has copied into the buffer."""
 
     runs: list[_BucketRun]
     dtype: torch.dtype
@@ -110,8 +110,8 @@ class StreamedSum:
     another group of the same ranks. Without ``beside`` everything is summed after the backward: NCCL needs the
     collectives of several groups in one order on all ranks, and here their order depends on timing.
 
-    A parameter that no replica has ever used has no gradient: the replicas compare after the backward, and then sum
-    parameters that were used for the first time.
+    A parameter that no replica has ever used must have no gradient. So the replicas compare after the backward which
+    parameters they have used, and then also sum those used for the first time.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class StreamedSum:
         self._complete(self._trained)
         self._finish()
         if self._unused and (new := self._newly_used()):
-            self._begin(self._cut(new))
+            self._begin(self._divide(new))
             self._complete(self._trained)
             self._finish()
             self._lay_out()
@@ -233,13 +233,13 @@ class StreamedSum:
 
     def _lay_out(self) -> None:
         used = [parameter for parameter in self._trained if parameter not in self._unused]
-        self._buckets = self._cut(used)
+        self._buckets = self._divide(used)
         self._of = {}
         for bucket in self._buckets:
             for run in bucket.runs:
                 self._of.setdefault(run.parameter, []).append((bucket, run))
 
-    def _cut(self, parameters: Iterable[nn.Parameter]) -> list[_GradientBucket]:
+    def _divide(self, parameters: Iterable[nn.Parameter]) -> list[_GradientBucket]:
         """Return buckets of ``parameters``, each of one type. A parameter that fits into a bucket is not split."""
         found: list[_GradientBucket] = []
         free_bytes = 0
@@ -350,8 +350,8 @@ class StreamedSum:
         return True
 
     def _launch(self, bucket: _GradientBucket, wait: bool) -> bool:
-        """Start the all-reduce of ``bucket`` if those of all earlier buckets have started and its reads have ended, or
-        wait for them with ``wait``; return whether it was started."""
+        """Start the all-reduce of ``bucket`` and return True; False if an earlier bucket's all-reduce has not started.
+        With ``wait``, wait for the bucket's reads; without it, return False while they run."""
         before = itertools.takewhile(lambda each: each is not bucket, self._active)
         if any(
             each.state in (_BucketState.FILLING, _BucketState.READING) for each in before

@@ -91,13 +91,15 @@ class Evictor:
             except SwapError:
                 if self._queues.evicting_bytes < missing:
                     raise
-                return  # the tier is full, and the lead is optional
+                return  # the tier is full; eviction ahead of need is optional
 
     def evict_fresh(self, *, writable: bool) -> bool:
         """Evict one record of the running operator; return whether there was one.
 
-        Records of non-differentiable tensors are evicted only if ``writable``: the operator may still write into
-        them unnoticed. A write into any other tensor raises its version, and autograd rejects it."""
+        With ``writable``, records of non-differentiable tensors may be evicted too, although the operator may still
+        write into them without detection. A write into a differentiable tensor raises its version, and autograd rejects
+        it.
+        """
         record = next(
             (record for record in self._queues.fresh if writable or record.differentiable), None
         )

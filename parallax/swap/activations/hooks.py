@@ -16,15 +16,16 @@ from parallax.model.saved import ELSEWHERE, NOT_PLAIN, Selector
 from parallax.swap.activations.manager import SwapManager
 from parallax.swap.activations.records import Entry, empty, layout_of
 
-_FEW = 2048  # with more saved tensors alive, the history of each is not searched
+_FEW = 2048  # number of living saved tensors above which their histories are not searched
 
 
 class _KeptTensor:
     """A saved tensor that stays on the device.
 
-    It is detached: a saved output whose history holds the packed object would be a cycle that no collector sees. A
-    leaf has no history, and is kept itself, so that a later assignment to its ``.data`` counts, as it does without
-    hooks."""
+    It is detached. Otherwise the history of a saved output would hold this object, and this object the history: a cycle
+    that no garbage collector sees. A leaf has no history, and is kept itself, so that a later assignment to its
+    ``.data`` takes effect, as it does without hooks.
+    """
 
     __slots__ = ("tensor", "version")
 
@@ -32,7 +33,7 @@ class _KeptTensor:
         self.tensor, self.version = tensor if tensor.is_leaf else tensor.detach(), tensor._version
 
     def unpack(self) -> Tensor:
-        relieve_memory(LOOK_BYTES)  # the bytes that its operator needs are unknown
+        relieve_memory(LOOK_BYTES)  # a guess: the bytes that the operator needs are unknown
         if self.tensor._version != self.version:
             raise changed_in_place(self.tensor, self.version, self.tensor)
         return self.tensor
@@ -41,9 +42,10 @@ class _KeptTensor:
 class _MovedTensor:
     """A saved tensor whose storage may be offloaded.
 
-    ``_counter`` shares the version counter of the saved tensor. So a change in place is detected wherever the
-    bytes are, and through whichever view it was made. It is the record's alias, or a tensor without bytes if
-    another tensor had saved the storage before."""
+    ``_counter`` is a tensor that shares the version counter of the saved tensor. So a change in place is detected even
+    if the bytes are offloaded or the change was made through another view. It is the record's alias or, if the storage
+    was saved before as another tensor, an empty tensor.
+    """
 
     __slots__ = ("_counter", "_entry", "_layout", "_leaf", "_manager", "_version")
 

@@ -84,13 +84,13 @@ class SwapManager:
         self._operation: int | None = (
             None  # sequence number of the operator that saves now, in its thread
         )
-        self._open: dict[int, Batch] = {}  # by micro-batch, before its backward
+        self._open: dict[int, Batch] = {}  # micro-batches before their backward
         self._prefetcher = Prefetcher(
             self._transfers, self._accounting, self._preferences, self._queues
         )
         self._evictor = Evictor(self._transfers, self._accounting, self._queues, self._prefetcher)
         self._records: dict[int, Record] = {}  # living records by clock
-        self._known: dict[int, Record] = {}  # the same by address
+        self._known: dict[int, Record] = {}  # the same records by address
         self._may_use_fast_path = self._preferences is None and not policy.eager and not verify
         self._fast_path = FastPath(self._accounting, self._records, self._known, self._unclaimed)
         self._fast_path.active = self._may_use_fast_path
@@ -147,13 +147,13 @@ class SwapManager:
     def save(
         self, tensor: Tensor, micro: int, operation: int | None = None
     ) -> tuple[Entry, Tensor | None]:
-        """Return a claim that keeps the bytes of a saved tensor's storage recoverable, and an alias of the tensor or
-        None. If the storage has no record yet, one is made, and evicted or kept as the policy decides.
+        """Keep the bytes of a saved tensor's storage recoverable. If the storage has no record yet, one is made, and
+        evicted or kept as the policy decides. Return a claim on the record and, only if the record is new and keeps an
+        alias of ``tensor``, that alias.
 
-        The alias is returned only for a new record that keeps an alias of ``tensor``. ``operation`` identifies the
-        operator that saves. Some operators write into tensors that they have saved (the noise of ``rrelu``, running
-        statistics), so while memory suffices no record of an operator is evicted before the next operator saves, or
-        :meth:`settle` is called.
+        ``operation`` identifies the operator that saves. Some operators write into tensors that they have saved (the
+        noise of ``rrelu``, running statistics). So while memory suffices, no record of an operator is evicted before
+        the next operator saves, or :meth:`settle` is called.
         """
         with self._lock:
             if self.closed:

@@ -75,8 +75,8 @@ class Preferences:
             self.learn(batch)
 
     def learn(self, batch: Batch) -> None:
-        """Remember, from a micro-batch that has ended, when each saved tensor was used; a micro-batch that was never
-        used is ignored."""
+        """Remember the uses of the saved tensors of a micro-batch that has ended, to predict those of the next. A
+        micro-batch without uses is ignored."""
         if batch.uses:
             self._known, batch.uses = batch.uses, {}
 
@@ -90,7 +90,8 @@ class Preferences:
         )
 
     def group_bytes(self, record: Record) -> int:
-        """Return the bytes that remain to be read for the group of the next record, ``record``."""
+        """Return the bytes that are still to be read for the group of ``record``, the next record in the order of
+        use."""
         total = 0
         for other in itertools.islice(record.batch.waiting, self._policy.swapin_groupby):
             total += other.size if self._group(other) == self._group(record) else 0

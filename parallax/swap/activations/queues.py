@@ -99,11 +99,13 @@ class FastPath:
         )
 
     def save_again(self, record: Record, before: int | None, operation: int | None) -> None:
-        """Reassign ``record``, which operator ``before`` saved, to ``operation``, which has saved the same storage
-        again."""
+        """Assign ``record`` to ``operation`` if the operator ``before`` saved it last: ``operation`` has saved the same
+        storage again."""
         if _saved_by(record, before):
             record.operation = operation
-            self._records[record.clock] = self._records.pop(record.clock)  # the last again
+            self._records[record.clock] = self._records.pop(
+                record.clock
+            )  # moved to the end of the order
 
     def fill_queues(self, queues: RecordQueues, operation: int | None) -> None:
         """Queue every living record, and end the fast path.

@@ -32,8 +32,8 @@ Layout = tuple[int | torch.SymInt, torch.Size, tuple[int, ...]]
 
 @cache
 def _nothing(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of this device and type without bytes, which can be assigned to ``.data``: torch allows that only
-    within one device type and dtype."""
+    """Return an empty tensor of this device and type. It can be assigned to ``.data`` of a tensor with the same device
+    type and dtype; torch allows no other assignment."""
     return torch.empty(0, device=device, dtype=dtype)
 
 
@@ -68,7 +68,7 @@ class Batch:
         # Records saved so far; records passed so far in the order of use.
         self.saved = self.passed = 0
         self.claims: dict[int, Claim] = {}  # ordinal → claim, of records that are alive
-        self.waiting: deque[Record] = deque()  # in the store, in the order of use
+        self.waiting: deque[Record] = deque()  # records in the store, in the order of use
         self.uses: dict[
             int, tuple[int, int]
         ] = {}  # ordinal → size, and records saved before the first use
@@ -93,12 +93,16 @@ class Batch:
 class Record:
     """One storage that the manager knows.
 
-    ``origin``: weak reference to the saved storage while the record or the caller holds it. Data written there
-    behind autograd's back (``.data``, numpy) is data that autograd would use. ``alias``: the saved tensor,
-    detached; it shares the version counter, and the bytes until they are offloaded. ``layout``: offset, size and
-    strides, set when the bytes are offloaded. ``queue``: number of the record queue that holds it. ``operation``:
-    the operator that saved it last. ``wanted``: under write and needed again. ``evicting``: its bytes count as
-    being freed. ``read_back``: it was offloaded and read again."""
+    ``alias``      the saved tensor, detached. It shares the version counter, and the bytes until they are offloaded.
+    ``origin``     weak reference to the saved storage, as long as the record or the caller holds it. Autograd would use
+                   values that are written there without a new version (``.data``, numpy), so the record does too.
+    ``layout``     offset, size and strides, set when the bytes are offloaded
+    ``queue``      number of the record queue that holds it
+    ``operation``  the operator that saved it last
+    ``wanted``     it is being written, and needed again
+    ``evicting``   its bytes count as being freed
+    ``read_back``  it was offloaded, and read again
+    """
 
     __slots__ = (
         "address",

@@ -128,8 +128,8 @@ class SwapStream:
 
     def __init__(self) -> None:
         self._stream: torch.Stream | None = None
-        self._most = 0  # bytes that it saved when it was chosen
-        self._saved_bytes: Counter[torch.Stream] = Counter()  # since then
+        self._most = 0  # bytes that this stream had saved when it was chosen
+        self._saved_bytes: Counter[torch.Stream] = Counter()  # bytes saved since then
 
     def is_other(self, tensor: Tensor, *, graphs_ended: bool) -> bool:
         """Count the bytes of ``tensor``, which is on an accelerator and being saved, and return whether the current

@@ -72,7 +72,8 @@ def closure_of(arguments: Arguments) -> Callable[[], Any] | None:
 
 
 def _settings(optimizer: Optimizer) -> object:
-    """Return a cache key: the settings that may change how a step works. Numbers are reduced to zero or not zero."""
+    """Return a cache key of the optimizer's settings, which may change how it steps. Only whether a number is zero
+    counts."""
     left_out = "params", "state", "param_groups"
     held = [*optimizer.param_groups, vars(optimizer)]
     return frozenset(
@@ -132,7 +133,7 @@ def _counts(kind: type[Optimizer]) -> dict[type, dict[str, Any]]:
 
 
 def _outcome(optimizer: Optimizer, arguments: Arguments, *, in_pieces: bool) -> Any:
-    """Return everything that some steps of a small copy change."""
+    """Return all values that several steps of a small copy of the optimizer may have changed."""
     twin, parameters, trained = _small_copy(optimizer)
     args, kwargs = arguments
     for number in range(STEPS):
@@ -189,7 +190,8 @@ def _set_gradients(parameters: list[Tensor], number: int, scale: float) -> None:
 
 
 def _small_copy(optimizer: Optimizer) -> tuple[Optimizer, list[Tensor], list[Tensor]]:
-    """Return a copy over small parameters, one small parameter for each original, and those that the copy steps."""
+    """Return a copy of the optimizer over small parameters, the small parameter of each original parameter, and the
+    small parameters that the copy steps."""
     small: dict[int, Tensor] = {}
     trained: list[Tensor] = []
     originals = [p for group in optimizer.param_groups for p in group["params"]]

@@ -24,7 +24,7 @@ _TOLERATED = 16 * 2**20
 
 @dataclass
 class Share:
-    """Division of the limit in bytes, until layers are frozen, unfrozen or added."""
+    """Division of the limit, in bytes. It is valid until layers are frozen, unfrozen or added."""
 
     limit: int
     weights: int
@@ -55,8 +55,8 @@ def limit_or_auto(
 def divide(
     model: nn.Module, optimizers: Sequence[Optimizer], limit: int, offloaded: OffloadedModel | None
 ) -> Share:
-    """Return how ``limit`` bytes are divided: bytes of parameters, gradients and movable data. Parameters that are
-    ``offloaded`` need only a part of their bytes at a time."""
+    """Return the division of ``limit`` bytes between parameters, gradients and movable data. ``offloaded``: offloaded
+    parameters, which need only a part of their bytes at one time."""
     tensors = held_tensors(model, optimizers)
     trained = [t for t in tensors if t.requires_grad]
     weights, gradients = _storage_bytes(tensors), sum(local_bytes(t) for t in trained)
@@ -64,9 +64,10 @@ def divide(
 
 
 class ProcessMemory:
-    """Bounds and measures the memory of the process, which is the device on a CPU.
+    """Bounds and measures the memory of the process, which on a CPU is the device's memory.
 
-    Memory of the model that existed before counts towards the limit; other memory that existed before does not."""
+    Of the memory that the process already held, only that of the model counts towards the limit.
+    """
 
     def __init__(self, limit: int, made: int) -> None:
         self._limit = limit
@@ -74,7 +75,8 @@ class ProcessMemory:
         self._beside = max(0, self._bound.before_bytes - made)
 
     def peak_bytes(self) -> int:
-        """Most bytes that the process held so far, comparable to the limit."""
+        """The largest number of bytes that the process has held so far, without memory that does not count towards the
+        limit."""
         return self._bound.peak_bytes() - self._beside
 
     def report(self) -> str:

@@ -46,8 +46,8 @@ def moved_bytes(parameter: Tensor, state: dict[Any, Any]) -> int:
 
 
 def sizes_of(parameter: Tensor, state: Any) -> tuple[int, list[int]]:
-    """Return the bytes of the movable tensors, and the bytes of each other tensor that is not the parameter's own
-    memory."""
+    """Return the total bytes of the movable tensors of a state, and the bytes of each other tensor in it. Memory of the
+    parameter and of its gradient does not count."""
     keys = movable(parameter, state) if isinstance(state, dict) else []
     moved = [part for key in keys for part in parts(state[key])]
     left = {k: v for k, v in state.items() if k not in keys} if keys else state
@@ -78,7 +78,7 @@ def _addresses(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def _sizes_in(value: Any, own: set[int]) -> list[int]:
-    """Return the bytes of each memory of tensors in ``value`` that is not among ``own``."""
+    """Return the bytes of each storage of a tensor in ``value``. ``own``: addresses of storages to leave out."""
     found: dict[int, int] = {}
     for tensor in _tensors_in(value):
         for part in parts(tensor):
@@ -258,9 +258,8 @@ class OffloadedStates(dict[Any, Any]):
         return True
 
     def finish_write(self) -> bool:
-        """Wait for the writes, then free the device copies; return whether no other code references them.
-
-        Code that references a copy may change it. Then the state stays on the device."""
+        """Wait for the writes, then free the device copies. If other code references a copy, that code may change it,
+        so the state is read back and stays on the device. Return whether all copies were freed."""
         for place in self._places:
             place.pending.wait()
         self._written = True
@@ -276,14 +275,16 @@ class OffloadedStates(dict[Any, Any]):
                 place.start_read(self._store)
 
     def restored(self) -> dict[Any, Any]:
-        """Return the state as the optimizer made it; waits for reads, and for writes that have begun."""
+        """Return the state as the optimizer made it. The call waits for reads, and for writes that have already
+        begun."""
         for place in self._places:
             if self._written or not place.pending.cancel():
                 self._wait(place)
         return self._with(lambda place: place.tensor(place.held))
 
     def restore(self) -> dict[Any, Any]:
-        """Return :meth:`restored`, to which this mapping refers from now on, and free the slots."""
+        """Return the state as :meth:`restored` does, and free its slots. From now on this mapping refers to the
+        returned state."""
         self.start_read()
         # before the slots are freed, so that an interrupted call can be repeated
         self._restored = self.restored()
@@ -330,7 +331,7 @@ class OffloadedStates(dict[Any, Any]):
         return place.tensor(found)
 
     def _wait(self, place: _StatePlace) -> None:
-        """Wait for a transfer; a failed write loses nothing while the device has the bytes."""
+        """Wait for a transfer. A failed write is ignored as long as the device still has the bytes."""
         try:
             place.pending.wait()
         except SwapError:
@@ -390,7 +391,7 @@ class _StatePlace:
     def start_read(self, store: Store) -> None:
         flat = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
         self.pending = store.read(self.slot, flat)
-        self.flat = flat  # only now: if the read fails to start, these are not the bytes
+        self.flat = flat  # assigned last: if the read fails to start, ``flat`` must not be used
 
     def tensor(self, flat: Tensor) -> Tensor:
         found = torch.empty(0, dtype=self._dtype, device=flat.device)

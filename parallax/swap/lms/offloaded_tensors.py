@@ -64,7 +64,7 @@ class TensorOwner(Protocol):
         """Note that code may have changed a fetched gradient without a new version of the tensor."""
 
     def put_back(self, parameter: nn.Parameter) -> None:
-        """Write a fetched gradient if it was changed, and free it."""
+        """Write a fetched gradient to the tier if it was changed, and free it on the device."""
 
 
 def _refuse_new_memory(name: str) -> NoReturn:
@@ -247,7 +247,8 @@ def _offloaded_in(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _replaced(value: Any, others: dict[int, Any]) -> Any:
-    """Return ``value`` with each object replaced by that of its id in ``others``."""
+    """Return ``value`` with objects inside nested containers replaced. ``others``: id of an object → its
+    replacement."""
     if id(value) in others:
         return others[id(value)]
     if type(value) in (list, tuple):
@@ -258,7 +259,8 @@ def _replaced(value: Any, others: dict[int, Any]) -> Any:
 
 
 def _with_edges(value: Any) -> Any:
-    """Return arguments of ``torch.autograd.grad`` that name offloaded weights by their nodes, and so read none."""
+    """Return arguments of ``torch.autograd.grad`` with each offloaded weight replaced by its gradient edge, so that no
+    weight is fetched."""
     if isinstance(value, OffloadedWeight):
         with as_plain_tensors():
             return get_gradient_edge(value)

@@ -275,7 +275,7 @@ class Swapping:
         try:
             self._close(kind, error, trace)
         except KeyboardInterrupt:
-            if self.open:  # it arrived before anything was closed
+            if self.open:  # the interrupt arrived before anything was closed
                 self._close(kind, error, trace)
             raise
 
@@ -352,7 +352,8 @@ class Swapping:
     # ---- the limit
 
     def bytes_for_states(self, index: int) -> int:
-        """Bytes that the states of the other optimizers leave for the states of one optimizer and for activations."""
+        """Bytes for the states of optimizer ``index`` and for activations: the movable bytes less the states of other
+        optimizers."""
         assert self._share is not None
         fixed = sum(states.fixed_bytes for states in self._states)
         others = sum(s.device_bytes for i, s in enumerate(self._states) if i != index)
@@ -369,8 +370,9 @@ class Swapping:
         return None if self._total.bytes_out else self._total.high_water
 
     def recount(self, *, grown: bool = False) -> None:
-        """Count the gradients of layers that were frozen, unfrozen or added, before the next backward makes them, and
-        offloaded parameters if an operator needs more of them at one time (``grown``)."""
+        """Update the division of the limit, if layers were frozen, unfrozen or added since the last call, before a
+        backward makes their gradients. ``grown``: also because an operator needs more offloaded parameters at one
+        time."""
         share, manager, before = self._share, self._manager(), self._trained
         assert share is not None
         self._trained = self._find_trained()
@@ -550,8 +552,8 @@ def _exceeded(share: Share, manager: SwapManager, needed_bytes: int) -> BudgetEx
 
 
 def _close_store(store: Store) -> None:
-    """Close the store, on a new thread if a collector runs this on one of the store's own threads, which cannot join
-    itself."""
+    """Close the store. A garbage collector may call this on one of the store's own threads, which cannot join itself;
+    then a new thread closes the store."""
     if threading.current_thread().name.startswith("parallax-swap"):
         threading.Thread(target=store.close, name="swap-close").start()
     else:

@@ -184,7 +184,8 @@ class OptimizerStates:
         )
 
     def free_device_bytes(self, size: int) -> None:
-        """Free ``size`` bytes on the device, or all: finish writes that have ended, then offload all states."""
+        """Free ``size`` bytes on the device, or as many as possible. Writes that have ended are finished first; if that
+        is not enough, all states are offloaded."""
         most = self.device_bytes - size
         self._finish_writes()
         while self.device_bytes > most and (self._resident or self._writing):

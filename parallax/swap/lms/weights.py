@@ -221,7 +221,7 @@ class OffloadedModel:
         return torch.autograd.graph.saved_tensors_hooks(uncompiled(pack), uncompiled(unpack))
 
     def _save(self, tensor: Tensor) -> SavedWeight | None:
-        if type(tensor) is OffloadedWeight:  # perhaps of a scope around this one
+        if type(tensor) is OffloadedWeight:  # of an enclosing scope, if not of this one
             return SavedWeight(tensor._offloaded_by, tensor, tensor)
         if not self._open or tensor.layout is not torch.strided or tensor.is_nested:
             return None
@@ -281,7 +281,7 @@ class OffloadedModel:
         known = self._gradients.pop(parameter, None)
         held = None if known is None else known()
         with as_plain_tensors():
-            if held is not None:  # by a Python variable, for which it keeps its values
+            if held is not None:  # a Python variable refers to it, so it keeps its values
                 value = parameter.grad
                 held.value = self._offloaded.read_gradient(parameter) if value is None else value
             parameter.grad = gradient
@@ -325,8 +325,8 @@ class OffloadedModel:
             self._fetched[parameter] = -1
 
     def put_back(self, parameter: nn.Parameter) -> None:
-        """Free the copy of a gradient on the device; write it first if it was changed. While an alias exists, it stays
-        there instead."""
+        """Free the copy of a gradient on the device, after writing it to the tier if it was changed. If an alias of it
+        exists, the gradient stays on the device instead of in the tier."""
         if parameter not in self._fetched:
             return
         with as_plain_tensors():
@@ -578,7 +578,8 @@ def _may_move(parameter: nn.Parameter) -> bool:
 
 
 def _refuse_reducers(model: nn.Module) -> None:
-    """Refuse models whose gradients or weights torch copies between devices past this module."""
+    """Raise :class:`ConfigError` for DataParallel, DistributedDataParallel and process groups of several ranks, which
+    would sum gradients on the device."""
     wrappers = nn.DataParallel, nn.parallel.DistributedDataParallel
     wrapper = next((m for m in model.modules() if isinstance(m, wrappers)), None)
     group = torch.distributed

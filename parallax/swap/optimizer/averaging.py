@@ -20,12 +20,13 @@ AVERAGE = "weight_average"  # key of a state
 SHARE = "average_share"
 """Key of a parameter group: the share of the new weights in the average after a step; 0: the average stays. None: the
 step only exchanges weights and averages."""
-_TRIED = 0.25  # in trials of an optimizer; each step of a run sets its own
-_EXCHANGED_ELEMENTS = 2**20  # that are copied at one time
+_TRIED = 0.25  # share in trials of an optimizer; a run sets a share for each step
+_EXCHANGED_ELEMENTS = 2**20  # elements that are copied at one time
 
 
 def averaging(optimizer: Optimizer) -> Optimizer:
-    """Return ``optimizer``, whose steps, and those of its clones, also update the averages."""
+    """Change the class of ``optimizer`` so that its steps, and those of its clones, also update the averages; return
+    it."""
     kind: Any = type(optimizer)
     optimizer.__class__ = _averaging(kind)
     set_share(optimizer, _TRIED)

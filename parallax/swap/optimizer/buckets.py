@@ -109,7 +109,7 @@ class Bucket:
             given.update(settings[index])
         for stepped, (weight, gradient) in zip(self._stepped, self.weights.tensors_to_step()):
             stepped.data, stepped.grad = weight, gradient
-        if len(corrections) == 1:  # with the fewest kernels
+        if len(corrections) == 1:  # takes the fewest kernels
             corrections[0].apply(_gradients(self._stepped))
         elif corrections:
             for group in self._kernel.param_groups:
@@ -182,7 +182,7 @@ class Bucket:
         self.places = tuple(places)
 
     def unload(self, flat: Tensor) -> None:
-        """Copy the states that are not in ``flat`` into it, then release them."""
+        """Copy the states into ``flat``, unless they are views of it already, and release them."""
         for place in self.places:
             view, held = _view(flat, place), self._held(place.segment)[place.key]
             if held.data_ptr() != view.data_ptr():
@@ -359,7 +359,7 @@ def _view(flat: Tensor, place: _BucketPlace) -> Tensor:
 
 
 def _stride(value: Tensor) -> tuple[int, ...]:
-    """Return the strides of ``value`` if its elements are dense in memory in any order, else contiguous strides.
+    """Return the strides of ``value`` if its elements fill a memory range in some order, otherwise contiguous strides.
     Kernels iterate in memory order, so weights and states need equal layouts."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
     return (

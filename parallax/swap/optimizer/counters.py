@@ -23,8 +23,8 @@ _TYPES: dict[str, tuple[type, torch.dtype]] = {
 
 
 class GroupCounters:
-    """The numbers in the groups of ``optimizer`` that its steps have changed; the learning rate and the share of an
-    average, which each step is given, are none of them."""
+    """The numbers in the parameter groups of ``optimizer`` that its steps change. Numbers that each step is given, the
+    learning rate and the share of an average, are not included."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -32,7 +32,7 @@ class GroupCounters:
         self._groups = {p: i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
 
     def of(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the changed numbers in the group of ``parameter``; none of a tensor that is not trained."""
+        """Return the changed numbers in the group of ``parameter``; empty if the optimizer does not train it."""
         index = self._groups.get(parameter)
         if index is None:
             return {}
@@ -40,8 +40,8 @@ class GroupCounters:
         return {_OF_GROUP + k: v for k, v in found.items() if v != built.get(k)}
 
     def restored(self, parameter: Tensor, states: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return saved ``states`` with numbers in place of their tensors. Those of the group of ``parameter`` are set
-        there."""
+        """Return saved ``states`` with Python numbers in place of tensors that encode them. Numbers of the parameter's
+        group are not returned, but set in the group."""
         found = {}
         for key, value in states.items():
             name, suffix = _parts(key)
@@ -54,7 +54,7 @@ class GroupCounters:
         return found
 
     def reset(self) -> None:
-        """Set the numbers as they were built."""
+        """Set the numbers to their initial values."""
         for group, built in zip(self._optimizer.param_groups, self._built):
             group.update(built)
 
@@ -78,6 +78,6 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(key: str) -> tuple[str, str | None]:
-    """Return the name of a state and the type at its end, if there is one."""
+    """Return the name of a state without its type suffix, and the suffix; None if it has none."""
     suffix = next((each for each in _TYPES if key.endswith(each)), None)
     return (key if suffix is None else key.removesuffix(suffix)), suffix

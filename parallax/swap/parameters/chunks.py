@@ -80,7 +80,8 @@ class ChunkStore:
 
 
 class GradientWrite:
-    """A gradient, or a part of it, under write to new slots. The caller keeps the bytes until it has ended."""
+    """A running write of a gradient, or of a part of it, to new slots. The caller keeps the bytes until the write has
+    ended."""
 
     def __init__(
         self, tier: ChunkStore, transfers: Sequence[tuple[Pending, StoreSlot | None]]
@@ -126,8 +127,8 @@ class Gradient:
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def write(self, total: Tensor, segments: Sequence[ParameterSegment] = ()) -> GradientWrite:
-        """Begin to write ``total`` in place of the stored gradient: all of it, or the adjacent ``segments`` that it
-        holds."""
+        """Begin to write ``total`` over the stored gradient. ``segments``: the adjacent segments that ``total`` holds;
+        by default the whole gradient."""
         segments = segments or self.segments
         flat, first, begun = total.detach().reshape(-1), segments[0].start, []
         for segment in segments:
@@ -142,7 +143,7 @@ class Gradient:
         return GradientWrite(self._tier, begun)
 
     def is_written(self, segment: ParameterSegment) -> bool:
-        """Whether a read of ``segment`` would not wait for its write."""
+        """Whether a read of ``segment`` can begin without a wait for its write."""
         place = self._places.get(segment)
         return place is None or has_ended(place[1])
 
@@ -224,10 +225,13 @@ class Chunk:
         self._master: StoreSlot | None = None
         self._host: Tensor | None = None
         self._steps: list[Tensor] = []
-        self.kept: list[Tensor | None] = []  # the master has a slot of its own
+        self.kept: list[
+            Tensor | None
+        ] = []  # empty: the chunk stores its master in a slot of its own
 
     def reduced(self) -> None:
-        """Mark the device's copy as about to become stale; the gradients are in the store already."""
+        """Note that the coming optimizer step will make the device's copy stale. The gradients are already in the
+        store."""
         self.updating = True
 
     def commit(self, unused: Event) -> None:
@@ -353,8 +357,9 @@ class Chunk:
     def _full(self) -> list[Tensor]:
         """Return the weights of each segment in the type of the step, read into host memory.
 
-        They come from the master copy if there is one, else from the weights in the device's type, which
-        :meth:`exchange_tensors` holds then."""
+        They are read from the master copy if there is one. Otherwise the weights are read in the device's type into the
+        memory that :meth:`exchange_tensors` returns, and converted.
+        """
         low = self.exchange_tensors()
         if self._master is None:
             assert self._host is not None

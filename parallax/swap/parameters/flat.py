@@ -60,7 +60,9 @@ class FlatParameter:
     ) -> None:
         self.tier = tier
         self.stale = False
-        self.changed = False  # perhaps, through an alias that has a version counter of its own
+        self.changed = (
+            False  # whether an alias with a version counter of its own may have changed the weights
+        )
         self._given = tuple(parameters)
         # makes runs long
         ordered = sorted(parameters, key=lambda p: (p.requires_grad, str(p.dtype)))
@@ -76,7 +78,7 @@ class FlatParameter:
         self._places = [self._place(parameter) for parameter in ordered]
         self._state, self._versions = _State.RESIDENT, -1
         self._reads: list[Pending] = []
-        self._targets: list[Tensor] = []  # of the reads under way
+        self._targets: list[Tensor] = []  # targets of the running reads
         self._unused: list[StoreSlot] = []
         for place in self._places:
             place.resident.copy_(place.parameter.detach())
@@ -113,7 +115,8 @@ class FlatParameter:
         return self._gradients[parameter]
 
     def clear_gradients(self, *, to_none: bool) -> None:
-        """Set gradients to zero or None, except those that a running step uses and zeroes itself."""
+        """Set gradients to zero or None. Gradients that a running step uses are left to that step, which zeroes them
+        itself."""
         for parameter in self._given:
             parameter.grad = None
             if not any(chunk.updating for chunk in self.chunks if chunk.holds(parameter)):
@@ -135,7 +138,7 @@ class FlatParameter:
             raise
 
     def wait_for_read(self) -> None:
-        """Return when the device's current stream may use the weights."""
+        """Wait until the device's current stream may use the weights."""
         if self._state is not _State.READING:
             return
         for pending in self._reads:
@@ -212,7 +215,7 @@ class FlatParameter:
 
     def discard(self) -> None:
         """Free all bytes on the device and in the store; the parameters cannot be read any more."""
-        self.stale = True  # so that release writes nothing
+        self.stale = True  # then release writes nothing
         with contextlib.suppress(SwapError):
             self.release()
         for gradient in self._gradients.values():
@@ -237,15 +240,14 @@ class FlatParameter:
             self._unused.clear()
 
     def renew_storage(self) -> None:
-        """Use another storage from now on if this one cannot be resized any more; call it while nothing else references
-        the memory."""
+        """Replace the storage if it can no longer be resized. Call it while no other code references the memory."""
         if self.size and not self.storage.resizable():
             self._write_back()
             self.storage = torch.empty(
                 self.size, dtype=torch.uint8, device=self.storage.device
             ).untyped_storage()
             self._places = [self._place(place.parameter) for place in self._places]
-            self.stale = True  # the new bytes are not set
+            self.stale = True  # the new storage has no values yet
 
     def parameter_at(self, offset: int) -> nn.Parameter | None:
         """Return the parameter whose bytes include byte ``offset`` of the storage."""
@@ -274,10 +276,11 @@ class FlatParameter:
         return sum(place.parameter._version for place in self._places)
 
     def _chunk_bytes(self) -> list[Tensor]:
-        """Return the bytes of each chunk under a storage of its own.
+        """Return the bytes of each chunk, as views with a storage of their own.
 
-        Code that takes the address of the parameters' storage makes it non-resizable for good, as ``Tensor.numpy``
-        does."""
+        If code takes the address of a storage, as ``Tensor.numpy`` does, that storage can never be resized again. A
+        separate storage keeps the parameters' storage resizable.
+        """
         flat = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(
             self.storage, 0, (self.size,), (1,)
         )
@@ -329,23 +332,23 @@ def lay_out(blocks: Iterable[Iterable[nn.Parameter]], make: _Make) -> list[FlatP
 
 
 class _Layout:
-    """The blocks laid out so far.
-
-    ``_homes``: by its id, the storage that a parameter had before it was offloaded, for as long as another tensor
-    holds it."""
+    """The blocks laid out so far. ``_original_storages``: id of a storage → the storage and its parameter, for each
+    offloaded parameter. It reveals another tensor that still holds a parameter's original storage."""
 
     def __init__(self, make: _Make) -> None:
         self.flats: list[FlatParameter] = []
         self._make = make
         self._flat_of: dict[nn.Parameter, FlatParameter] = {}
         self._kept: set[nn.Parameter] = set()
-        self._homes: dict[int, tuple[weakref.ref[torch.UntypedStorage], nn.Parameter]] = {}
+        self._original_storages: dict[
+            int, tuple[weakref.ref[torch.UntypedStorage], nn.Parameter]
+        ] = {}
 
     def add(self, parameters: list[nn.Parameter]) -> None:
         storages = [parameter.untyped_storage() for parameter in parameters]
         offloaded = []
         for parameter, storage in zip(parameters, storages):
-            home, twin = self._homes.get(id(storage), (None, parameter))
+            home, twin = self._original_storages.get(id(storage), (None, parameter))
             if parameter in self._flat_of:
                 self._keep(parameter, None)
             elif home is not None and home() is storage:
@@ -356,7 +359,7 @@ class _Layout:
                 and parameter not in self._kept
             ):
                 offloaded.append(parameter)
-        self._homes |= {
+        self._original_storages |= {
             id(p.untyped_storage()): (weakref.ref(p.untyped_storage()), p) for p in offloaded
         }
         flat = self._make(offloaded)

@@ -120,7 +120,7 @@ class OffloadedParameters:
         self._statistics = ParameterStatistics()
         self._counted = (0, 0)
         self._closed = False
-        self._least = 0, 0  # the limits, at least
+        self._least = 0, 0  # lower bounds of the limits, raised by :meth:`extend_limit`
         self._weight_limit, self._limit_bytes, self._write_limit = self._limits()
 
     @property
@@ -220,7 +220,7 @@ class OffloadedParameters:
         self._statistics.stall_seconds += time.perf_counter() - start
 
     def extend_limit(self, blocks: Iterable[int]) -> bool:
-        """Raise the limits if ``blocks`` together exceed them, with their gradients; return whether they did."""
+        """Raise the limits if ``blocks``, with their gradients, exceed them together; return whether they did."""
         flats = [self._flats[block] for block in blocks]
         weights = sum(flat.size for flat in flats)
         total = weights + sum(flat.gradient_bytes for flat in flats)
@@ -318,8 +318,9 @@ class OffloadedParameters:
         return self._flat_of[parameter].gradient(parameter)
 
     def zero_gradients(self, *, set_to_none: bool = False) -> None:
-        """Set gradients to zero or None before a step, except those that an optimizer is stepping on and zeroes
-        itself. The order of block visits of the last step becomes the expected order of the next."""
+        """Set gradients to zero or None before a step. Gradients that a running optimizer step uses are left to that
+        step, which zeroes them itself. The order of block visits of the last step becomes the expected order of the
+        next."""
         with self.lock:
             while self._pending:
                 with contextlib.suppress(SwapError):  # the gradient is dropped anyway
@@ -384,10 +385,13 @@ class OffloadedParameters:
             )
 
     def _limits(self) -> tuple[int, int, int]:
-        """Return the limits in bytes of weights, of weights and gradients together, and of gradients under write, which
-        the store holds twice: its capacity has one block more, with gradients.
+        """Return three limits in bytes: of weights on the device, of weights and gradients together, and of gradients
+        under write. The store holds gradients under write twice, for which its capacity includes one more block with
+        gradients.
 
-        Adding a gradient to a stored one needs its bytes twice, beside the running block."""
+        The second limit is at least that of one block with its gradients and of one gradient more: adding a gradient to
+        the stored one needs both in memory.
+        """
         sizes = [flat.size for flat in self._flats]
         largest = max(sizes, default=0)
         weights = max(self._least[0], min(sum(sizes), self._window * largest))
@@ -409,16 +413,18 @@ class OffloadedParameters:
 
     def fetch_gradient(self, parameter: nn.Parameter) -> None:
         """Set ``.grad`` of an offloaded parameter to its stored gradient, if there is one, so that the caller can add
-        to it. Its bytes are reserved until :meth:`offload_gradient`, and free once more for the summand. All
-        parameters that are fetched at one time belong to one block, and no backward runs meanwhile. No-op for a
-        parameter that is not offloaded."""
+        to it. No-op for a resident parameter.
+
+        Bytes for the gradient are reserved until :meth:`offload_gradient`, and as many are freed for the caller's
+        summand. Parameters whose gradients are fetched at one time belong to one block, and no backward runs meanwhile.
+        """
         if parameter not in self._flat_of:
             return
         with self.lock, torch.no_grad():
             self._check_open()
             start = time.perf_counter()
             if not self._fetched:
-                self._reserved = 0  # of the last backward, which has ended
+                self._reserved = 0  # the last backward, which reserved these bytes, has ended
             self._fetched.add(parameter)
             self._reserved += parameter.nbytes
             self._collect_written()
@@ -639,11 +645,12 @@ class ResidentParameters:
 
 
 class PrefetchOrder:
-    """The order of block visits, to predict the next ones.
+    """The order of block visits, from which the next visits are predicted.
 
-    A step visits the blocks in the order of the previous step. Without a previous step, or after a deviation from
-    it, blocks are assumed to run to the end of the chain and back, or, in forwards without a graph, from its end to
-    its start."""
+    A step is expected to visit the blocks in the order of the previous step. Without a previous step, or after a
+    deviation from it, blocks are expected in the order of the chain and back or, if the chain has no backward, in the
+    order of the chain again and again.
+    """
 
     def __init__(self) -> None:
         self._last: list[int] = []

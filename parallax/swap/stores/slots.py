@@ -38,9 +38,9 @@ class SlotMap:
     """Allocates slots in one growing address range.
 
     Sizes that differ from step to step leave gaps between slots. A new slot uses the smallest gap that fits. If none
-    fits, it is placed at the end of the range, which may become a quarter longer than the peak of bytes in use. If that
-    is exceeded, it consists of several gaps, longest first. So the range stays bounded for any sequence of requests,
-    and a tier is full only when all its bytes are in use.
+    fits, the slot is placed at the end of the range. The range may become at most a quarter longer than the peak of
+    bytes in use; a slot that does not fit within this length consists of several gaps, longest first. So the range
+    stays bounded for any sequence of requests, and a tier is full only when all its bytes are in use.
     """
 
     def __init__(self, capacity: int, name: str, remedy: str = "raise its capacity") -> None:
@@ -86,7 +86,7 @@ class SlotMap:
         return found
 
     def _find(self, size: int) -> list[tuple[int, int]]:
-        """Allocate ``size`` bytes, which are known to be free, and return their ranges."""
+        """Allocate ``size`` bytes and return their ranges. The caller has checked that as many are free."""
         smallest = bisect.bisect_left(self._sorted, (size, 0))
         if smallest < len(self._sorted):
             return [self._take_gap(smallest, size)]

@@ -74,7 +74,8 @@ def _local(path: str, label: str) -> list[Path]:
 
 
 def _tars(names: list[str], path: str, label: str) -> list[str]:
-    """Return the tar files among ``names``, sorted. Raises :class:`DataError` if they are several sets of rows."""
+    """Return the tar files among ``names``, sorted. Raises :class:`DataError` if they belong to several sets of rows,
+    such as train and val."""
     if compressed := [each for each in names if re.search(r"\.tar\.\w+$|\.tgz$", each)]:
         raise _compressed(compressed[0], label)
     found = [each for each in names if each.endswith(SUFFIX)]
@@ -210,7 +211,7 @@ class RemoteArchives:
     def __init__(self, url: str, label: str) -> None:
         self._url, self._label, self._process = url, label, 0
         self._filesystem: Any = None
-        self._path = ""  # of the URL within the file system
+        self._path = ""  # the URL's path within the file system
         with self._named(url):
             self._paths = self._found()
             details = [self._connected().info(each) for each in self._paths]
@@ -244,7 +245,7 @@ class RemoteArchives:
             size, where = int(sizes[place]), self.where(int(archives[place]))
             if isinstance(data, Exception):
                 raise DataError(
-                    f"{where}: cannot read at offset {offsets[place]} ({_told(data)})"
+                    f"{where}: cannot read at offset {offsets[place]} ({_error_text(data)})"
                 ) from data
             if len(data) != size:
                 raise DataError(
@@ -285,9 +286,9 @@ class RemoteArchives:
         except UserError:
             raise
         except Exception as error:
-            raise DataError(f"{printable(place)}: {_told(error)}") from error
+            raise DataError(f"{printable(place)}: {_error_text(error)}") from error
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     text = (str(error).splitlines() or [""])[0]
     return printable(f"{type(error).__name__}: {text}")

@@ -239,7 +239,7 @@ class ChatTemplate:
             if not (text.startswith(through) and through.startswith(before)):
                 raise DataError(
                     f"{where}: the chat template writes message {place + 1} in another way when it is the last one, so "
-                    "the assistant's tokens cannot be told; give a template that marks them with {% generation %} "
+                    "the assistant's tokens cannot be found; give a template that marks them with {% generation %} "
                     "(data.template=FILE)"
                 )
             spans.append((len(before), len(through)))

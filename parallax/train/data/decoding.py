@@ -44,7 +44,7 @@ _INTERPOLATIONS = ("bilinear", "bicubic", "lanczos", "box", "hamming", "nearest"
 _MEANS = {3: (0.485, 0.456, 0.406), 1: (0.449,)}
 _DEVIATIONS = {3: (0.229, 0.224, 0.225), 1: (0.226,)}
 _GAP = 2.0  # a JPEG is decoded at no less than so many times the resolution that is needed, as Pillow's thumbnails are
-_ATTEMPTS = 10  # to draw a box that fits in the image
+_ATTEMPTS = 10  # attempts to draw a box that fits in the image
 _ORIENTATION = 0x0112  # in Exif
 _JPEG = ("JPEG", "MPO")
 _ADVICE = " (data.broken=skip leaves out files with broken headers)"

@@ -69,7 +69,7 @@ class ImagesDataConfig(ImageDataConfig):
         index = self._index(root, quiet=quiet)
         files = Files(root, index)
         sound, broken = sound_items(self, decoder, files, index.digest, quiet=quiet)
-        if any(files.changed(item) for item in broken):  # such as one that was mended
+        if any(files.changed(item) for item in broken):  # for example, because it was repaired
             files.forget_index()
             index = self._index(root, quiet=quiet)
             files = Files(root, index)

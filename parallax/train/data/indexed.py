@@ -37,7 +37,7 @@ from parallax.train.data.workers import Workers
 
 HELD_OUT = "validation"  # the name of held-out rows that are a share of the data
 _AUTO_SHARE, _AUTO_ROWS = 0.05, 1000  # held out by default
-_SPLIT_KEY = 0x5B17  # which rows are held out does not depend on the run's seed
+_SPLIT_KEY = 0x5B17  # constant, so that the held-out rows do not depend on the run's seed
 _TIMED_ROWS = 4
 _QUICK_SECONDS = 50e-6  # to read a row: less is not worth a worker
 _MOST_AUTO_WORKERS = 4

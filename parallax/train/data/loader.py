@@ -29,8 +29,8 @@ Span = tuple[int, int]
 class Loader:
     """Reads batches of one table on request, and prefetches them if there are ``workers``.
 
-    Prefetched rows use at most ``limit`` bytes, or the bytes of one request if that is more. ``seconds``: part of
-    reading → seconds, summed over all processes.
+    Prefetched rows use at most ``limit`` bytes, or the bytes of one request if these are more. ``seconds``: seconds of
+    each part of reading, summed over all processes.
     """
 
     def __init__(
@@ -39,7 +39,9 @@ class Loader:
         self._name, self._table, self._seed = name, table, seed
         self._workers, self._limit = workers, limit
         self._coming: Iterator[Taken] = iter(())
-        self._batches: deque[Taken] = deque()  # this one and those that follow, as far as known
+        self._batches: deque[Taken] = (
+            deque()
+        )  # the present batch and the following ones, as far as known
         self._pattern: list[Span] = []
         self._parts: dict[Span, frozenset[str]] = {}
         self._times: Counter[tuple[Span, str]] = Counter()
@@ -79,7 +81,7 @@ class Loader:
             held = self._read[span] = held | self._take(taken, span, part)
         value = held[part]
         if self._calls[span, part] == self._times[span, part]:
-            del held[part]  # as often as in the last batch
+            del held[part]  # requested as often as in the last batch
         self._submit()
         return value
 

@@ -31,9 +31,9 @@ from parallax.train.data.table import INPUTS, Table, Values, timed
 
 _SUFFIXES = (".parquet", ".pq", ".arrow", ".feather", ".ipc")
 _OPEN_FILES = 32
-_END_BYTES, _MIDDLE_BYTES = 2**16, 2**12  # of a file that its digest has; the end has the metadata
+_END_BYTES, _MIDDLE_BYTES = 2**16, 2**12  # bytes of a file in its digest; the end has the metadata
 _MOST_HELD = 2**15  # arrays in the cache; Linux lets a process have twice as many mappings
-_MAPPED_BYTES = 2**10  # that a mapped array counts as in the cache
+_MAPPED_BYTES = 2**10  # bytes that a mapped array counts in the cache
 _ACCEPTED = "accepted are numbers, and lists of numbers of equal length"
 
 

@@ -89,7 +89,8 @@ def own_generators() -> Iterator[None]:
 
 
 class _Process:
-    """Whether this process only reads rows, and numpy's global generator while rows are read."""
+    """State of this process. ``reads_only``: it is a worker, which runs no model. ``generator``: numpy's global
+    generator while rows are read."""
 
     reads_only = False
     generator = np.random.MT19937(0)

@@ -122,7 +122,7 @@ def load_pretrained(path: Path) -> Any:
         return transformers.AutoTokenizer.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # whatever the classes of transformers raise
+    except Exception as error:  # classes of transformers may raise anything
         raise DataError(
             f"data.tokenizer={printable(str(path))}: transformers cannot read it ({_line(error)}); name a "
             "tokenizer.json or a folder that save_pretrained wrote"
@@ -200,8 +200,8 @@ def _line(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """A piece of a document. ``before``: the preceding lines, as context. ``skipped``: the number of their tokens, to
-    remove. ``ends``: whether this is the document's last piece."""
+    """A piece of a document. ``before``: the preceding lines, which are tokenized with it as context. ``skipped``: the
+    number of tokens of these lines, which are removed. ``ends``: this is the document's last piece."""
 
     text: str
     before: str = ""

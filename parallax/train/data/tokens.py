@@ -44,8 +44,8 @@ _HEADER = struct.Struct("<9sQBQQ")
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # the type by magic number and version
 _LLM_C_INTS = 256  # 32-bit numbers before the tokens, of which the third is the number of tokens
-_SAMPLED_BLOCKS, _BLOCK = 64, 4096  # of a file, for its digest
-_MIXED_KEY = 0x317D  # which rows of a source come first does not depend on the run's seed
+_SAMPLED_BLOCKS, _BLOCK = 64, 4096  # blocks and tokens per block in the digest of a file
+_MIXED_KEY = 0x317D  # constant, so that the order of a source's rows does not depend on the seed
 _EXACT_ROWS = 2**31  # products of numbers of rows below fit into int64
 
 
@@ -362,7 +362,9 @@ def _of_megatron(path: Path, index: Path) -> TokensOnDisk:
             f"{', '.join(map(str, _MEGATRON_DTYPES))}, whole numbers"
         )
     needed = _HEADER.size + 12 * sequences + 8 * bounds
-    if not sequences or bounds < 2 or size not in (needed, needed + sequences):  # with modes
+    if (
+        not sequences or bounds < 2 or size not in (needed, needed + sequences)
+    ):  # the larger size includes modes
         raise DataError(
             f"{_named(index)}: its header promises {sequences:,} sequences and {bounds:,} document bounds in "
             f"{needed:,} bytes, and it has {size:,}; write it again"

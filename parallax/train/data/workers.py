@@ -40,8 +40,8 @@ logger = logging.getLogger("parallax")
 _ALIGNMENT = 64
 _SENT_BYTES = (
     2**16
-)  # of requests that a worker has not begun: less than a socket holds, so that no rank waits to send
-_SIZE = struct.Struct("<q")  # before a request
+)  # of waiting requests per worker: less than a socket holds, so that sending never blocks
+_SIZE = struct.Struct("<q")  # the size that precedes a request
 _RESULT = struct.Struct("<qqq")  # number, bytes of the structure, bytes of tensors and arrays
 _MOST_DEATHS = 2  # workers that one request may end
 

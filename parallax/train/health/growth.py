@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from itertools import combinations
 
 WINDOW = 16  # points
-LEAST_BYTES = 2**20  # of a window's growth that matters
-SCATTER = 3.0  # times the median distance from the line that a window's rise must have
-STEADY = 0.6  # of the first window's slope that the last one's must have
-REPEATED = 0.8  # of the slope that was seen first that is to be seen again
+LEAST_BYTES = 2**20  # least growth within a window that counts
+SCATTER = 3.0  # least growth within a window, in median distances of its points from the line
+STEADY = 0.6  # least slope of the last window, as a fraction of the first one's
+REPEATED = 0.8  # least slope at the second check, as a fraction of that at the first check
 SOON_STEPS = 500
 _SLOW_STEPS = 4  # per point, from which on the second series counts
 
@@ -65,15 +65,14 @@ def rise(points: Sequence[tuple[int, float]]) -> float:
 
 
 class GrowthDetector:
-    """Detects steady growth of one memory measurement, added after each step. ``suspects``: it has grown for a while,
-    possibly because a cache fills."""
+    """Detects steady growth of one memory measurement, added after each step."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, float]] = deque(maxlen=3 * WINDOW)
         self._slow: list[tuple[int, float]] = []
         self._point: list[tuple[int, float]] = []
         self._stride = 1
-        # When it was seen to rise first, and from when on it has risen as fast as it did then.
+        # The step at which growth was first found, and the step since which it has not slowed down.
         self._begun, self._since = 0, 0
         self._speed = 0.0
 
@@ -96,9 +95,7 @@ class GrowthDetector:
             self._begun = 0
         elif not self._begun:
             self._begun, self._since, self._speed = step, step, slope
-        elif (
-            slope < REPEATED * self._speed
-        ):  # it slows down: watch for as long again as it has grown
+        elif slope < REPEATED * self._speed:  # slower than before: observe it for as long again
             self._since, self._speed = step, slope
         elif step - self._since >= max(3 * WINDOW, self._since - self._begun):
             return slope

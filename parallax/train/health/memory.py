@@ -26,8 +26,8 @@ WHOSE = {
     STEP: "what the model or the loss keeps from step to step (activations with their graph, as in `losses += loss`)",
     BETWEEN: "what is kept between steps: evaluation, checkpoints, logs",
 }
-_MOST_OF = 0.5  # of the rise that a tier, or a part of a step, must have to be named
-_SOME_OF = 0.25  # that tensors of one shape must have
+_MOST_OF = 0.5  # least share of the growth for which a tier, or a part of the step, is named
+_SOME_OF = 0.25  # the same for tensors of one shape
 
 Shape = tuple[tuple[int, ...], str]
 
@@ -119,7 +119,7 @@ class MemoryAlarm:
 
 @dataclass(frozen=True, slots=True)
 class _Account:
-    """Bytes by tier, growth by part of the step, and bytes of tensors by shape, at one step."""
+    """One account of the memory: bytes by tier, growth by part of the step, and bytes of tensors by shape."""
 
     tiers: Mapping[str, int]
     parts: Mapping[str, int]

@@ -45,7 +45,7 @@ class HealthMonitor:
     ranks, and call :meth:`agree` with the columns of all ranks."""
 
     def __init__(self, engine: Engine, why_slow: Callable[[], str] = lambda: "") -> None:
-        """``why_slow()`` tells why this rank's rows take long."""
+        """``why_slow()`` returns the reason why this rank's rows take long."""
         self._mesh = engine.mesh
         self._detector = StragglerDetector(engine.plan)
         self._alarm = MemoryAlarm(
@@ -81,8 +81,8 @@ class HealthMonitor:
         self._growth = self._alarm.find_growth()
 
     def _own_seconds(self, busy: float, on_demand: float) -> float:
-        """Return the seconds that this rank computed; 0 if unknown. An accelerator's spans are measured on the device,
-        and it is unknown which part of the reading the host did in parallel."""
+        """Return the seconds that this rank computed, without the reading of rows on demand; 0 if unknown. On an
+        accelerator it is unknown how much of a long read overlapped with the device's work."""
         if self._mesh.device.type == "cpu":
             return max(0.0, busy - on_demand)
         return busy if on_demand <= _HIDDEN * busy else 0.0

@@ -34,11 +34,13 @@ from parallax.plan.rows import micro_batch_rows, replica_rows
 WARM_UP = 2  # steps: first touches of memory, first connections
 WINDOW = 8  # steps that are compared together
 MOST = 7  # steps of the window that must be slow
-SLOW = 2.0  # times the expected seconds
-PREDICTED_SLOW = 2.5  # the same as a median of steps: predictions of two stages differ in their errors, by up to half
-UNPREDICTED_SLOW = 3.0  # the same without a prediction of the ranks' unequal work
-HOLDS_UP = 0.2  # of the step: the least delay by a slow rank
-LEAST_WORK = 0.05  # of the largest predicted seconds of a rank: the least that make a ratio
+SLOW = 2.0  # factor of the expected seconds from which a rank is slow
+PREDICTED_SLOW = (
+    2.5  # the same for the median over steps: errors of the prediction differ between stages
+)
+UNPREDICTED_SLOW = 3.0  # the same if the ranks' work was not predicted
+HOLDS_UP = 0.2  # least delay by a slow rank, as a fraction of the step
+LEAST_WORK = 0.05  # least work of a rank to compare with, as a fraction of the largest
 FASTEST = 0.75  # measured / predicted seconds: ranks that are faster still count as that fast
 ACTION_SECONDS = 2e-4  # dispatch of an action, and its jitter
 _PREDICTED = ("forward", "backward", "recompute")
@@ -46,8 +48,8 @@ _PREDICTED = ("forward", "backward", "recompute")
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that is persistently slow, by ``factor``. ``than``: the reference of the comparison; ``where`` names
-    stage, replica and host."""
+    """A rank that is slow in most steps, by ``factor``. ``than``: the ranks or the prediction that it was compared
+    with. ``where``: its stage, replica and host."""
 
     rank: int
     factor: float
@@ -61,9 +63,14 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RankWork:
-    """The work of a rank in a step: the number of its micro-batches that have rows; its rows; ``least``: the predicted
-    seconds if they grow with the rows; ``most``: if they are equal for every micro-batch; and the seconds that
-    dispatching its actions may take."""
+    """The work of a rank in a step.
+
+    ``micro_batches``  the number of its micro-batches that have rows
+    ``rows``           the number of its rows
+    ``least``          predicted seconds, if the seconds of a micro-batch grow with its rows
+    ``most``           predicted seconds, if they are the same for any number of rows
+    ``dispatch``       seconds that dispatching its actions may take
+    """
 
     micro_batches: int
     rows: int
@@ -72,7 +79,7 @@ class _RankWork:
     dispatch: float
 
     def share_of(self, other: _RankWork) -> float:
-        """Return the largest acceptable ratio of this rank's seconds to another replica's."""
+        """Return the largest ratio of this rank's seconds to another replica's that different rows may explain."""
         return max(self.micro_batches / other.micro_batches, self.rows / other.rows)
 
 
@@ -162,7 +169,7 @@ class StragglerDetector:
         )
 
     def _expected(self, rank: int, busy: Sequence[float]) -> float:
-        """Return the seconds that the rank would need at the speed of the others; 0 if there is no reference."""
+        """Return the seconds that the rank would need at the speed of comparable ranks; 0 if there are none."""
         mine = self._work[rank]
         if peers := self._peers[rank]:
             return statistics.median_low([busy[p] * mine.share_of(self._work[p]) for p in peers])
@@ -196,8 +203,8 @@ def _predicted_seconds(plan: Plan, pipeline_rank: int) -> float:
 
 
 def _unpredicted_work(plan: Plan, pipeline_rank: int) -> float:
-    """Return the work of the replica with the most rows, in units of the forward of one block and row; a backward
-    counts as two."""
+    """Return the work per step of the replica with the most rows, for a plan without predicted seconds. The unit is the
+    forward of one block for one row; a backward counts as two of these."""
     directives = [
         each for stage in plan.stages_of(pipeline_rank) for each in plan.stages[stage].directives
     ]

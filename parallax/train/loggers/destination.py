@@ -33,8 +33,8 @@ Point = tuple[int, dict[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedRun:
-    """The run whose figures are logged. ``parameters``: its resolved configuration. ``done``: the step after which it
-    resumes, 0 for a new run."""
+    """The run whose figures are logged. ``parameters``: its resolved configuration. ``done``: the step from which it
+    resumes; 0 for a new run."""
 
     directory: Path
     name: str
@@ -45,9 +45,12 @@ class LoggedRun:
 
 
 class Destination(Protocol):
-    """One run at one destination. ``replaces``: it was opened without the points of later steps, so repeated steps
-    replace them; otherwise repeated steps are not sent again. ``held``: the last step that it has, if it can tell and
-    may have fewer than it was sent."""
+    """One run at one destination.
+
+    ``replaces``: the destination was opened without the points of steps after the resumed one, so these steps may be
+    sent again; otherwise they must not be. ``held``: the last step that the destination has; None if it cannot tell, or
+    if it never loses points that were sent.
+    """
 
     replaces: bool
     held: int | None
@@ -56,7 +59,8 @@ class Destination(Protocol):
         """Write points, whose steps never decrease; raise if they are not written."""
 
     def close(self, *, failed: bool) -> None:
-        """Complete the run until it resumes; ``failed``: it ends with an error."""
+        """Close the run at the destination; it may be opened again when the run resumes. ``failed``: the run ends with
+        an error."""
 
 
 class LoggerModule(Protocol):
@@ -66,8 +70,8 @@ class LoggerModule(Protocol):
         """Import the logger's package."""
 
     def open_run(self, run: LoggedRun, id: str, *, new: bool, last: int) -> Destination:
-        """Open ``run``, which the destination knows as ``id`` unless it is ``new``; step ``last`` is the last one that
-        remains if the destination replaces points."""
+        """Open ``run`` at the destination. ``id``: its identity there; ``new``: the destination does not know it yet.
+        ``last``: the last step whose points remain, if the destination replaces points."""
 
 
 def logger_named(name: str) -> LoggerModule:

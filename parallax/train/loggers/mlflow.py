@@ -52,8 +52,8 @@ def _find(client: Any, experiment: str, id: str) -> Any:
 
 
 class MlflowRun:
-    """One run of MLflow. ``latest``: the last step of each figure there. A process may have been killed while it wrote
-    some figures of a step, so these are compared one by one."""
+    """One run of MLflow. ``latest``: the last step of each figure there. Each figure has its own last step, because a
+    process may be killed after it has written some figures of a step."""
 
     replaces = False
 
@@ -75,7 +75,7 @@ class MlflowRun:
             self._client.log_batch(self._id, metrics=some)
 
     def set_parameters(self, given: Mapping[str, str], known: Mapping[str, str]) -> None:
-        """Write the parameters. MLflow has no other value for a parameter that is ``known``, so a changed one becomes a
+        """Write the parameters. A ``known`` parameter cannot be changed in MLflow, so a new value of it is written as a
         tag."""
         from mlflow.entities import Param, RunTag
 

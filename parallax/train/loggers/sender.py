@@ -33,8 +33,8 @@ from parallax.train.repeats import METRICS, records_between
 
 MOST_WAITING = 2000  # points in the queue
 _MOST_AT_ONCE = 50  # points in one write, the most that a killed process loses
-_END_SECONDS = 30.0  # for the points that wait at the end of a run
-_FAILED_SECONDS = 3.0  # the same after an error, which must be reported soon
+_END_SECONDS = 30.0  # for the waiting points, at the end of a run
+_FAILED_SECONDS = 3.0  # the same if the run ends with an error, which must be reported soon
 _SECRET_NAMES = re.compile("KEY|TOKEN|PASSWORD|SECRET", re.IGNORECASE)
 _SHORTEST_SECRET = 6  # characters; shorter values would hide words of a message
 
@@ -110,8 +110,8 @@ class LogSender:
             yield from _batches((int(each["step"]), figures_of(each)) for each in records)
 
     def _write(self, destination: Destination, mark: Mark, points: Sequence[Point]) -> None:
-        """Write points. A destination that cannot replace points gets none twice: the mark is set before, so a process
-        that is killed in between loses points instead."""
+        """Write points. If the destination cannot replace points, the mark is saved before they are sent: a process
+        that is killed in between then loses points, but sends none twice."""
         if not points:
             return
         before, last = mark.step, max(mark.step, points[-1][0])
@@ -170,8 +170,8 @@ class _Queue:
 
 @dataclass
 class Mark:
-    """The run's ``id`` at a destination and the last ``step`` that was sent, in a file of the run directory;
-    ``settings`` is a hash of the run's configuration."""
+    """The progress of sending a run's figures to one destination, kept in a file of the run directory. ``id``: the
+    run's identity there. ``step``: the last step that was sent. ``settings``: a hash of the run's configuration."""
 
     path: Path
     id: str
@@ -180,8 +180,8 @@ class Mark:
 
     @classmethod
     def read(cls, run: LoggedRun, name: str) -> Mark:
-        """Return the mark of the last start, or an empty one. A run that begins again from its first step with other
-        settings is another run."""
+        """Return the mark of the previous start, or an empty one. A run that starts again from its first step with
+        other settings counts as another run."""
         path = run.directory / "loggers" / f"{name}.json"
         text = json.dumps(run.parameters, sort_keys=True, default=str)
         settings = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -193,7 +193,7 @@ class Mark:
         return cls(path, "", 0, settings)
 
     def begin(self) -> bool:
-        """Give a run without one an id; return whether the run is new. The id is on disk before a server knows it."""
+        """Give the run an id if it has none, and save it before a server gets it; return whether it had none."""
         new = not self.id
         self.id = self.id or secrets.token_hex(4)
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,14 +20,14 @@ def load() -> None:
 
 
 def open_run(run: LoggedRun, id: str, *, new: bool, last: int) -> Curves:
-    """Return the curves of ``run``; TensorBoard shows no earlier point of a step after ``last``."""
+    """Return the curves of ``run``; TensorBoard does not show older points of steps after ``last``."""
     del id, new
     return Curves(run.directory / "tensorboard", last)
 
 
 class Curves:
-    """Scalars in event files. Each start of a run is an event of its own: of all but the first, TensorBoard drops the
-    earlier points after step ``last``."""
+    """Scalars in event files. Each start of a run writes an event that marks its beginning. When TensorBoard reads it,
+    it drops older points of steps after ``last``, which the new start repeats."""
 
     replaces = True
 

@@ -32,7 +32,7 @@ def open_run(run: LoggedRun, id: str, *, new: bool, last: int) -> TrackioRun:
 
 
 class TrackioRun:
-    """One run of Trackio, which writes points some time after it got them. A resumed run knows its next step."""
+    """One run of Trackio. Trackio writes points some time after it has got them. A resumed run knows its next step."""
 
     replaces = False
 

@@ -22,7 +22,7 @@ from parallax.train.logger import RankZeroLogger
 from parallax.train.watchdog import Watchdog
 
 _PHASE = "saving a checkpoint"
-_LONG_SECONDS = 1.0  # of waiting for the previous checkpoint that are reported
+_LONG_SECONDS = 1.0  # shortest wait for the previous checkpoint that is reported
 
 
 class Saves:
@@ -48,8 +48,8 @@ class Saves:
         self._saves_none = True  # whether this start has saved none so far
 
     def columns(self) -> dict[str, float]:
-        """Return the progress of this rank's write, and the seconds that its training has waited for checkpoints since
-        the last call."""
+        """Return this rank's figures for the other ranks: the progress of its write, and the seconds that training has
+        waited for checkpoints since the last call."""
         waited, self._reported = self.seconds - self._reported, self.seconds
         progress = float(self._engine.saving.pending.progress)
         return {"saving_progress": progress, "checkpoint_seconds": waited}
@@ -108,8 +108,8 @@ class Saves:
 
     @contextlib.contextmanager
     def saved_before(self, logger: RankZeroLogger) -> Iterator[None]:
-        """A context that completes the current write if the step inside ends all ranks because of a non-finite number.
-        That checkpoint is from before the step."""
+        """A context for a step. If the step ends the run on all ranks because of a non-finite number, the checkpoint
+        that is being written, of an earlier step, is completed first."""
         try:
             yield
         except NonFiniteError:

@@ -1,4 +1,4 @@
-"""Ctrl-C waits for books to be right, once."""
+"""The first Ctrl-C waits until data structures are consistent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that reads the padding of rows of tokens is told from one that does not."""
+"""A model that reads the padding of rows of tokens is distinguished from one that does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A chain that is its model's forward passes in silence; any other is refused before it is trained."""
+"""A chain that is its model's forward passes without a message; any other is refused before it is trained."""
 
 from __future__ import annotations
 

@@ -158,8 +158,8 @@ def test_what_is_refused_is_refused_soon() -> None:
     ],
 )
 def test_a_heavy_first_block_hides_a_part_of_the_ramp(batch: int, schedule: str) -> None:
-    """What waits below a slow first pipeline rank is hidden by its own forwards, so slowest times micro-batches and the
-    whole ramp is no lower bound; where it was taken for one, the best micro-batch was left out, by 11%."""
+    """The wait behind a slow first pipeline rank is hidden by its own forwards, so slowest · micro-batches + ramp is no
+    lower bound. When it was used as one, the best micro-batch was skipped, for a step 11% longer."""
     seconds = {"forward_seconds": Affine(1.0, 1.0), "backward_seconds": Affine(2.0, 2.0)}
     first = replace(
         block("front"), parameters=1, parameter_bytes=4, output=Affine(0.0, 1.0), **seconds

@@ -34,7 +34,7 @@ def test_an_overflow_halves_the_factor_and_many_good_steps_double_it() -> None:
     assert not scale.accepts(NAN, 1.0), "the loss may overflow too"
     assert all(scale.accepts(1.0, 2.0) for _ in range(GROWTH_STEPS - 1))
     assert (scale.factor, scale.skipped) == (FIRST_FACTOR / 4, 3), (
-        "good steps are counted anew after a bad one"
+        "the count of good steps restarts after a bad one"
     )
 
 

@@ -243,7 +243,8 @@ class ProgramPartitioner:
         return _Piece(name, module, steps, entering, leaving, last)
 
     def _is_needed(self, step: ForwardStep) -> bool:
-        """Return whether the step's results are not all recomputed later."""
+        """Return whether a block must contain the step: it has no results, or at least one that is not recomputed where
+        it is used."""
         gives = [i for _, i in step.results]
         return not gives or not all(i in self._recomputed for i in gives)
 
