@@ -24,6 +24,8 @@ from parallax.errors import (
 from parallax.model.factory.adapters import AdaptableModelConfig
 
 ATTENTION = ("auto", "sdpa", "eager")
+_UNDECLARED = ("decoder_start_token_id",)
+"""Settings that models with an encoder and a decoder read, and that some of their classes do not declare."""
 # Settings of transformers that other parts of a run's configuration replace.
 _SET_ELSEWHERE = {
     "dtype": "set the number format with precision=fp32, bf16, mixed_bf16 or others",
@@ -227,8 +229,9 @@ class HuggingFaceConfig(AdaptableModelConfig):
 
 def _check_known(path: str, settings_given: Mapping[str, Any], known: Any) -> None:
     """Raise :class:`ConfigError` for a key that ``known``, a default configuration, lacks."""
+    undeclared = _UNDECLARED if getattr(known, "is_encoder_decoder", False) else ()
     for key in settings_given:
-        if key != "model_type" and not hasattr(known, str(key)):
+        if key not in ("model_type", *undeclared) and not hasattr(known, str(key)):
             raise ConfigError(
                 f"{path}.{key}: {type(known).__name__} has no such setting{nearest(str(key), known.to_dict())}"
             )

@@ -262,6 +262,18 @@ def test_a_model_from_its_configuration(tmp_path: Path) -> None:
     assert torch.equal(head.state_dict()[inner], saved.lm_head.weight)
 
 
+def test_a_setting_that_t5_reads_and_does_not_declare_is_accepted() -> None:
+    sizes = {"vocab_size": 16, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    config = {**sizes, "decoder_start_token_id": 0}
+    model = HuggingFaceConfig(architecture="T5ForConditionalGeneration", config=config).build()
+    tokens = torch.tensor([[3, 4, 5]])
+    assert model(input_ids=tokens, labels=tokens).loss.isfinite()
+    with pytest.raises(ConfigError, match="LlamaConfig has no such setting"):
+        HuggingFaceConfig(
+            architecture="LlamaForCausalLM", config={"decoder_start_token_id": 0}
+        ).build()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
