@@ -66,7 +66,7 @@ class Counting:
 
     def value(self, results: Any, targets: Any, inputs: Callable[[], Any]) -> Tensor:
         """Return the loss for ``results``, the model's return value for ``inputs()``. The first call also finds out
-        which targets count."""
+        which targets count, and refuses several losses."""
         if self._observed:
             return call_loss(self._loss, results, targets)
         self._observed = True
@@ -74,14 +74,14 @@ class Counting:
             with torch.no_grad(), _Observer() as seen:
                 plain = call_loss(self._plain, results, targets)
             self._rule = _CrossEntropyRule(self._plain) if seen.means(plain) else None
-            return call_loss(self._loss, results, targets)
+            return call_loss(self._loss, results, targets, alone=True)
         try:
             with _Observer() as seen:
-                value = call_loss(self._loss, results, targets)
+                value = call_loss(self._loss, results, targets, alone=True)
         except HangError:
             raise
         except Exception:  # raised by the loss, or by a compiler that supports no function mode
-            return call_loss(self._loss, results, targets)
+            return call_loss(self._loss, results, targets, alone=True)
         if seen.means(value):
             self._rule = _CrossEntropyRule(self._loss)
         elif any(value is each for each in tensors_in(results)):

@@ -198,12 +198,21 @@ def counted_loss(loss: Any) -> int:
     return len(work.blocks)
 
 
-def test_losses_that_are_minimised_in_turns_are_refused() -> None:
-    def of_a_gan(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return F.cross_entropy(outputs, targets), -outputs.square().mean()
+def of_a_gan(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(outputs, targets), -outputs.square().mean()
 
+
+def test_losses_that_are_minimised_in_turns_are_refused() -> None:
     with pytest.raises(DescribeError, match=r"only the first would be trained.* a GAN's"):
         counted_loss(of_a_gan)
+
+
+def test_a_plan_of_ones_own_does_not_train_the_first_of_two_losses(tmp_path: Path) -> None:
+    """No model is measured then: the engine trained it without a word."""
+    built = engine(of_a_gan, tmp_path)
+    with pytest.raises(DescribeError, match="only the first would be trained"):
+        built.step(TensorRows(X, Y))
+    built.close()
 
 
 def test_parts_of_a_loss_and_reported_numbers_may_follow_it() -> None:
