@@ -29,7 +29,7 @@ from parallax.common.signals import (
     stopped_by,
     under_torchrun,
 )
-from parallax.errors import ConfigError, ParallaxError, UserError, printable
+from parallax.errors import ConfigError, ParallaxError, UserError, nearest, printable
 
 COMMANDS = {
     "train": "plan and train; with -m a sweep of runs; under torchrun, one rank",
@@ -183,9 +183,16 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{printable(message)}; `{self.prog} --help` shows what is accepted")
 
 
+_MEANT = {"resume": "train", "run": "train", "fit": "train", "status": "top"}
+
+
 def _parse(typed: list[str]) -> argparse.Namespace:
     """Return the parsed arguments. Settings (``key=value``) may stand anywhere; argparse alone misreads settings after
     an option."""
+    if typed and not typed[0].startswith("-") and typed[0] not in COMMANDS:
+        hint = nearest(_MEANT.get(typed[0], typed[0]), COMMANDS)
+        accepted = ", ".join(COMMANDS)
+        raise ConfigError(f"{printable(typed[0])}: unknown command; accepted are {accepted}{hint}")
     parser = _parser(next((word for word in typed if word in COMMANDS), None))
     parsed, left = parser.parse_known_args(typed)
     settings = [word for word in left if "=" in word and not word.startswith("-")]

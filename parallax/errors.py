@@ -171,12 +171,18 @@ def printable(text: str) -> str:
 
 
 def nearest(word: str, accepted: Iterable[str]) -> str:
-    """Return `` (did you mean 'x'?)`` with the most similar accepted word, or an empty string.
+    """Return `` (did you mean 'x'?)`` with the most similar accepted word, or an empty string. Words that contain all
+    of ``word`` come first.
 
     >>> nearest("layrs", ["layers", "hidden"])
     " (did you mean 'layers'?)"
+    >>> nearest("h100", ["v100", "dgx_h100"])
+    " (did you mean 'dgx_h100'?)"
     """
-    close = difflib.get_close_matches(word, list(accepted), n=1, cutoff=0.5)
+    words = list(accepted)
+    whole = [each for each in words if len(word) > 2 and word in each]
+    whole.sort(key=lambda each: (not each.startswith(word), len(each)))
+    close = whole or difflib.get_close_matches(word, words, n=1, cutoff=0.5)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 

@@ -259,6 +259,14 @@ def parse(text: str, options: OptionFolders, *, sweeps: bool = False) -> Overrid
     return override
 
 
+# Words that people type for an option, and the option.
+_OPTIONS = {
+    ("cluster", "gpu"): "local",
+    ("cluster", "cuda"): "local",
+    ("optimizer", "adam"): "adamw",
+}
+
+
 def _option(text: str, override: Override, options: OptionFolders) -> str:
     """Return the option that ``group=option`` selects; "" for ``experiment=null``."""
     group, value = str(override.key_or_group), override.value()
@@ -266,7 +274,7 @@ def _option(text: str, override: Override, options: OptionFolders) -> str:
         return ""
     accepted = options.groups[group]
     if value not in accepted:
-        hint = nearest(str(value), accepted)
+        hint = nearest(_OPTIONS.get((group, str(value)), str(value)), accepted)
         refuse(text.lstrip("+"), f"unknown option; accepted are {', '.join(accepted)}{hint}")
     return str(value)
 

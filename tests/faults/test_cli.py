@@ -124,6 +124,11 @@ WRONG_ELSEWHERE = [
         "precision.compute=fp32: accepted are bf16",
     ),
     (["plan", "cluster=dgx"], "did you mean"),
+    (["plan", "cluster=h100"], "did you mean 'dgx_h100'"),
+    (["train", "cluster=gpu"], "did you mean 'local'"),
+    (["trian"], "trian: unknown command; accepted are train, launch, plan"),
+    (["resume", "deeper"], "did you mean 'train'"),
+    (["estimate", "model.hidden=64"], "must divide model.hidden=64; type model.heads=8"),
     (["plan", "cluster=dgx_a100", "cluster.nodes=0"], "cluster.nodes=0"),
     (["plan", *DGX, "--profile", "nowhere.json"], "cannot read profile nowhere.json"),
     (

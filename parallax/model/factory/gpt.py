@@ -38,7 +38,10 @@ class GPTConfig(ModelConfig):
         for key in ("layers", "hidden", "heads", "vocabulary", "sequence"):
             check_positive(f"model.{key}", getattr(self, key))
         if self.hidden % self.heads:
-            raise ConfigError(f"model.heads={self.heads}: must divide model.hidden={self.hidden}")
+            raise ConfigError(
+                f"model.heads={self.heads}: must divide model.hidden={self.hidden}; type "
+                f"model.heads={math.gcd(self.hidden, 8)}"
+            )
         if not 0 <= self.dropout < 1:
             raise ConfigError(
                 f"model.dropout={self.dropout}: accepted are numbers from 0 to below 1"

@@ -72,7 +72,10 @@ class TransformerConfig:
         check_choice("model.attention", self.attention, ["flash", "full"])
         check_choice("model.positions", self.positions, ["learned", "rotary"])
         if self.hidden % self.heads:
-            raise ConfigError(f"model.heads={self.heads}: must divide model.hidden={self.hidden}")
+            raise ConfigError(
+                f"model.heads={self.heads}: must divide model.hidden={self.hidden}; type "
+                f"model.heads={math.gcd(self.hidden, 8)}"
+            )
         if self.kv_heads and self.heads % self.kv_heads:
             raise ConfigError(
                 f"model.kv_heads={self.kv_heads}: must divide model.heads={self.heads}"
