@@ -120,4 +120,4 @@ def _swapped(directory: Path) -> tuple[list[Any], str]:
         ranks = swapped_ranks(summary)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise _damaged(path, error) from error
-    return ranks, f"no stage of {directory} may move activations: plan.activations=offload lets all"
+    return ranks, "the plan offloads nothing"

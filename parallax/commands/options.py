@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
 from parallax.plan.schedule import SCHEDULES, named, register_schedule
 from parallax.plan.schedule.own import resolve_schedule
+from parallax.report.live import newest_run
 
 RUNS = Path("runs")
 HOUR = 3600.0
-FILE_WIDTH = 120  # columns of output that does not go to a terminal
 
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
@@ -131,8 +131,29 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 def console_of(parsed: argparse.Namespace) -> Console:
     """Return the console for text that people read: stderr if stdout is used for JSON. Tables in files may be wide."""
-    console = safe_console(stderr=parsed.json)
-    return console if console.is_terminal else safe_console(stderr=parsed.json, width=FILE_WIDTH)
+    return safe_console(stderr=parsed.json)
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the positional argument of a run; the newest without it."""
+    parser.add_argument(
+        "run", nargs="?", metavar="RUN", help="the name or directory of a run (default: the newest)"
+    )
+
+
+def run_directory(named: str | None) -> Path:
+    """Return the directory of the run ``named`` by its name or directory, or of the newest run."""
+    if named is None:
+        if (newest := newest_run(RUNS)) is None:
+            raise ConfigError(f"there is no run in {RUNS}/: name one, or start one in this folder")
+        return newest
+    for path in (RUNS / named, Path(named)):
+        with suppress(OSError, ValueError):
+            if path.is_dir():
+                return path
+    raise ConfigError(
+        f"{printable(named)}: no run has this name in {RUNS}/, and it is no directory"
+    )
 
 
 def print_json(data: Any) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from parallax.commands.options import RUNS, add_json, console_of, print_json
-from parallax.errors import ConfigError, printable
-from parallax.report.live import newest_run, read_live
+from parallax.commands.options import add_json, add_run, console_of, print_json, run_directory
+from parallax.errors import ConfigError
+from parallax.report.live import read_live
 from parallax.report.top import SORTS, frame
 
 EXAMPLES = """examples:
@@ -33,16 +33,14 @@ _LINES = 1000  # lines of a frame that does not go to a terminal
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument(
-        "run", nargs="?", metavar="RUN", help="the name or directory of a run (default: the newest)"
-    )
+    add_run(parser)
     parser.add_argument("--once", action="store_true", help="print one frame")
     add_json(parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the command; return the exit code."""
-    directory, console = _directory(parsed.run), console_of(parsed)
+    directory, console = run_directory(parsed.run), console_of(parsed)
     if parsed.json:
         if not parsed.once:
             raise ConfigError("--json prints one state: add --once")
@@ -50,26 +48,11 @@ def run(parsed: argparse.Namespace) -> int:
         return 0
     if parsed.once or not console.is_terminal or not sys.stdin.isatty():
         height = console.height if console.is_terminal else _LINES
-        console.print(frame(read_live(directory), console.width, height))
+        console.print(frame(read_live(directory), console.width, height, keys=False))
         return 0
     with contextlib.suppress(KeyboardInterrupt):
         _watch(directory, console)
     return 0
-
-
-def _directory(named: str | None) -> Path:
-    """Return the directory of the run ``named`` by its name or directory, or of the newest run."""
-    if named is None:
-        if (newest := newest_run(RUNS)) is None:
-            raise ConfigError(f"there is no run in {RUNS}/: name one, or start one in this folder")
-        return newest
-    for path in (RUNS / named, Path(named)):
-        with contextlib.suppress(OSError, ValueError):
-            if path.is_dir():
-                return path
-    raise ConfigError(
-        f"{printable(named)}: no run has this name in {RUNS}/, and it is no directory"
-    )
 
 
 def _watch(directory: Path, console: Console) -> None:

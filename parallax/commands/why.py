@@ -6,7 +6,6 @@ import argparse
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -14,17 +13,18 @@ from rich.console import Console
 from rich.table import Table
 
 from parallax.commands.options import (
-    RUNS,
     add_class_paths,
     add_json,
+    add_run,
     class_paths_of,
     console_of,
     print_json,
     read_plan,
+    run_directory,
     trusting,
 )
 from parallax.common.units import format_seconds
-from parallax.errors import ConfigError, printable
+from parallax.errors import ConfigError
 from parallax.plan.simulation.predict import predict
 from parallax.run.diagnosis import Diagnosis, Measured, diagnose
 from parallax.run.diagnosis.changes import RequestedSettings
@@ -33,6 +33,7 @@ from parallax.run.diagnosis.measured import TERMS, predicted_terms
 from parallax.run.resume import StoredRun
 
 EXAMPLES = """examples:
+  parallax why                                          the newest run in runs/
   parallax why deeper                                   where a step's seconds go, and what would help most
   parallax why runs/deeper --json | jq .changes
 """
@@ -42,7 +43,7 @@ _SHOWN = 0.0005  # fraction of a step; smaller terms are left out
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="the name or directory of a run")
+    add_run(parser)
     add_class_paths(parser)
     add_json(parser)
 
@@ -50,11 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Run the command; return the exit code."""
     console, class_paths = console_of(parsed), class_paths_of(parsed)
-    directory = parsed.run if parsed.run.is_dir() else RUNS / parsed.run
-    if not directory.is_dir():
-        raise ConfigError(
-            f"{printable(str(parsed.run))}: no run has this name in {RUNS}/, and it is no directory"
-        )
+    directory = run_directory(parsed.run)
     plan, inputs = read_plan(directory, class_paths)
     config = StoredRun.read(directory, trusting(class_paths)).config
     measured = Measured.read(directory, plan)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from rich.text import Text
 
 from parallax.errors import printable
 
+FILE_WIDTH = 120  # columns of output that does not go to a terminal
 OURS = "parallax: "  # prefix of the line with the reason why a run ended
 
 
@@ -67,8 +69,12 @@ def accept_any_text() -> None:
 
 
 def safe_console(*, stderr: bool = False, width: int | None = None) -> Console:
-    """Return a console that escapes the text in tables and lines."""
-    return SafeConsole(stderr=stderr, width=width, markup=False, emoji=False)
+    """Return a console that escapes the text in tables and lines. ``width``: None for that of the terminal, or
+    :data:`FILE_WIDTH` columns if the output goes elsewhere."""
+    console = SafeConsole(stderr=stderr, width=width, markup=False, emoji=False)
+    if width is None and not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = FILE_WIDTH
+    return console
 
 
 class SafeFormatter(logging.Formatter):

@@ -170,7 +170,7 @@ def processes_of(choice: DeviceChoice) -> str:
     have = f"{cores:g} {'core' if cores == 1 else 'cores'}"
     if count <= max(1, cores):
         return f"{processes} × {threads} on {have}"
-    return f"{processes} × {threads} share {have}: as requested, and slower than a core for each thread"
+    return f"{processes} × {threads} share {have}: slower than with a core for each"
 
 
 def _distribute_ranks(seen: Sequence[DeviceFacts], count: int) -> tuple[tuple[int, int], ...]:

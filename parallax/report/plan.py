@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from parallax.common.units import format_bytes, format_seconds
 from parallax.errors import printable
@@ -29,11 +30,12 @@ def plan_table(plan: Plan, profile: ModelProfile | None = None) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
         title=f"{plan.model}: {parameters}{plan.blocks} blocks",
-        caption=(
-            f"{plan.schedule}, {plan.micro_batches(plan.global_batch)} micro-batches of {plan.microbatch} row(s); "
+        caption=Text(
+            f"{plan.schedule}, {_micro_batches(plan)}\n"
             f"predicted: {format_seconds(prediction.step_seconds)} per step, bubble {prediction.bubble:.0%}, "
             f"budget {format_bytes(min(rank.budget_bytes for rank in prediction.ranks))} per device"
-            + _unused(plan)
+            + _unused(plan),
+            style="table.caption",
         ),
         collapse_padding=True,
         pad_edge=False,
@@ -67,6 +69,11 @@ def plan_table(plan: Plan, profile: ModelProfile | None = None) -> Table:
             format_bytes(sum(rank.offloaded_bytes for rank in ranks)),
         )
     return table
+
+
+def _micro_batches(plan: Plan) -> str:
+    count, rows = plan.micro_batches(plan.global_batch), plan.microbatch
+    return f"{count} micro-batch{'es' if count > 1 else ''} of {rows} row{'s' if rows > 1 else ''}"
 
 
 def _unused(plan: Plan) -> str:
@@ -104,7 +111,12 @@ def _doing(plan: Plan, index: int) -> str:
         ("parameters", stage.parameter_offload),
     )
     return ", ".join(
-        counts + [f"{share:.0%} of {what} offloaded" for what, share in shares if share]
+        counts
+        + [
+            f"{'all' if share == 1 else f'{share:.0%} of'} {what} offloaded"
+            for what, share in shares
+            if share
+        ]
     )
 
 

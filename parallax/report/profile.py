@@ -18,8 +18,9 @@ def tell_noise(console: Console, profile: ModelProfile) -> None:
     """Print a warning if the profile was measured on a busy machine."""
     if profile.noisy:
         console.print(
-            f"the machine was busy while blocks were measured (wall time {profile.disturbance:.1f} of processor time): "
-            "predictions may be off; the next `parallax plan`, `profile` or `train` measures again",
+            "the machine was busy while blocks were measured (they took "
+            f"{profile.disturbance:.1f} times their processor time): predictions may be off; the next plan "
+            "measures again",
             highlight=False,
             markup=False,
             soft_wrap=True,

@@ -78,13 +78,15 @@ def _outcome(summary: Mapping[str, Any]) -> str:
         for key in ("loss_first", "loss_last", "validation_loss", "unigram_entropy")
     )
     baseline = f" (unigram entropy {entropy})" if summary.get("unigram_entropy") else ""
+    steps, now = summary.get("steps"), summary.get("steps_of_start")
+    since = f" ({now} since it resumed)" if steps and now and now < steps else ""
     ended = _ENDS.get(str(summary.get("ended")), "")
     if summary.get("ended") == "callback":
         ended = f"; ended by {summary.get('callback')}"
     restarts = summary.get("restarts") or 0
     again = f"; restarts: {restarts}, steps taken again: {summary.get('lost_steps') or 0}"
     return (
-        f"{_cell(summary.get('steps'), '{}')} steps{ended}: loss {first} to {last}, "
+        f"{_cell(steps, '{}')} steps{since}{ended}: loss {first} to {last}, "
         f"validation {validation}{baseline}{_metrics(summary)}, "
         f"{_speed(summary)}{again if restarts else ''}"
     )

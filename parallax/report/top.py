@@ -49,8 +49,11 @@ class _Column:
     left: bool = False
 
 
-def frame(run: LiveRun, width: int, height: int, sort: str = "rank") -> RenderableType:
-    """Return the frame for a terminal of ``width`` × ``height``; ``sort``: a value of :data:`SORTS`."""
+def frame(
+    run: LiveRun, width: int, height: int, sort: str = "rank", *, keys: bool = True
+) -> RenderableType:
+    """Return the frame for a terminal of ``width`` × ``height``; ``sort``: a value of :data:`SORTS`. ``keys``: name the
+    keys in the last line."""
     head = _head(run, width)
     ranks = sorted(run.ranks, key=_order(sort))
     columns, hidden = _fitting(run, width)
@@ -58,7 +61,10 @@ def frame(run: LiveRun, width: int, height: int, sort: str = "rank") -> Renderab
     shown = ranks if len(ranks) <= fit + 1 else ranks[:fit]
     rows = _rows(run, columns, shown) if ranks else []
     more = [f"{len(ranks) - len(shown)} more ranks"] if len(shown) < len(ranks) else []
-    foot = [*more, *([f"too narrow for: {', '.join(hidden)}"] if hidden else []), _KEYS]
+    foot = [*more, *([f"too narrow for: {', '.join(hidden)}"] if hidden else [])]
+    foot += [_KEYS] if keys else []
+    if not foot:
+        return Group(*head, *rows)
     end = Text("; ".join(foot), style="dim", no_wrap=True, overflow="ellipsis")
     return Group(*head, *rows, end)
 

@@ -157,6 +157,7 @@ class RunRecord:
         median = statistics.median(timed) if timed else None
         rate = rows_per_step / median if median else None
         return {
+            "steps_of_start": len(self._losses),
             "loss_first": losses[0] if losses else None,
             "loss_last": losses[-1] if losses else None,
             **validated,

@@ -146,7 +146,7 @@ def test_alike_stages_share_a_row(planned: tuple[Plan, ModelProfile, tuple[Span,
         for key, _ in itertools.groupby(plan.stages, key=lambda s: (s.stop - s.start, s.replicas))
     ]
     assert shown.count("keep") == len(runs)
-    assert "1f1b, 4 micro-batches of 4 row(s)" in shown
+    assert "1f1b, 4 micro-batches of 4 rows predicted: " in shown
     assert text(plan_table(plan)).startswith("transformer: 8 blocks")
 
 

@@ -219,7 +219,9 @@ def test_one_frame_and_json_on_the_command_line(
     assert (found["state"], found["step"], found["loss"]) == ("dead", 120, 2.6)
     assert [rank["stage"] for rank in found["ranks"]] == [0, 0, 1, 1]
     assert cli.main(["top", "deeper", "--once"]) == 0
-    assert "rank stage" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "rank stage" in shown
+    assert "keys:" not in shown
     assert cli.main(["top", "deeper", "--json"]) == 2
     assert cli.main(["top", "absent", "--once"]) == 2
     assert "absent: no run has this name in runs/" in capsys.readouterr().err

@@ -287,10 +287,17 @@ def _fits(request: Request) -> bool:
     return bool(forecasts.known)
 
 
+_LONG = (
+    24  # characters of a list of replicas; of a longer one only the least and the most are shown
+)
+
+
 def describe(pipeline: Pipeline) -> str:
     """Return a plan in one line: ``1f1b, 2 stages × [1, 2] replicas, 8 micro-batches of 2, keep 6, offload 4``."""
     replicas = [stage.replicas for stage in pipeline.stages[: pipeline.pipeline_ranks]]
     shown = str(replicas[0]) if len(set(replicas)) == 1 else str(replicas)
+    if len(shown) > _LONG:
+        shown = f"{min(replicas)} to {max(replicas)}"
     chosen = [directive for stage in pipeline.stages for directive in stage.directives]
     counts = ", ".join(f"{d} {chosen.count(d)}" for d in Directive if d in chosen)
     offloaded = max(stage.optimizer_offload for stage in pipeline.stages)

@@ -19,10 +19,11 @@ from parallax.plan.plan import Directive, Plan
 from parallax.plan.search.search import search
 from parallax.plan.tier import AUTO
 from parallax.run.diagnosis.fitted import FittedRun, with_tier_speed
-from parallax.run.diagnosis.measured import CHECKPOINT
+from parallax.run.diagnosis.measured import CHECKPOINT, OTHER
 
 LEAST = 0.03  # share of a step: a cause or a change below it is not worth a line
 SLOW_TIER = 0.5  # share of the planned bandwidth, below which a tier is slow
+_MUCH = 0.1  # share of the time between steps that is worth a remark
 _MOST_CHANGES = 2
 _READERS_BUSY = 0.8  # share of the step in which workers read all of its rows
 _PLENTY = 64  # factor of the budget with which no plan needs to offload
@@ -192,7 +193,12 @@ class _Doctor:
             return f"saving takes {format_seconds(measured.mean[CHECKPOINT])} of a mean step"
         if cause is Cause.LAYOUT:
             return "another division into stages, replicas and micro-batches is faster as measured"
-        return "the steps are as this plan is expected to be"
+        between = measured.mean[OTHER] / self._now
+        return "the steps are as this plan is expected to be" + (
+            f"; evaluation and reports take {between:.0%} of the time: set trainer.eval_every or trainer.eval_batches"
+            if between > _MUCH
+            else ""
+        )
 
     # ---- changes
 

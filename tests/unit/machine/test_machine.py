@@ -391,7 +391,9 @@ def test_more_threads_than_cores_are_reported(monkeypatch: pytest.MonkeyPatch) -
         processes_of(choose_devices(ClusterConfig(devices=count))) for count in ("auto", 1, 3)
     ]
     assert output[:2] == ["2 processes × 1 thread on 2 cores", "1 process × 2 threads on 2 cores"]
-    assert output[2].startswith("3 processes × 1 thread share 2 cores: as requested, and slower")
+    assert output[2].startswith(
+        "3 processes × 1 thread share 2 cores: slower than with a core for each"
+    )
 
 
 @no_cuda

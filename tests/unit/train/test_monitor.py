@@ -253,6 +253,9 @@ def test_summary_table_has_prediction_beside_measurement() -> None:
         "60 steps: loss 5.5000 to 2.2500, validation - (unigram entropy 3.2400), 12,346 tokens/s"
         in text
     )
+    resumed = summary | {"steps_of_start": 20}
+    console.print(summary_table(resumed))
+    assert "60 steps (20 since it resumed): loss" in console.export_text()
     assert "step seconds 0.500 0.600 1.20" in text
     assert "bubble 25.0% 30.0%" in text
     assert "0 1 2 8.0 GiB 7.0 GiB 6.0 GiB 5.0 MiB 0.250 s" in text
