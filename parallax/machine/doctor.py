@@ -8,7 +8,6 @@ the exit code is 0.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import resource
 import socket
@@ -90,9 +89,7 @@ def run_doctor(as_json: bool) -> int:
 def examine(runs: Path) -> Report:
     """Return the report of this machine, after reading its limits, measuring it (about two seconds) and running the
     checks."""
-    findings = [
-        finding for check in (_torch, _devices, _threads, _memory, _network) for finding in check()
-    ]
+    findings = [finding for check in (_torch, _devices, _memory, _network) for finding in check()]
     findings += _disk(runs)
     probes = None
     try:
@@ -199,16 +196,6 @@ def _devices() -> Iterator[Finding]:
             )
 
 
-def _threads() -> Iterator[Finding]:
-    choice = choose_devices(ClusterConfig())
-    if choice.count > 1 and "OMP_NUM_THREADS" not in os.environ:
-        yield Finding(
-            f"OMP_NUM_THREADS is not set: each of {choice.count} ranks started by hand would use all cores, "
-            "and torchrun would give each just one",
-            f"parallax train sets the threads itself; otherwise export OMP_NUM_THREADS={choice.threads}",
-        )
-
-
 def _memory() -> Iterator[Finding]:
     for limit in memory_limits():
         whose = "each rank" if limit.per_process else "all ranks together"
@@ -240,13 +227,13 @@ def _network() -> Iterator[Finding]:
         address = socket.gethostbyname(name)
     except OSError as error:
         address = ""
-        what = f"the host name {name} does not resolve ({error.strerror})"
+        what = f"for several hosts: the host name {name} does not resolve ({error.strerror})"
     else:
-        what = f"the host name {name} resolves to {address}: other hosts cannot rendezvous there"
+        what = f"for several hosts: the host name {name} resolves to {address}, where others cannot rendezvous"
     if not address or address.startswith("127."):
         yield Finding(
             what,
-            "one host: nothing to do; several: add --rdzv-conf=is_host=1 on the rendezvous host and "
+            "add --rdzv-conf=is_host=1 on the rendezvous host and "
             "is_host=0 on the others, or correct /etc/hosts",
         )
 
