@@ -164,6 +164,12 @@ def usual_loss(outputs: Any, targets: Any) -> Tensor:
             "cross-entropy takes a tensor of classes; let the rows' inputs have labels, with which a model of "
             "transformers computes its loss, or give the model a loss(outputs, targets)"
         )
+    if targets.is_floating_point():
+        raise DescribeError(
+            f"the targets are {targets.dtype} of shape {list(targets.shape)}: the usual loss is cross-entropy, which "
+            "takes the numbers of classes; type loss=mse_loss or another loss, or give the model a "
+            "loss(outputs, targets)"
+        )
     if scores.ndim < 2 or scores.shape[:-1].numel() != targets.numel():
         raise DescribeError(
             f"the model's scores have shape {list(scores.shape)} and the targets {list(targets.shape)}: cross-entropy "

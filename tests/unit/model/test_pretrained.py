@@ -334,6 +334,8 @@ def test_the_loss_of_a_head_is_its_own_where_labels_are_inputs() -> None:
         usual_loss(model(**tokens(2)), places)
     with pytest.raises(DescribeError, match=r"scores have shape \[2, 5, 4, 4\] and the targets"):
         usual_loss(torch.zeros(2, 5, 4, 4), torch.zeros(2, 4, 4, dtype=torch.int64))
+    with pytest.raises(DescribeError, match=r"targets are torch\.float32 .*type loss=mse_loss"):
+        usual_loss(torch.zeros(2, 1), torch.zeros(2, 1))
 
 
 def test_gradient_checkpointing_is_left_to_the_plan(caplog: pytest.LogCaptureFixture) -> None:
