@@ -300,7 +300,13 @@ class _Run:
             for refused in self._refused:
                 logger.note(f"skipped: {refused}")
             if resumed:
-                logger.note(f"continuing after step {self._engine.completed_steps} from {resumed}")
+                done = self._engine.completed_steps
+                more = (
+                    ""
+                    if done < total
+                    else ": all steps are done; raise trainer.steps or trainer.epochs to go on"
+                )
+                logger.note(f"continuing after step {done} from {resumed}{more}")
             self._callbacks.call("on_run_start")
             self._stopping.exchange()  # requests that arrived while the engine was built
             if not self._stopping.ends_run:

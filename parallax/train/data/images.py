@@ -225,7 +225,8 @@ def index_folder(root: Path, label: str, *, quiet: bool) -> Index:
                     found.add(image, details, number)
             if len(found.labels) == before:
                 raise DataError(
-                    f"{label}: the folder {printable(name)} holds no images, so it is no class; remove it"
+                    f"{label}: the folder {printable(name)} holds no images, so it is no class; name a folder that "
+                    "holds nothing but a folder of images for each class"
                 )
     if not classes:
         what = f"{len(loose)} image(s), but no folders" if loose else "no folders"

@@ -15,6 +15,7 @@ from parallax.train.health.memory import BETWEEN, ROWS, STEP, Growth, MemoryAlar
 from parallax.train.health.stragglers import Straggler, StragglerDetector
 
 _STARVED = 0.1  # share of a step that ranks wait for rows, from which they are starved
+_STARVED_SECONDS = 0.005  # of waits in a step; shorter ones are not worth a message
 _STARVED_STEPS = 5  # starved steps in a row after which the reason is printed
 _HIDDEN = 0.1  # fraction of a device's seconds up to which reading is ignored
 
@@ -136,7 +137,8 @@ class HealthMonitor:
     def _gather_starvation(self, waited: Sequence[float]) -> list[str]:
         """Return, once, which rank waits longest for rows, and why, after several steps in a row that waited for
         rows."""
-        self._starved = self._starved + 1 if self.input_share > _STARVED else min(0, self._starved)
+        starved = self.input_share > _STARVED and max(waited) > _STARVED_SECONDS
+        self._starved = self._starved + 1 if starved else min(0, self._starved)
         if self._starved < _STARVED_STEPS:
             return []
         self._starved = -(2**62)

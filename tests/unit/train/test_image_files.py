@@ -269,7 +269,7 @@ def test_folders_without_classes_are_refused(tmp_path: Path) -> None:
     assert "it is a file; name a folder" in line(empty / "x.png")
     assert "No such file or directory; name a file or folder that exists" in line(empty / "gone")
     (empty / "class").mkdir()
-    assert "the folder class holds no images, so it is no class; remove it" in line(empty)
+    assert "the folder class holds no images, so it is no class; name a folder" in line(empty)
 
 
 def test_training_and_held_out_folders_are_not_mixed(tmp_path: Path) -> None:

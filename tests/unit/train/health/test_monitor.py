@@ -75,15 +75,17 @@ def test_a_slow_accelerator_is_named() -> None:
 
 
 @pytest.mark.parametrize("own", [0.1, 1.0, 10.0])
-@pytest.mark.parametrize(("waited", "reports"), [(0.3, 1), (0.05, 0)])
+@pytest.mark.parametrize(
+    ("waited", "whole", "reports"), [(0.3, 1.0, 1), (0.05, 1.0, 0), (0.003, 0.01, 0)]
+)
 def test_a_rank_that_waits_for_rows_step_after_step_says_once_why(
-    own: float, waited: float, reports: int
+    own: float, waited: float, whole: float, reports: int
 ) -> None:
     one_rank, output = monitor("cpu"), list[str]()
     one_rank._seconds = own  # of this rank, which decides as the others do
     columns = {
         "input_seconds": [0.0, waited],
-        "whole_seconds": [1.0, 0.7],
+        "whole_seconds": [whole, 0.7 * whole],
         "busy_seconds": [0.5, 0.5],
         "memory_grows": [0.0, 0.0],
     }
