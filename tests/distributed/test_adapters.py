@@ -65,6 +65,7 @@ class OverBase(Case):
             loss=self.loss,
             steps=STEPS,
             optimizer=self.optimizer,
+            schedule=self.schedule,
             precision=self.precision(),
             swap=SwapConfig(minimum_bytes=1),
             scratch=Path(folder) / "swap",

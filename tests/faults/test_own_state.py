@@ -79,7 +79,7 @@ def test_states_of_generators_are_restored(here: Path, called: Called) -> None:
         ("generator", "(state_dict()) holds a Generator at ['source']['rows']['torch']: accepted"),
         pytest.param(
             "large",
-            "(state_dict()) has 2,200,002 values, and the limit is 2,097,152",
+            "values, and the limit is 2,097,152: give many numbers as one tensor or array",
             marks=pytest.mark.faults,
         ),
     ],
