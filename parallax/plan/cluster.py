@@ -10,7 +10,7 @@ from functools import cached_property
 
 from parallax.common.units import format_bytes
 from parallax.errors import PlanError
-from parallax.plan.tier import Tier, tier_named
+from parallax.plan.tier import HOST, Tier, tier_named
 
 # Bytes of gradients that replicas sum at one time. A smaller all-reduce takes as long as its launch; a larger one makes
 # the last all-reduce of a backward, which overlaps with no compute, needlessly long.
@@ -48,6 +48,8 @@ class Device:
     ``overlap_loss``        fraction of ``speed`` lost while the device's links transfer bytes
     ``tier_share``          fraction of a shared tier's bandwidth that the copies of this device can use; less
                             than 1 if its cores copy slower than the tier
+    ``host_link``           the link to the memory of its host, if its tier is another; None if the device is RAM itself
+    ``host_bytes``          bytes of that memory for this device
     ``price_per_hour``      in any currency
     ``host_update_seconds`` seconds of the host optimizer per byte of parameters; 0 without host optimizer
     ``bucket_bytes``        bytes of the buckets in which replicas sum gradients (:func:`with_buckets`)
@@ -69,6 +71,8 @@ class Device:
     speed: float = 1.0
     overlap_loss: float = 0.0
     tier_share: float = 1.0
+    host_link: Link | None = None
+    host_bytes: int = 0
     price_per_hour: float = 0.0
     host_update_seconds: float = 0.0
     bucket_bytes: int = LEAST_BUCKET_BYTES
@@ -82,6 +86,22 @@ class Device:
     def swaps_to(self) -> Tier:
         """Return the device's offload tier; raises :class:`PlanError` for a name that is not registered."""
         return tier_named(self.tier)
+
+    def offloading_to_host(self) -> Device | None:
+        """Return the device with the memory of its host as its tier; None if that is its tier, or unknown."""
+        if self.host_link is None or not self.host_bytes:
+            return None
+        return replace(
+            self,
+            tier=HOST.name,
+            tier_bytes=self.host_bytes,
+            write=self.host_link,
+            read=self.host_link,
+            overlap_loss=0.0,
+            tier_share=1.0,
+            host_link=None,
+            host_bytes=0,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +271,7 @@ def _check_device(name: str, device: Device) -> None:
             f"{format_bytes(device.tier_bytes)} must be above zero"
         )
     for key in (
-        *("reserve_bytes", "context_bytes", "collective_bytes", "edge_bytes"),
+        *("reserve_bytes", "context_bytes", "collective_bytes", "edge_bytes", "host_bytes"),
         *("gap_tensors", "price_per_hour", "host_update_seconds"),
     ):
         if not 0 <= getattr(device, key) < float("inf"):
@@ -275,6 +295,8 @@ def _check_device(name: str, device: Device) -> None:
         raise PlanError(f"{name}: speed={device.speed} must be above zero and finite")
     _check_link(f"{name} write", device.write)
     _check_link(f"{name} read", device.read)
+    if device.host_link is not None:
+        _check_link(f"{name} host", device.host_link)
 
 
 def _check_link(name: str, link: Link) -> None:

@@ -8,8 +8,10 @@ from parallax.errors import ConfigError, check_choice, check_count
 from parallax.plan.plan import Directive
 from parallax.plan.schedule import SCHEDULES, Schedule
 from parallax.plan.schedule.own import resolve_schedule
+from parallax.plan.task import PlanTask
 
 AUTO = "auto"
+_OF_TRAINING = "activations", "optimizer", "shard"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,15 @@ class PlanConfig:
                 f"plan.interleave={each}: plan.schedule={self.schedule} has {has} {'stage' if has == 1 else 'stages'} "
                 "per device; use plan.interleave=auto, or plan.schedule=auto"
             )
+
+    def check_task(self, task: PlanTask) -> None:
+        """Raise :class:`ConfigError` for a constraint on what only training has."""
+        for key in _OF_TRAINING if not task.trains else ():
+            if (value := getattr(self, key)) != AUTO:
+                raise ConfigError(
+                    f"plan.{key}={value}: a plan with task={task} runs forwards only, which save no activations and "
+                    f"have no optimizer; use plan.{key}=auto"
+                )
 
     @property
     def ranks(self) -> int | None:

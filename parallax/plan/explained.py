@@ -21,6 +21,11 @@ def _explain_shape(plan: Plan) -> str:
     micro = plan.micro_batches(plan.global_batch)
     each = f", {plan.interleave} virtual stages per pipeline rank" if plan.interleave > 1 else ""
     once = "the loss is computed once, of all rows; " if plan.gather_loss else ""
+    if not plan.task.trains:
+        once += (
+            f"{plan.task} runs forwards only: a batch takes {plan.prediction.step_seconds:.4g} s, "
+            f"{plan.rows_per_second:.4g} rows/s; "
+        )
     return (
         f"{plan.global_batch} rows run as {micro} micro-batches of up to {plan.microbatch} rows through "
         f"{len(plan.stages)} stage(s) under {plan.schedule}{each}; {once}"
@@ -35,8 +40,9 @@ def _explain_pipeline_rank(plan: Plan, pipeline_rank: int) -> str:
     chosen = [directive for stage in stages for directive in stage.directives]
     doing = ", ".join(f"{d} {chosen.count(d)}" for d in Directive if d in chosen)
     blocks = " and ".join(f"{stage.start}..{stage.stop - 1}" for stage in stages)
+    saved = f"activations: {doing}; " if plan.task.trains else ""
     text = (
-        f"stage {pipeline_rank}: blocks {blocks} on {stages[0].replicas} replica(s); activations: {doing}; peak "
+        f"stage {pipeline_rank}: blocks {blocks} on {stages[0].replicas} replica(s); {saved}peak "
         f"{format_bytes(rank.peak_bytes)} of {format_bytes(rank.budget_bytes)}"
     )
     if plan.prediction.stages:

@@ -43,6 +43,12 @@ def evaluation_actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: in
     return [each for action in forwards for each in _with_messages(pipeline, action)]
 
 
+def task_actions(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[Action]:
+    """Return all actions of one step of the pipeline's task for the ranks of ``pipeline_rank``."""
+    listed = actions if pipeline.task.trains else evaluation_actions
+    return listed(pipeline, pipeline_rank, micro_batches)
+
+
 def _compute_order(pipeline: Pipeline, pipeline_rank: int, micro_batches: int) -> list[Action]:
     return pipeline.schedule.compute_order(
         pipeline.pipeline_ranks, pipeline_rank, micro_batches, interleave=pipeline.interleave

@@ -21,6 +21,7 @@ from parallax.plan.cluster import LEAST_BUCKET_BYTES
 from parallax.plan.edge import Edge, chain
 from parallax.plan.rows import micro_batch_count, micro_batch_rows, replica_rows
 from parallax.plan.schedule import Schedule, named
+from parallax.plan.task import PlanTask
 
 VERSION = 3
 # The same safe subset of YAML as safe_dump and safe_load; plans of a thousand ranks take seconds without the C library.
@@ -181,20 +182,23 @@ class Coordinate(NamedTuple):
 class Visits(NamedTuple):
     """The visits of a block: ``micro_batches``, how many consecutive micro-batches it computes before another block
     runs, and ``again``, whether it runs again later in the step. In that case offloaded gradients are read back, to add
-    to them."""
+    to them. ``backward``: whether a backward follows, which fetches offloaded parameters again."""
 
     micro_batches: int = 1
     again: bool = True
+    backward: bool = True
 
 
 EACH_MICRO_BATCH = Visits()
 
 
-def visits_of(schedule: Schedule, micro_batches: int, *, alone: bool) -> Visits:
+def visits_of(
+    schedule: Schedule, micro_batches: int, *, alone: bool, task: PlanTask = PlanTask.TRAINING
+) -> Visits:
     """Return the visits of a block. ``alone``: its stage has no other block; otherwise the blocks of a stage alternate,
     so each visit computes one micro-batch."""
     run = schedule.run_length(micro_batches) if alone else 1
-    return Visits(run, run < micro_batches)
+    return Visits(run, run < micro_batches, task.trains)
 
 
 def boundaries_held(schedule: Schedule, pipeline_ranks: int, micro_batches: int) -> int:
@@ -213,7 +217,7 @@ class Pipeline:
 
     There are ``len(stages) / interleave`` pipeline ranks, each with ``interleave`` virtual stages of equal replica
     counts; the ``schedule`` maps stages to pipeline ranks. ``placement`` lists the ranks by pipeline rank, replica by
-    replica; empty means in order.
+    replica; empty means in order. A pipeline whose ``task`` is not training runs the forwards of its schedule only.
     """
 
     schedule: Schedule
@@ -222,6 +226,7 @@ class Pipeline:
     stages: tuple[StagePlan, ...]
     interleave: int = 1
     placement: tuple[int, ...] = ()
+    task: PlanTask = PlanTask.TRAINING
 
     @property
     def pipeline_ranks(self) -> int:
@@ -267,7 +272,8 @@ class Pipeline:
     def visits(self, stage: int) -> Visits:
         """Return the visits of the blocks of ``stage``."""
         alone = self.stages[stage].stop - self.stages[stage].start == 1
-        return visits_of(self.schedule, self.micro_batches(self.global_batch), alone=alone)
+        count = self.micro_batches(self.global_batch)
+        return visits_of(self.schedule, count, alone=alone, task=self.task)
 
     @property
     def boundaries_held(self) -> int:
@@ -349,6 +355,11 @@ class Plan(Pipeline):
             )
         if not isinstance(self.schedule, Schedule):
             object.__setattr__(self, "schedule", named(self.schedule))
+        if self.task not in list(PlanTask):
+            raise PlanError(
+                f"plan: task={printable(str(self.task))}: accepted are {', '.join(PlanTask)}"
+            )
+        object.__setattr__(self, "task", PlanTask(self.task))
         _check_numbers(self, int, "global_batch", "microbatch", "candidates", "interleave")
         _check_numbers(self, int, "spare_devices")
         _check_numbers(self, float, "bound_seconds")
@@ -434,6 +445,8 @@ class Plan(Pipeline):
         data: dict[str, Any] = json.loads(json.dumps(plain))
         if not self.spare_devices:  # the hash of older plans stays the same
             del data["spare_devices"]
+        if self.task.trains:
+            del data["task"]
         for rank in data["prediction"]["ranks"]:
             if not rank["returns_freed"]:
                 del rank["returns_freed"]
@@ -515,6 +528,7 @@ class Plan(Pipeline):
     def decisions(self) -> dict[str, Any]:
         """Return the fields that the runtime executes; equal for plans that differ only in their predictions."""
         names = (
+            "task",
             "fingerprint",
             "schedule",
             "global_batch",
@@ -535,6 +549,12 @@ class Plan(Pipeline):
             for key in [*mine, *(k for k in theirs if k not in mine)]
             if mine.get(key) != theirs.get(key)
         ]
+
+    @property
+    def rows_per_second(self) -> float:
+        """Return the predicted rows per second; 0 without a prediction of seconds."""
+        seconds = self.prediction.step_seconds
+        return self.global_batch / seconds if seconds > 0 else 0.0
 
     @property
     def gap(self) -> float:

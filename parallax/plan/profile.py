@@ -55,6 +55,15 @@ class Affine:
             tuple((rows, value * ratio) for rows, value in self.points),
         )
 
+    def plus(self, other: Affine) -> Affine:
+        """Return the sum of two costs without floors."""
+        rows = sorted({rows for cost in (self, other) for rows, _ in cost.points})
+        return Affine(
+            self.fixed + other.fixed,
+            self.per_row + other.per_row,
+            points=tuple((each, self.at(each) + other.at(each)) for each in rows),
+        )
+
     @property
     def numbers(self) -> tuple[float, ...]:
         """Return all coefficients and points."""
@@ -302,6 +311,26 @@ class ModelProfile:
         once."""
         total = sum(self.blocks[i].trained_bytes for i in blocks)
         return total - _repeated(self.ties, blocks)
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of parameters of the model; a shared one counts once."""
+        repeated = sum(self._repeated_numbers(ties) for ties in (self.ties, self.frozen_ties))
+        return sum(block.parameters for block in self.blocks) - repeated
+
+    @property
+    def trained(self) -> int:
+        """Return the number of trained parameters of the model; a shared one counts once."""
+        return sum(block.trained for block in self.blocks) - self._repeated_numbers(self.ties)
+
+    def _repeated_numbers(self, ties: Sequence[tuple[int, tuple[int, ...]]]) -> int:
+        """Return how many parameters of ``ties`` the sum over all blocks counts more than once."""
+        users = [(size, blocks, self.blocks[blocks[0]]) for size, blocks in ties if blocks]
+        return sum(
+            round(size * block.parameters / block.parameter_bytes) * (len(blocks) - 1)
+            for size, blocks, block in users
+            if block.parameter_bytes
+        )
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)

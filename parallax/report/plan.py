@@ -25,14 +25,14 @@ MOST_COLUMNS = 8  # pipeline ranks whose terms stand side by side
 
 def plan_table(plan: Plan, profile: ModelProfile | None = None) -> Table:
     """Return a table with a row for each run of equal consecutive stages, and the prediction in the caption."""
-    prediction = plan.prediction
+    trains, prediction = plan.task.trains, plan.prediction
     parameters = f"{parameters_of(profile)} in " if profile else ""
     table = Table(
         box=box.SIMPLE_HEAD,
         title=f"{plan.model}: {parameters}{plan.blocks} blocks",
         caption=Text(
             f"{plan.schedule}, {_micro_batches(plan)}\n"
-            f"predicted: {format_seconds(prediction.step_seconds)} per step, bubble {prediction.bubble:.0%}, "
+            f"predicted: {_speed(plan)}, bubble {prediction.bubble:.0%}, "
             f"budget {format_bytes(min(rank.budget_bytes for rank in prediction.ranks))} per device"
             + _unused(plan),
             style="table.caption",
@@ -46,11 +46,12 @@ def plan_table(plan: Plan, profile: ModelProfile | None = None) -> Table:
         "stage",
         "blocks",
         "replicas",
-        "activations",
+        "activations" if trains else "weights",
         "peak of budget",
-        f"to {plan.tier}/step",
+        f"to {plan.tier}/step" if trains else f"in {plan.tier}",
     ):
-        table.add_column(heading, justify="left" if heading == "activations" else "right")
+        left = heading in ("activations", "weights")
+        table.add_column(heading, justify="left" if left else "right")
     for first, last in _alike(plan):
         ranks = [
             plan.prediction.ranks[rank]
@@ -66,7 +67,7 @@ def plan_table(plan: Plan, profile: ModelProfile | None = None) -> Table:
             str(stage.replicas),
             _doing(plan, first),
             f"{format_bytes(fullest.peak_bytes)} ({fullest.peak_bytes / fullest.budget_bytes:.0%})",
-            format_bytes(sum(rank.offloaded_bytes for rank in ranks)),
+            format_bytes(sum(r.offloaded_bytes if trains else r.tier_peak_bytes for r in ranks)),
         )
     return table
 
@@ -74,6 +75,16 @@ def plan_table(plan: Plan, profile: ModelProfile | None = None) -> Table:
 def _micro_batches(plan: Plan) -> str:
     count, rows = plan.micro_batches(plan.global_batch), plan.microbatch
     return f"{count} micro-batch{'es' if count > 1 else ''} of {rows} row{'s' if rows > 1 else ''}"
+
+
+def _speed(plan: Plan) -> str:
+    seconds = format_seconds(plan.prediction.step_seconds)
+    if plan.task.trains:
+        return f"{seconds} per step"
+    return (
+        f"{plan.task}, latency {seconds} per batch of {plan.global_batch} row{'s' if plan.global_batch > 1 else ''}, "
+        f"{plan.rows_per_second:.4g} rows/s"
+    )
 
 
 def _unused(plan: Plan) -> str:
@@ -105,6 +116,9 @@ def _alike(plan: Plan) -> Iterator[tuple[int, int]]:
 
 def _doing(plan: Plan, index: int) -> str:
     stage = plan.stages[index]
+    if not plan.task.trains:
+        share = stage.parameter_offload
+        return f"{share:.0%} offloaded" if share else "on the device"
     counts = [f"{d} {stage.directives.count(d)}" for d in Directive if d in stage.directives]
     shares = (
         ("optimizer states", stage.optimizer_offload),
@@ -224,7 +238,12 @@ def memory_table(plan: Plan) -> Table:
     if any(tiers):
         table.add_row(f"in {plan.tier}", *map(format_bytes, tiers))
     table.add_section()
-    _add_terms(table, [stage.seconds for stage in shown], format_seconds, "step")
+    _add_terms(
+        table,
+        [stage.seconds for stage in shown],
+        format_seconds,
+        "step" if plan.task.trains else "latency",
+    )
     return table
 
 

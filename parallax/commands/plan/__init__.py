@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -43,6 +43,7 @@ EXAMPLES = """examples:
   parallax plan model=transformer model.layers=96 model.hidden=12288 model.heads=96 \\
       precision=mixed_bf16 cluster=dgx_a100 cluster.nodes=16 trainer.global_batch=1536
   parallax plan cluster=dgx_h100 cluster.price_per_hour=2.5 --what-if nodes=1,2,4 trainer.global_batch=256,512
+  parallax plan task=inference                          forwards alone: latency and rows per second
   parallax plan --diff plan.yaml recompute.yaml
 """
 
@@ -98,13 +99,19 @@ def run(parsed: argparse.Namespace) -> int:
     if ":" in name:
         remember(parsed.output.parent, {"plan.schedule": name})
     if parsed.json:
-        print_json({**planned.plan.to_dict(), "hash": planned.plan.hash()})
+        print_json(_plain(planned.plan))
         return 0
     _show(console, planned)
-    steps = config.trainer.steps
-    print_recipe(console, config.optimizer, config.schedule, planned.groups, steps)
+    if planned.plan.task.trains:
+        steps = config.trainer.steps
+        print_recipe(console, config.optimizer, config.schedule, planned.groups, steps)
     console.print(f"plan: {parsed.output}", soft_wrap=True)
     return 0
+
+
+def _plain(plan: Plan) -> dict[str, Any]:
+    found = {**plan.to_dict(), "hash": plan.hash()}
+    return found if plan.task.trains else {**found, "rows_per_second": plan.rows_per_second}
 
 
 def _show(console: Console, planned: Planned) -> None:
@@ -120,7 +127,8 @@ def _show(console: Console, planned: Planned) -> None:
         console.print(line, highlight=False, markup=False)
     if hourly := price_per_hour(planned.cluster):
         step = hourly * plan.prediction.step_seconds / HOUR
-        console.print(f"cost: {step:.4g} per step, {hourly:.4g} per hour", highlight=False)
+        each = "step" if plan.task.trains else "batch"
+        console.print(f"cost: {step:.4g} per {each}, {hourly:.4g} per hour", highlight=False)
 
 
 def _diff(parsed: argparse.Namespace, console: Console) -> int:

@@ -74,7 +74,7 @@ def estimate(work: ModelWork, *, global_batch: int, microbatch: int | str = "aut
     return Estimate(
         model=work.model,
         precision=work.precision,
-        parameters=_unique_parameters(profile),
+        parameters=profile.parameters,
         rows=rows,
         micro_batches=micro_batches,
         schedule=_schedule(profile).name,
@@ -137,14 +137,6 @@ _SIZES = (
     *("input", "output", "forward_work", "backward_work", "deferred"),
     *("gathered_bytes", "gathered_work"),
 )
-
-
-def _unique_parameters(profile: ModelProfile) -> int:
-    """Return the number of parameters of the model; a tied one counts once."""
-    total = sum(block.parameters for block in profile.blocks)
-    total_bytes = sum(block.parameter_bytes for block in profile.blocks)
-    unique = profile.unique_parameter_bytes(range(len(profile.blocks)))
-    return round(total * unique / total_bytes) if total_bytes else 0
 
 
 def _schedule(profile: ModelProfile) -> Schedule:

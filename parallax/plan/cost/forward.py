@@ -1,12 +1,14 @@
-"""The peak device bytes of each rank for a plan that runs forwards only, as in evaluation and inference.
+"""The costs of forwards alone, as in evaluation and inference: seconds, and the peak device bytes of each rank.
 
-A forward without a graph saves nothing: a block's tensors are freed when it ends, except its outputs. Parameters have
-no gradients, no optimizer states and no full-precision copies, as if all of them were frozen. Beside them::
+:func:`task_costs` turns the profile of a model into one of its forwards, on which the search and the simulator run. A
+forward without a graph saves nothing: a block's tensors are freed when it ends, except its outputs. Parameters have no
+gradients, no optimizer states and no full-precision copies, as if all of them were frozen. Beside them::
 
     workspace     the largest block: its input, its output, the tensors that it would save in training, and its
-                  temporary ones; or one parameter that is read from a file
-    boundary      the stage's input; messages in transit to its peers, and from them
-    activations   the outputs of the last stage, of all rows of the batch
+                  temporary ones; with a loss, what the loss would save and copies of the outputs for metrics; or one
+                  parameter that is read from a file
+    boundary      the stage's input; messages in transit to its peers, and from them; outputs gathered for one loss
+    activations   in an inference, the outputs of the last stage, of all rows of the batch
     staging       the blocks whose offloaded parameters are on the device at one time
 """
 
@@ -27,36 +29,85 @@ from parallax.plan.edge import Edge
 from parallax.plan.lists import evaluation_actions
 from parallax.plan.plan import (
     Directive,
+    Pipeline,
     Plan,
     Prediction,
     RankPrediction,
     StagePlan,
     StagePrediction,
 )
-from parallax.plan.profile import NOTHING, ModelProfile
+from parallax.plan.profile import NOTHING, BlockCost, ModelProfile
 from parallax.plan.schedule import Kind
+from parallax.plan.task import PlanTask
 
 # Outputs that wait on the device for their copies to the host, where messages are staged through it.
 _STAGED = 4
-_IN_A_FORWARD = ("input", "output", "forward_work", "moved", "stays")
+# Of a micro-batch's outputs: those that count, their probabilities, the best classes in 8 bytes each, a temporary one.
+_METRIC_COPIES = 5
+
+
+def task_costs(profile: ModelProfile, task: PlanTask) -> ModelProfile:
+    """Return the costs of a step of ``task``: ``profile`` itself for training, else that of the model's forwards, with
+    all parameters frozen."""
+    if task.trains:
+        return profile
+    *blocks, last = [_forward_cost(cost) for cost in profile.blocks]
+    if task is PlanTask.INFERENCE:
+        last = replace(last, by_loss=last.output, gathered_bytes=0, gathered_work=0)
+        last = replace(last, gathered_seconds=0.0)
+    else:
+        loss = profile.blocks[-1].by_loss.plus(last.output.scaled(_METRIC_COPIES))
+        last = replace(last, forward_work=last.forward_work.plus(loss))
+    return replace(
+        profile,
+        blocks=(*blocks, last),
+        ties=(),
+        frozen_ties=profile.shared,
+        optimizer_bytes=0.0,
+        optimizer_seconds=0.0,
+        gradient_bytes=0.0,
+        master_bytes=0.0,
+        gathered_rows=0 if task is PlanTask.INFERENCE else profile.gathered_rows,
+    )
+
+
+def _forward_cost(cost: BlockCost) -> BlockCost:
+    work = cost.forward_work.plus(cost.input).plus(cost.moved).plus(cost.stays)
+    return replace(
+        cost,
+        frozen_bytes=cost.parameter_bytes,
+        largest_bytes=max(cost.largest_parameter_bytes, cost.frozen_bytes),
+        backward_seconds=NOTHING,
+        weight_seconds=NOTHING,
+        split_seconds=NOTHING,
+        offload_seconds=NOTHING,
+        skipped_seconds=NOTHING,
+        moved=NOTHING,
+        stays=NOTHING,
+        by_loss=NOTHING,
+        forward_work=work,
+        backward_work=NOTHING,
+        deferred=NOTHING,
+        split_work=NOTHING,
+    )
 
 
 def forward_plan(profile: ModelProfile, cluster: Cluster, plan: Plan) -> Plan:
     """Return ``plan`` for forwards only: without saved activations, optimizer states and times. Its prediction is the
     peak memory of a forward over ``plan.global_batch`` rows. Raises :class:`InfeasiblePlan` if a rank does not fit its
     device in ``cluster``."""
-    frozen = _frozen(profile)
+    costs = task_costs(profile, PlanTask.INFERENCE)
     kept = [_without_training(stage) for stage in plan.stages]
-    stages = with_offload_bytes(frozen, kept, plan.pipeline_ranks)
-    plan = replace(plan, stages=stages, gather_loss=False, alternatives=())
+    stages = with_offload_bytes(costs, kept, plan.pipeline_ranks)
+    plan = replace(plan, task=PlanTask.INFERENCE, stages=stages, gather_loss=False, alternatives=())
     ranks: dict[int, RankPrediction] = {}
     fullest = []
     for pipeline_rank in range(plan.pipeline_ranks):
         found = []
         for rank in plan.ranks(pipeline_rank):
             device = cluster.devices[rank]
-            loads = _loads(frozen, plan, pipeline_rank, device)
-            terms, returns_freed = with_kept(_memory(profile, plan, loads, device), device)
+            loads = _loads(costs, plan, pipeline_rank, device)
+            terms, returns_freed = with_kept(forward_memory(costs, plan, loads, device), device)
             found.append(terms)
             ranks[rank] = RankPrediction(
                 peak_bytes=sum(terms.values()),
@@ -94,58 +145,63 @@ def _check(rank: int, found: RankPrediction, plan: Plan, device: Device) -> None
 
 
 def _loads(
-    frozen: ModelProfile, plan: Plan, pipeline_rank: int, device: Device
+    costs: ModelProfile, plan: Plan, pipeline_rank: int, device: Device
 ) -> dict[int, StageLoad]:
     return {
         stage: load_planned(
-            frozen,
+            costs,
             plan.stages[stage],
             _rows(plan, stage),
             device=device,
             split=False,
             beside=beside(plan, stage),
+            visits=plan.visits(stage),
+            boundaries_held=plan.boundaries_held,
         )
         for stage in plan.stages_of(pipeline_rank)
     }
 
 
-def _memory(
-    profile: ModelProfile, plan: Plan, loads: Mapping[int, StageLoad], device: Device
+def forward_memory(
+    costs: ModelProfile, plan: Pipeline, loads: Mapping[int, StageLoad], device: Device
 ) -> dict[str, int]:
-    """Return the device bytes of a rank by term, from the loads of its stages with frozen parameters."""
+    """Return the device bytes of a rank by term. ``costs``: of the forwards (:func:`task_costs`); ``loads``: by stage,
+    from these costs."""
     total = rank_memory([(load, 0, 0) for load in loads.values()])
-    found = [_passing(profile, plan, stage, load, device) for stage, load in loads.items()]
-    for term in found[0]:
-        sizes = [passing[term] for passing in found]
-        total[term] = max(sizes) if term == "workspace" else sum(sizes)  # one block runs at a time
+    found = [_passing(costs, plan, stage, load, device) for stage, load in loads.items()]
+    total["boundary"] += sum(passing["boundary"] for passing in found)
+    total["activations"] = sum(passing["activations"] for passing in found)
+    total["workspace"] = max(passing["workspace"] for passing in found)  # one block runs at a time
+    total["communicators"] = 0  # replicas exchange nothing
+    total["loss"] = 0  # kept outputs are among the activations
     total["allocator"] = math.ceil(device.gap_share * passing_bytes(total))
     return total
 
 
 def _passing(
-    profile: ModelProfile, plan: Plan, stage: int, load: StageLoad, device: Device
+    costs: ModelProfile, plan: Pipeline, stage: int, load: StageLoad, device: Device
 ) -> dict[str, int]:
-    """Return the device bytes of those terms of a stage that a forward without backward changes."""
+    """Return the memory terms, in bytes, by which a forward of a stage differs from training. ``boundary``: beside the
+    messages in transit that training counts, too."""
     planned, rows = plan.stages[stage], _rows(plan, stage)
-    costs = profile.blocks[planned.start : planned.stop]
-    work = max(sum(getattr(cost, name).at(rows) for name in _IN_A_FORWARD) for cost in costs)
+    blocks = costs.blocks[planned.start : planned.stop]
+    work = max(cost.forward_work.at(rows) + cost.output.at(rows) for cost in blocks)
+    work = max(work, *(cost.gathered_work for cost in blocks))
     if device.kind == "cpu":  # elsewhere a parameter is read into the host's memory
-        work = max(work, *(max(cost.largest_parameter_bytes, cost.frozen_bytes) for cost in costs))
+        work = max(work, *(cost.largest_bytes for cost in blocks))
     leaving = plan.leaving(stage)
     count = plan.micro_batches(plan.global_batch)
-    kept = count * costs[-1].output.at(rows) if leaving is None else 0.0
-    given = costs[0].input.at(rows) if stage == 0 else 0.0
-    waiting = _most_waiting(plan, leaving) if leaving is not None else 0
+    kept = count * blocks[-1].by_loss.at(rows) if leaving is None else 0.0
+    given = blocks[0].input.at(rows) if stage == 0 else 0.0
+    waiting = 0 if leaving is None or plan.boundaries_held else _most_waiting(plan, leaving)
     return {
         "activations": math.ceil(kept),
-        "boundary": load.boundary_bytes + math.ceil(given + waiting * load.output_bytes),
+        "boundary": math.ceil(given + waiting * load.output_bytes),
         "workspace": math.ceil(work),
-        "communicators": 0,  # replicas exchange nothing
-        "allocator": 0,
     }
 
 
-def _most_waiting(plan: Plan, edge: Edge) -> int:
+def _most_waiting(plan: Pipeline, edge: Edge) -> int:
     """Return the largest number of messages on ``edge`` that wait for their receiver. On a local edge they wait until
     the receiving stage runs. On other edges the channel limits how many messages the sender may be ahead."""
     if not plan.is_local(edge):
@@ -157,22 +213,6 @@ def _most_waiting(plan: Plan, edge: Edge) -> int:
             now += (action.stage == edge.sender) - (action.stage == edge.receiver)
             most = max(most, now)
     return most
-
-
-def _frozen(profile: ModelProfile) -> ModelProfile:
-    """Return the profile of the same model with all parameters frozen, and without a loss."""
-    blocks = tuple(
-        replace(
-            cost,
-            frozen_bytes=cost.parameter_bytes,
-            by_loss=NOTHING,
-            gathered_bytes=0,
-            gathered_work=0,
-            gathered_seconds=0.0,
-        )
-        for cost in profile.blocks
-    )
-    return replace(profile, blocks=blocks, ties=(), frozen_ties=profile.shared, gathered_rows=0)
 
 
 def _without_training(stage: StagePlan) -> StagePlan:
@@ -187,6 +227,6 @@ def _without_training(stage: StagePlan) -> StagePlan:
     )
 
 
-def _rows(plan: Plan, stage: int) -> int:
+def _rows(plan: Pipeline, stage: int) -> int:
     """Return the largest number of rows of a micro-batch on one rank of ``stage``."""
     return -(-plan.microbatch // plan.stages[stage].replicas)

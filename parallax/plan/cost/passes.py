@@ -71,10 +71,9 @@ class Passes:
         """Return, for each kind of pass, the bytes of offloaded parameters and gradients that it fetches and writes."""
         states = self.load.states
         later = states.written_bytes * self._deferred_share
-        half = states.read_bytes / 2
         return {
-            Kind.FORWARD: (half, 0.0),
-            Kind.BACKWARD: (half, states.written_bytes - later),
+            Kind.FORWARD: (states.read_bytes, 0.0),
+            Kind.BACKWARD: (states.read_bytes, states.written_bytes - later),
             Kind.BACKWARD_WEIGHT: (0.0, later),
         }
 

@@ -51,7 +51,7 @@ class StateLoad:
     In the offload tier, and on the link to it:
 
     ``host_bytes``          bytes in the tier
-    ``read_bytes``          bytes fetched per micro-batch; ``written_bytes``: bytes written per micro-batch
+    ``read_bytes``          bytes fetched by each pass of a micro-batch; ``written_bytes``: bytes its backward writes
     ``streaming_seconds``   seconds of these transfers
     ``adding_seconds``      seconds per micro-batch for which the backward waits to add gradients to stored ones
     ``update_seconds``      seconds of the optimizer's step after the last micro-batch
@@ -184,7 +184,7 @@ def load_states(
     mine = lower if streamed else shard_bytes(lower, sizes.parameter * per_byte, replicas)
     pages = (mine + streamed + gone) // 128  # every allocation in a store starts at a page
     here = (sizes.trained - stepped) * _step_share(profile, upper / max(1, states - lower))
-    streaming = device.read.seconds(2 * streamed) + device.write.seconds(gone)
+    streaming = device.read.seconds((1 + visits.backward) * streamed) + device.write.seconds(gone)
     adding = _adding_seconds(profile, device, gone if visits.again else 0)
     return StateLoad(
         parameter_bytes=sizes.parameters - streamed,
@@ -197,7 +197,7 @@ def load_states(
         most_summing_bytes=math.inf if split else 2 * bucket,
         communicator_bytes=(1 + (gone > 0)) * device.collective_bytes if replicas > 1 else 0,
         host_bytes=mine + rounding + streamed + gone + pages + passing,
-        read_bytes=math.ceil(2 * streamed / visits.micro_batches),
+        read_bytes=math.ceil(streamed / visits.micro_batches),
         written_bytes=math.ceil(gone / visits.micro_batches),
         streaming_seconds=streaming / visits.micro_batches,
         adding_seconds=adding / visits.micro_batches,

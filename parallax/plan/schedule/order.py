@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from parallax.plan.schedule.action import COMPUTE, Action
+from parallax.plan.schedule.action import COMPUTE, FORWARD, Action
 
 Numbers = NDArray[np.int64]
 
@@ -32,6 +32,11 @@ class Order:
         rows = [(COMPUTE.index(action.kind), action.stage, action.micro) for action in listed]
         kinds, stages, micros = np.array(rows, dtype=np.int64).reshape(-1, 3).T
         return cls(kinds, stages, micros)
+
+    def forwards(self) -> Order:
+        """Return the forwards alone, in the same order."""
+        mine = self.kinds == FORWARD
+        return Order(self.kinds[mine], self.stages[mine], self.micros[mine])
 
     def actions(self) -> list[Action]:
         columns = zip(self.kinds.tolist(), self.stages.tolist(), self.micros.tolist())

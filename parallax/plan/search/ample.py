@@ -19,7 +19,7 @@ from parallax.plan.cost.peak import bytes_above_budget
 from parallax.plan.cost.stage import load_block
 from parallax.plan.plan import Directive, Pipeline, StagePlan
 from parallax.plan.profile import ModelProfile
-from parallax.plan.simulation.predict import Forecast, predict
+from parallax.plan.simulation.predict import Forecast, predict_costs
 
 
 def with_ample_memory(
@@ -46,7 +46,7 @@ def with_ample_memory(
                 break
             with contextlib.suppress(InfeasiblePlan, BudgetExceeded):
                 changed = replace(pipeline, stages=stages)
-                found = predict(profile, cluster, changed)
+                found = predict_costs(profile, cluster, changed)
                 kept = not any(found.ranks[rank].returns_freed for rank in ranks)
                 if kept and found.step_seconds <= forecast.step_seconds:
                     pipeline, forecast = changed, found

@@ -248,15 +248,16 @@ class StepBound:
         return -(-len(self.request.devices) // shape.pipeline_ranks)
 
     def _messages(self, shape: Shape, rows: _Rows) -> float:
-        """Return the seconds that a micro-batch spends between pipeline ranks, forward and backward."""
+        """Return the seconds that a micro-batch spends between pipeline ranks, forward and, in training, backward."""
         cluster = self.request.cluster
         fast = max((cluster.local, cluster.remote), key=lambda link: link.bytes_per_second)
-        return 2 * (shape.pipeline_ranks - 1) * fast.seconds(rows.message_bytes)
+        ways = 2 if self.request.task.trains else 1
+        return ways * (shape.pipeline_ranks - 1) * fast.seconds(rows.message_bytes)
 
     def _in_flight(self, shape: Shape) -> int:
         """Return the most micro-batches in flight in a pipeline."""
         micro_batches = self.request.count(shape)
-        if not shape.schedule.searched:
+        if not shape.schedule.searched or not self.request.task.trains:
             return micro_batches
         return shape.schedule.in_flight(shape.pipeline_ranks, 0, micro_batches)
 
@@ -375,8 +376,8 @@ class StepBound:
         ).moved_bytes
 
     def _find_update(self, pipeline_ranks: int, replicas: int) -> float:
-        """Return the seconds that a step spends once: the update of the mean share of the parameters with the fastest
-        offload, and the loss over all rows."""
+        """Return the seconds of the work that a step does once: the optimizer's update and the loss over all rows. The
+        update is of a rank with the mean share of the parameters, with the fastest choice of offloaded states."""
         profile = self.request.profile
         every = range(len(profile.blocks))
         whole, trained = profile.unique_parameter_bytes(every), profile.unique_trained_bytes(every)

@@ -25,7 +25,7 @@ from parallax.plan.simulation.predict import (
     Forecast,
     block_passes,
     placements,
-    predict,
+    predict_costs,
     quick_seconds,
 )
 
@@ -77,7 +77,7 @@ class Forecasts:
         """Return the seconds of a step; infinite if the pipeline does not fit."""
         if pipeline not in self._seconds:
             try:
-                forecast = predict(self._profile, self._cluster, pipeline)
+                forecast = predict_costs(self._profile, self._cluster, pipeline)
             except (InfeasiblePlan, BudgetExceeded) as error:
                 self.refused[pipeline] = str(error)
                 self._seconds[pipeline] = math.inf
@@ -344,4 +344,5 @@ def as_pipeline(request: Request, candidate: Candidate) -> Pipeline:
         microbatch=candidate.shape.microbatch,
         interleave=candidate.shape.interleave,
         placement=candidate.order,
+        task=request.task,
     )

@@ -106,8 +106,8 @@ def _check_settings(question: Question) -> None:
 
 def _check_gathering(question: Question) -> None:
     """Raise :class:`ConfigError` if the schedule cannot compute one loss over all rows. That loss needs the outputs of
-    all micro-batches. If a schedule starts backwards earlier, it needs a single micro-batch, with which a pipeline is
-    useless; so only a micro-batch of all rows that the user sets is accepted."""
+    all micro-batches. A schedule that starts backwards earlier can compute it only for a step of a single micro-batch,
+    with which a pipeline is useless. So such a schedule is accepted only if the user sets a micro-batch of all rows."""
     config, pipeline_ranks = question.config, max(1, *question.pipeline_ranks)
     if not question.gather_loss or question.microbatch == question.rows:
         return

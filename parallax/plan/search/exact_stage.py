@@ -148,8 +148,8 @@ def evaluate_stage(
 
 
 def _largest_limit(load: StageLoad, in_flight: int, free_bytes: float, budget: int) -> int:
-    """Return the largest swap limit, in bytes, with which the stage fits ``budget``: about ``free_bytes``, corrected
-    because gaps are rounded up."""
+    """Return the largest swap limit, in bytes, with which the stage fits ``budget``. It is near ``free_bytes``, but not
+    equal, because the predicted peak rounds the allocator's loss up."""
     least, all_moved = load.smallest_swap_limit, in_flight * load.moved_bytes
     limit = min(math.floor(free_bytes), all_moved)
     while limit > least and load.peak_bytes(in_flight, limit) > budget:

@@ -37,6 +37,7 @@ from parallax.plan.schedule.gpipe import GPIPE
 from parallax.plan.schedule.one_forward import ONE_FORWARD_ONE_BACKWARD
 from parallax.plan.search.contradiction import check_counted_loss
 from parallax.plan.search.exact_stage import StageSetting
+from parallax.plan.task import PlanTask
 
 ROUNDING = 1 - 1e-9  # keeps a lower bound below the exact value despite rounding errors
 ORDERS_TRIED = 24  # permutations of the kinds of devices that are tried
@@ -51,6 +52,7 @@ OPTIMIZER_FRACTIONS = (
     OffloadFractions(1.0),
 )
 PARAMETER_FRACTIONS = (OffloadFractions(1.0, 0.5), OffloadFractions(1.0, 1.0))
+FORWARD_FRACTIONS = tuple(OffloadFractions(parameters=each / 8) for each in range(1, 9))
 
 Score = tuple[float, float]  # predicted step seconds, and the same if every rank had its own cores
 WORST: Score = (math.inf, math.inf)
@@ -90,7 +92,9 @@ class Candidate:
 
 
 class Request:
-    """A request to the search, for one order of the devices.
+    """A request to the search, for one order of the devices. ``profile``: the costs of a step of ``task``
+    (:func:`~parallax.plan.cost.forward.task_costs`). Forwards alone are tried under GPipe only: all orders of forwards
+    are equally fast.
 
     ``gather_loss`` restricts the search to schedules under which one loss can be computed over all rows. ``idle``
     allows replicas without rows, for ranks that have already started although no plan has rows for them.
@@ -108,6 +112,7 @@ class Request:
         gather_loss: bool = False,
         idle: bool = False,
         order: tuple[int, ...] | None = None,
+        task: PlanTask = PlanTask.TRAINING,
     ) -> None:
         check_count("trainer.microbatch", microbatch)
         if global_batch == AUTO:
@@ -116,7 +121,9 @@ class Request:
         self.profile, self.cluster, self.config = profile, cluster, config
         self.global_batch, self.microbatch, self.gather_loss = global_batch, microbatch, gather_loss
         self.swap, self.idle = swap, idle
-        self.microbatches, self.schedules = sizes(global_batch, microbatch), config.schedules
+        self.microbatches, self.task = sizes(global_batch, microbatch), task
+        free = config.schedule == AUTO and config.interleave in (AUTO, 1)
+        self.schedules = [GPIPE] if free and not task.trains else config.schedules
         self.order = order or tuple(range(len(cluster.devices)))
         self.devices = tuple(cluster.devices[rank] for rank in self.order)
         self._powers = list(accumulate((device.speed for device in self.devices), initial=0.0))
@@ -135,7 +142,7 @@ class Request:
         """Raise :class:`ConfigError` if the settings contradict each other."""
         requested, config = self.schedules, self.config
         splits = config.schedule != AUTO and any(schedule.splits for schedule in requested)
-        if splits and not self._weight_share:
+        if splits and self.task.trains and not self._weight_share:
             raise ConfigError(
                 f"plan.schedule={config.schedule}: the profile of {self.profile.model} does not measure the gradients "
                 "of parameters separately; use plan.schedule=1f1b, or measure it again"
@@ -153,6 +160,7 @@ class Request:
             "gather_loss": self.gather_loss,
             "idle": self.idle,
             "order": self.order,
+            "task": self.task,
             **changes,
         }
         return Request(**fields)  # type: ignore[arg-type]
@@ -169,7 +177,9 @@ class Request:
 
     @cached_property
     def allowed(self) -> list[Directive]:
-        """The directives that blocks may have."""
+        """The directives that blocks may have; forwards alone save nothing."""
+        if not self.task.trains:
+            return [Directive.KEEP]
         wanted = (
             list(Directive)
             if self.config.activations == AUTO
@@ -180,6 +190,8 @@ class Request:
     @cached_property
     def host_states(self) -> tuple[OffloadFractions, ...]:
         """The fractions of offloaded states that may be tried, smallest first."""
+        if not self.task.trains:
+            return self._forward_states
         able = self.swap and all(device.host_update_seconds > 0 for device in self.devices)
         optimizer, parameters = self.config.optimizer, self.config.parameters
         if not able:
@@ -198,6 +210,18 @@ class Request:
         return (*self._on_device, *(OPTIMIZER_FRACTIONS if optimizer == AUTO else ()), *streamed)
 
     @property
+    def _forward_states(self) -> tuple[OffloadFractions, ...]:
+        """The fractions of parameters that forwards may fetch from the offload tier; no device needs to step them."""
+        parameters = self.config.parameters
+        if parameters == "host" and not self.swap:
+            raise ConfigError("plan.parameters=host needs a tier: swap.tier is none")
+        if parameters == "host":
+            return FORWARD_FRACTIONS[-1:]
+        if parameters == "device" or not self.swap:
+            return (ALL_ON_DEVICE,)
+        return (ALL_ON_DEVICE, *FORWARD_FRACTIONS)
+
+    @property
     def _on_device(self) -> tuple[OffloadFractions, ...]:
         """The options that keep all states on the device."""
         return {"none": (ALL_ON_DEVICE,), "optimizer": (SHARDED,)}.get(
@@ -208,7 +232,7 @@ class Request:
         """Return how many micro-batches in a row each block of ``shape`` computes
         (:class:`~parallax.plan.plan.Visits`). Unless every stage has a single block, this is one."""
         alone = shape.pipeline_ranks * shape.interleave == len(self.profile.blocks)
-        return visits_of(shape.schedule, self.count(shape), alone=alone)
+        return visits_of(shape.schedule, self.count(shape), alone=alone, task=self.task)
 
     def boundaries_held(self, shape: Shape) -> int:
         """Return the boundary tensors that a rank holds at one time."""
@@ -299,9 +323,9 @@ class Request:
             return False
         if shape.pipeline_ranks == 1 and self.config.schedule == AUTO:
             # All schedules are equal here, and this one has the fewest micro-batches in flight.
-            fewest = GPIPE if self.gather_loss else ONE_FORWARD_ONE_BACKWARD
-            return shape.schedule is fewest
-        if shape.split:
+            plain = self.gather_loss or not self.task.trains
+            return shape.schedule is (GPIPE if plain else ONE_FORWARD_ONE_BACKWARD)
+        if shape.split and self.task.trains:
             return shape.pipeline_ranks == 1 or self._weight_share > 0
         grouped = shape.schedule.grouped and shape.interleave > 1
         return not grouped or self.count(shape) % shape.pipeline_ranks == 0
@@ -325,7 +349,8 @@ class Request:
         return self.profile.blocks[-1].gathered_seconds / self._fastest
 
     def ramp(self, shape: Shape) -> float:
-        """Return the fraction of the other pipeline ranks' time that a step spends to fill and drain the pipeline."""
+        """Return the time to fill and drain the pipeline, as a fraction of the seconds per micro-batch of all pipeline
+        ranks but the slowest."""
         return shape.schedule.ramp.left(self._weight_share, shape.interleave)
 
     def score(self, shape: Shape, slowest: float, total: float, tail: float, work: float) -> Score:
@@ -408,8 +433,9 @@ class Request:
         )
 
     def beside(self, shape: Shape) -> Beside:
-        """Return the largest number of ranks of the stages before and after a stage. A stage with larger neighbours is
-        proved to fit only when it is predicted: in large requests, replica counts that are far from even."""
+        """Return the largest number of ranks of the stages before and after a stage. The bytes of a stage
+        with larger neighbours, as with the uneven replica counts that large requests leave out, are proved when its
+        plan is predicted."""
         requested, most = self.config.replicas, len(self.devices) - shape.pipeline_ranks + 1
         if requested != AUTO:
             most = max(requested) if isinstance(requested, list | tuple) else int(requested)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from parallax.errors import InfeasiblePlan
 from parallax.plan.cluster import Cluster
 from parallax.plan.config import AUTO, PlanConfig
+from parallax.plan.cost.forward import task_costs
 from parallax.plan.cost.offload_tier import with_offload_bytes
 from parallax.plan.plan import Alternative, Directive, Pipeline, Plan, Prediction
 from parallax.plan.profile import ModelProfile
@@ -33,7 +34,8 @@ from parallax.plan.search.exact import ExactSearch, worst
 from parallax.plan.search.greedy import GreedySearch
 from parallax.plan.search.refusal import refusal
 from parallax.plan.search.request import Candidate, Request
-from parallax.plan.simulation.predict import Forecast, predict
+from parallax.plan.simulation.predict import Forecast, predict_costs
+from parallax.plan.task import PlanTask
 
 PREDICTED = 8  # pipelines that are predicted in full even if they cannot win
 EFFORT = 300_000  # simulated block passes after which no more pipelines are predicted
@@ -48,9 +50,14 @@ AS_FAST = 1.01  # factor of the shortest step up to which fewer devices are pref
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The pipelines found over all orders of the devices. ``timed`` includes the ``candidates`` with the best scores by
-    the formula, ``compared`` counts the evaluated pipelines, ``exact`` means that no pipeline has a better score by
-    the formula, and ``bound_seconds`` is a lower bound of the step."""
+    """The pipelines found over all orders of the devices.
+
+    ``timed``          simulated pipelines, the candidates with the best scores among them
+    ``candidates``     pipelines with their scores by the formula
+    ``compared``       number of evaluated pipelines
+    ``exact``          whether no other pipeline has a better score by the formula
+    ``bound_seconds``  a lower bound of the step
+    """
 
     timed: list[Timed]
     candidates: list[Candidate]
@@ -69,9 +76,10 @@ def search(
     swap: bool = True,
     gather_loss: bool = False,
     spare: bool = False,
+    task: PlanTask = PlanTask.TRAINING,
     progress: Progress = lambda text: None,
 ) -> tuple[Plan, Forecast]:
-    """Return the fastest plan for ``cluster``, and the forecast of its step.
+    """Return the fastest plan of ``task`` for ``cluster``, and the forecast of its step; ``profile`` is of training.
 
     Every replica gets rows. With ``spare``, the plan may use only the first devices if that makes the step shorter; on
     large clusters only a few device counts are tried. ``microbatch`` is in rows; auto tries the halvings of the batch
@@ -80,13 +88,14 @@ def search(
     with the smallest change found that fits, if no plan fits.
     """
     whole = Request(
-        profile,
+        task_costs(profile, task),
         cluster,
         config,
         global_batch=global_batch,
         microbatch=microbatch,
         swap=swap,
         gather_loss=gather_loss,
+        task=task,
     )
     devices = len(cluster.devices)
     counts = _device_counts(config, devices) if spare else [devices]
@@ -140,7 +149,26 @@ class _Answer:
 
     @classmethod
     def of(cls, request: Request, progress: Progress) -> _Answer:
-        """Search the best pipelines of a request."""
+        """Search the best pipelines of a request. Forwards keep their weights on the device if that is about as fast as
+        fetching them."""
+        found = cls._searched(request, progress)
+        free = not request.task.trains and request.config.parameters == AUTO
+        if not free or not found.predicted or not _fetches(found.predicted[0][0]):
+            return found
+        kept = request.changed(config=replace(request.config, parameters="device"))
+        resident = cls._searched(kept, progress)
+        if not resident.predicted or resident.step_seconds > found.step_seconds * AS_FAST:
+            return found
+        both = replace(
+            resident.found,
+            compared=resident.found.compared + found.found.compared,
+            exact=False,
+            bound_seconds=found.found.bound_seconds,
+        )
+        return replace(resident, found=both)
+
+    @classmethod
+    def _searched(cls, request: Request, progress: Progress) -> _Answer:
         forecasts = Forecasts(request)
         found = find_candidates(request, CANDIDATES, forecasts, progress=progress)
         predicted = _predict(found.timed, forecasts, progress)
@@ -168,6 +196,10 @@ class _Answer:
         ]
         others = [*_runners_up(best, self.predicted[1:]), *refused][:NAMED]
         return _plan(request, pipeline, forecast, self.found, others), forecast
+
+
+def _fetches(pipeline: Pipeline) -> bool:
+    return any(stage.parameter_offload for stage in pipeline.stages)
 
 
 def _reads_weights_often(request: Request, pipeline: Pipeline) -> bool:
@@ -262,8 +294,8 @@ def _with_inputs_ahead(
     if accelerated and pipeline.micro_batches(pipeline.global_batch) > 1:
         changed = replace(pipeline, stages=(ahead, *pipeline.stages[1:]))
         with contextlib.suppress(InfeasiblePlan):
-            return changed, predict(profile, cluster, changed)
-    return pipeline, predict(profile, cluster, pipeline)
+            return changed, predict_costs(profile, cluster, changed)
+    return pipeline, predict_costs(profile, cluster, pipeline)
 
 
 def _fits(request: Request) -> bool:
@@ -308,6 +340,9 @@ def describe(pipeline: Pipeline) -> str:
         f"{pipeline.micro_batches(pipeline.global_batch)} micro-batches of {pipeline.microbatch}",
         counts,
     ]
+    if not pipeline.task.trains:
+        fetched = max(stage.parameter_offload for stage in pipeline.stages)
+        parts[-1:] = [f"up to {fetched:.0%} of parameters offloaded"] if fetched else []
     sharded = any(stage.shard_optimizer for stage in pipeline.stages)
     parts += [f"up to {offloaded:.0%} of optimizer states offloaded"] if offloaded else []
     return ", ".join(parts + (["optimizer states sharded over replicas"] if sharded else []))
@@ -372,6 +407,7 @@ def _plan(
         bound_seconds=round(min(found.bound_seconds, forecast.step_seconds), 6),
         interleave=pipeline.interleave,
         placement=() if in_order else pipeline.placement,
+        task=request.task,
         gather_loss=request.gather_loss,
         alternatives=tuple(others),
     )

@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from parallax.common.events import Span
+from parallax.common.events import Span, busy_by_rank
 from parallax.errors import PlanError
 from parallax.plan.cluster import Cluster
 from parallax.plan.plan import Directive, Plan, StagePlan
@@ -81,7 +81,7 @@ def step_seconds(spans: Sequence[Span]) -> float:
 
 def seconds_by_term(spans: Iterable[Span]) -> dict[int, dict[str, float]]:
     """Return the seconds of one step by rank and term: forward, backward (recomputed forwards included), stall (waiting
-    for swapped data), receive (waiting for neighbours), reduce, update, and idle, the rest."""
+    for swapped data), read (waiting for rows), receive (waiting for neighbours), reduce, update, and idle, the rest."""
     found: dict[int, dict[str, float]] = {}
     listed = list(spans)
     length = max((span.end for span in listed), default=0.0) - min(
@@ -90,12 +90,13 @@ def seconds_by_term(spans: Iterable[Span]) -> dict[int, dict[str, float]]:
     for span in listed:
         terms = found.setdefault(
             span.rank,
-            dict.fromkeys((*COMPUTE, "stall", "receive", "reduce", "update", "idle"), 0.0),
+            dict.fromkeys((*COMPUTE, "stall", "read", "receive", "reduce", "update", "idle"), 0.0),
         )
         lasted = span.end - span.start
         if span.kind in TERMS:
             terms[TERMS[span.kind]] += lasted - span.wait
-            terms["stall"] += span.wait
+            terms["stall"] += span.wait - span.read
+            terms["read"] += span.read
         elif span.kind in ("reduce", "update"):
             terms[span.kind] += lasted
         elif span.kind.startswith("receive"):
@@ -174,7 +175,7 @@ def scaled(line: Affine, ratio: float) -> Affine:
 
 def _busy(spans: Sequence[Span], plan: Plan) -> Busy:
     """Return (stage, kind of action) → compute seconds per step of the stage's ranks, without waits for swapping; the
-    median over the steps.
+    median over the steps. Reading rows counts as computing, so that the corrected profile predicts the step of the run.
 
     The last of several backwards of a replicated stage is excluded: in a run it also waits for the gradients of the
     replicas.
@@ -190,7 +191,7 @@ def _busy(spans: Sequence[Span], plan: Plan) -> Busy:
         found.sort(key=lambda span: span.end)
         reducing = kind == "backward" and plan.stages[stage].replicas > 1 and len(found) > 1
         totals[stage, kind][step] += sum(
-            s.end - s.start - s.wait for s in (found[:-1] if reducing else found)
+            s.end - s.start - s.wait + s.read for s in (found[:-1] if reducing else found)
         )
     return {key: statistics.median(steps.values()) for key, steps in totals.items()}
 
@@ -213,7 +214,7 @@ def evident_factors(
     """Return the ``factors`` of slow ranks, each limited by the slowness that the measured spans show: the rank's
     measured over its predicted compute seconds, relative to the ranks without a factor. Ranks whose spans show no
     slowness are omitted."""
-    was, now = _busy_by_rank(predicted), _busy_by_rank(measured)
+    was, now = busy_by_rank(predicted), busy_by_rank(measured)
     others = [rank for rank in now if rank not in factors and was.get(rank, 0.0) > 0]
     usual = sum(now[rank] for rank in others) / max(1e-12, sum(was[rank] for rank in others))
     found = {}
@@ -224,15 +225,6 @@ def evident_factors(
         if shown > 1.0:
             found[rank] = min(factor, UNCERTAIN * shown)
     return found
-
-
-def _busy_by_rank(spans: Sequence[Span]) -> dict[int, float]:
-    """Return the seconds that each rank computed in a step; the median over the steps."""
-    found: defaultdict[int, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for span in spans:
-        if span.kind in TERMS:
-            found[span.rank][span.step] += span.end - span.start - span.wait
-    return {rank: statistics.median(steps.values()) for rank, steps in found.items()}
 
 
 def _update(spans: Iterable[Span]) -> Busy:

@@ -102,9 +102,11 @@ def time_schedule(
     micro_batches: int,
     *,
     interleave: int = 1,
+    backwards: bool = True,
 ) -> Timeline:
     """Return the timeline of a step of ``micro_batches`` under ``schedule``. ``times``: the seconds of each stage.
-    ``edges``: the edges between stages. ``interleave``: stages per pipeline rank.
+    ``edges``: the edges between stages. ``interleave``: stages per pipeline rank. ``backwards``: if false, only
+    forwards run.
 
     The result is exact for these seconds. Raises :class:`PlanError` if the number of stages is not a multiple of
     ``interleave``, and :class:`DeadlockError` if the schedule's lists wait for each other.
@@ -117,7 +119,7 @@ def time_schedule(
     build = _kept_waves if 3 * stages * micro_batches <= _KEPT_ACTIONS else _last_waves
     # Without blocks, which differ between partitions of one shape.
     links = tuple((edge.sender, edge.receiver) for edge in edges)
-    return _time(build(schedule, stages, links, micro_batches, interleave), times)
+    return _time(build(schedule, stages, links, micro_batches, interleave, backwards), times)
 
 
 def time_orders(
@@ -185,13 +187,20 @@ def _evaluate(waves: _Waves, lasting: Seconds, late: Seconds) -> tuple[Seconds, 
 
 
 def _schedule_waves(
-    schedule: Schedule, stages: int, links: Links, micro_batches: int, interleave: int
+    schedule: Schedule,
+    stages: int,
+    links: Links,
+    micro_batches: int,
+    interleave: int,
+    backwards: bool,
 ) -> _Waves:
     pipeline_ranks = stages // interleave
     orders = (
         schedule.order(pipeline_ranks, p, micro_batches, interleave=interleave)
         for p in range(pipeline_ranks)
     )
+    if not backwards:
+        orders = (order.forwards() for order in orders)
     ends = ([schedule.pipeline_rank_of(stage, pipeline_ranks) for stage in link] for link in links)
     sent = [sender != receiver for sender, receiver in ends]
     return _waves(orders, stages, links, sent, pipeline_ranks, micro_batches)

@@ -16,9 +16,10 @@ import numpy as np
 from parallax.common.events import Span
 from parallax.common.units import format_bytes
 from parallax.errors import InfeasiblePlan
-from parallax.plan.cluster import Cluster, Link
+from parallax.plan.cluster import Cluster, Device, Link
 from parallax.plan.cost.collective import all_reduce_seconds, broadcast_seconds, link_among
 from parallax.plan.cost.communicators import beside
+from parallax.plan.cost.forward import forward_memory, task_costs
 from parallax.plan.cost.passes import Passes
 from parallax.plan.cost.peak import with_kept
 from parallax.plan.cost.stage import StageLoad, load_planned, rank_memory
@@ -49,8 +50,14 @@ class Forecast:
 
 
 def predict(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
-    """Return the predicted time and memory of ``pipeline``. Raises :class:`InfeasiblePlan` if a rank would exceed its
-    device, and ``BudgetExceeded`` if a swap limit cannot hold one block."""
+    """Return the predicted time and memory of a step of the pipeline's task; ``profile`` is of training. Otherwise as
+    :func:`predict_costs`."""
+    return predict_costs(task_costs(profile, pipeline.task), cluster, pipeline)
+
+
+def predict_costs(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forecast:
+    """Return the predicted time and memory of ``pipeline``, from the costs of its task. Raises :class:`InfeasiblePlan`
+    if a rank would exceed its device, and ``BudgetExceeded`` if a swap limit cannot hold one block."""
     few = block_passes(pipeline) <= SIMULATED_BLOCKS
     found = (_simulated if few else _timed)(profile, cluster, pipeline)
     for rank, prediction in enumerate(found.ranks):
@@ -167,13 +174,18 @@ def _finish(
     hidden: bool = False,
 ) -> tuple[Timeline, float, list[float], list[float]]:
     """Return the timeline, the seconds at which the step ends, and each pipeline rank's seconds of reduction and
-    update. Every backward includes the ``stalls`` of its stage. ``hidden``: no forward waits for the host optimizer."""
+    update. Every backward, or every forward if there are none, includes the
+    ``stalls`` of its stage. ``hidden``: no forward waits for the host optimizer."""
     pipeline_ranks = range(pipeline.pipeline_ranks)
     times = [
         _stage_times(cluster, pipeline, stage, load, stalls[stage])
         for stage, load in enumerate(loads)
     ]
     timeline = _timeline(pipeline, times)
+    gathering = _gathering_seconds(cluster, pipeline, loads[-1])  # all wait for the loss
+    if not pipeline.task.trains:
+        nothing = [0.0] * pipeline.pipeline_ranks
+        return timeline, timeline.step_seconds + gathering, nothing, nothing
     mine = [_at(pipeline, p, loads) for p in pipeline_ranks]
     exposed = [
         _exposed_reduction(profile, cluster, pipeline.ranks(p), list(mine[p].values()))
@@ -181,7 +193,6 @@ def _finish(
         for p in pipeline_ranks
     ]
     updates = [_update_seconds(cluster, pipeline, p, mine[p], hidden) for p in pipeline_ranks]
-    gathering = _gathering_seconds(cluster, pipeline, loads[-1])  # all wait for the loss
     reduced = max(float(end) + reduce for end, reduce in zip(timeline.end, exposed))
     # No rank updates before all have reduced, and have agreed on the gradient's norm.
     agreed = reduced + cluster.agreement_seconds(pipeline.world_size)
@@ -196,13 +207,17 @@ def _timed(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Forec
     mine = [_at(pipeline, p, loads) for p in pipeline_ranks]
     stages, ranks = [], {}
     for pipeline_rank in pipeline_ranks:
-        needed, own = _memory(pipeline, mine[pipeline_rank]), list(mine[pipeline_rank].values())
+        own = list(mine[pipeline_rank].values())
         terms = _compute_terms(own, micro_batches)
         terms |= {"stall": _stall(cluster, pipeline, mine[pipeline_rank]) * micro_batches}
         terms |= {"reduce": exposed[pipeline_rank], "update": updates[pipeline_rank]}
         terms["idle"] = max(0.0, step - sum(terms.values()))
         memories = {
-            rank: with_kept(needed, cluster.devices[rank]) for rank in pipeline.ranks(pipeline_rank)
+            rank: with_kept(
+                _memory(profile, pipeline, mine[pipeline_rank], cluster.devices[rank]),
+                cluster.devices[rank],
+            )
+            for rank in pipeline.ranks(pipeline_rank)
         }
         fullest = max(
             (terms for terms, _ in memories.values()), key=lambda terms: sum(terms.values())
@@ -244,6 +259,7 @@ def _timeline(pipeline: Pipeline, times: Sequence[StageTimes]) -> Timeline:
             pipeline.edges(),
             micro_batches,
             interleave=pipeline.interleave,
+            backwards=pipeline.task.trains,
         )
 
     count, stages = _count(pipeline), len(pipeline.stages)
@@ -289,9 +305,12 @@ def _stage_times(
 ) -> StageTimes:
     weight = Passes(load, pipeline.stages[index].directives, True).weight_seconds
     edge = pipeline.leaving(index)
+    forward = sum(block.forward_seconds for block in load.blocks)
+    backward = sum(block.backward_seconds for block in load.blocks) - weight
+    trains = pipeline.task.trains
     return StageTimes(
-        forward=sum(block.forward_seconds for block in load.blocks),
-        backward=sum(block.backward_seconds for block in load.blocks) - weight + stall,
+        forward=forward if trains else forward + stall,
+        backward=backward + stall if trains else backward,
         weight=weight,
         send=_link(cluster, pipeline, edge).seconds(load.output_bytes) if edge is not None else 0.0,
     )
@@ -384,8 +403,12 @@ def _tie_seconds(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) ->
     return found
 
 
-def _memory(pipeline: Pipeline, loads: Mapping[int, StageLoad]) -> dict[str, int]:
-    """Return the device bytes of a pipeline rank by term, over all its stages."""
+def _memory(
+    profile: ModelProfile, pipeline: Pipeline, loads: Mapping[int, StageLoad], device: Device
+) -> dict[str, int]:
+    """Return the device bytes of a rank by term, over all its stages."""
+    if not pipeline.task.trains:
+        return forward_memory(profile, pipeline, loads, device)
     plans = pipeline.stages
     return rank_memory(
         [

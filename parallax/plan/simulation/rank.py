@@ -11,9 +11,10 @@ from parallax.common.events import Span
 from parallax.errors import DeadlockError
 from parallax.plan.cluster import Cluster
 from parallax.plan.cost.communicators import beside
+from parallax.plan.cost.forward import forward_memory
 from parallax.plan.cost.passes import Passes
 from parallax.plan.cost.peak import peak_memory, with_kept
-from parallax.plan.cost.stage import load_planned
+from parallax.plan.cost.stage import StageLoad, load_planned
 from parallax.plan.plan import Pipeline
 from parallax.plan.profile import ModelProfile
 from parallax.plan.rows import micro_batch_rows, peers, replica_rows
@@ -118,9 +119,7 @@ class Rank:
             stages.append(
                 (self._passes(stage, most).load, plan.swap_limit_bytes if plan.offloads else 0)
             )
-        memory, returns_freed = with_kept(
-            peak_memory(self._listed, self._passes_of, stages), self._device
-        )
+        memory, returns_freed = with_kept(self._peak(stages), self._device)
         idle = max(0.0, step_seconds - sum(self._seconds.values()))
         return RankTrace(
             peak_bytes=sum(memory.values()),
@@ -132,6 +131,13 @@ class Rank:
             seconds={**self._seconds, "idle": idle},
             returns_freed=returns_freed,
         )
+
+    def _peak(self, stages: Sequence[tuple[StageLoad, int]]) -> dict[str, int]:
+        """Return the device bytes at the peak, by term, from load and swap limit of each stage."""
+        if self._pipeline.task.trains:
+            return peak_memory(self._listed, self._passes_of, stages)
+        loads = {stage: load for stage, (load, _) in zip(self._stages, stages)}
+        return forward_memory(self._world.profile, self._pipeline, loads, self._device)
 
     def run(self) -> Routine:
         simulator = self._world.network.simulator

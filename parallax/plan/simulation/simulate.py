@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from parallax.common.events import Span, bubble_fraction
 from parallax.plan.cluster import Cluster
-from parallax.plan.lists import actions
+from parallax.plan.lists import task_actions
 from parallax.plan.plan import Pipeline
 from parallax.plan.profile import ModelProfile
 from parallax.plan.simulation.rank import Rank, RankTrace, World
@@ -27,7 +27,7 @@ class Simulation:
 
 
 def simulate(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Simulation:
-    """Simulate one training step of ``pipeline`` and return the result; its traces are those of ranks 0, 1, …
+    """Simulate one step of ``pipeline`` and return the result; its traces are those of ranks 0, 1, …
 
     Ranks whose allocator returns freed memory to the system at once are slowed by the profile's ``freeing_slowdown``.
     Raises :class:`DeadlockError`, and :class:`BudgetExceeded` if a swap limit cannot hold one block.
@@ -44,7 +44,7 @@ def _simulate(profile: ModelProfile, cluster: Cluster, pipeline: Pipeline) -> Si
     world = World(profile, cluster, pipeline)
     ranks = []
     for pipeline_rank in range(pipeline.pipeline_ranks):
-        listed = actions(pipeline, pipeline_rank, len(world.rows))
+        listed = task_actions(pipeline, pipeline_rank, len(world.rows))
         replicas = range(pipeline.stages[pipeline_rank].replicas)
         ranks += [Rank(world, pipeline_rank, replica, listed) for replica in replicas]
     simulator = world.network.simulator

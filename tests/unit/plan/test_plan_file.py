@@ -17,12 +17,22 @@ from parallax.plan.edge import Edge
 from parallax.plan.explained import explain
 from parallax.plan.plan import Alternative, Directive, Plan, RankPrediction, StagePrediction
 from parallax.plan.profile import Affine, ModelProfile
+from parallax.report.profile import parameters_of
 from tests.unit.plan_fakes import FREE, block, cluster, plan, profile, stages
 
 MODEL = profile(
     [block("a", parameter_bytes=8, moved=Affine(3, 2.5)), block("b", parameter_bytes=8)],
     ties=((8, (0, 1)),),
 )
+
+
+def test_a_shared_parameter_is_counted_once() -> None:
+    blocks = [block(name, parameters=5, parameter_bytes=20) for name in "ab"]
+    assert profile(blocks).parameters == 10
+    frozen = [replace(each, frozen_bytes=12) for each in blocks]
+    tied = profile(frozen, ties=((8, (0, 1)),), frozen_ties=((12, (0, 1)),))
+    assert (tied.parameters, tied.trained) == (5, 2)
+    assert parameters_of(profile(blocks, ties=((8, (0, 1)),))) == "8 parameters"
 
 
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:
