@@ -12,7 +12,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,8 +34,16 @@ from parallax.plan.plan import Plan
 from parallax.plan.schedule import Kind
 from parallax.runtime.batch import Rows, row_count
 from parallax.runtime.channels.transport import Channels
-from parallax.runtime.executor import Executor, Keep, RankProgram, StepContext, TrainingParts
+from parallax.runtime.executor import (
+    CurrentAction,
+    Executor,
+    Keep,
+    RankProgram,
+    StepContext,
+    TrainingParts,
+)
 from parallax.runtime.inputs import open_inputs
+from parallax.runtime.loss import StepLoss
 from parallax.runtime.meters.memory import bound_memory, device_memory, return_freed
 from parallax.runtime.meters.spans import spans_of
 from parallax.runtime.optim.copies import mark_copy
@@ -127,8 +137,8 @@ def build_stage(
 
 
 class ForwardEngine:
-    """One rank's stage and its channels. Build it with :meth:`build`. An engine that trains passes its training parts
-    as ``training``."""
+    """One rank's stage and its channels. Build it with :meth:`build`. ``loss``: computed by
+    an engine that evaluates or trains; ``training``: the further parts of one that trains."""
 
     def __init__(
         self,
@@ -136,11 +146,14 @@ class ForwardEngine:
         plan: Plan,
         mesh: Mesh,
         built: BuiltStage,
+        loss: StepLoss | None = None,
         training: TrainingParts | None = None,
     ) -> None:
         self.plan, self.mesh = plan, mesh
         self._chain, self._built = chain, built
         self._programs: dict[tuple[bool, bool, int], RankProgram] = {}
+        self.completed_steps = 0
+        """The step of the loaded weights."""
         self._channels = Channels(mesh, built.copies)
         self.executor = Executor(
             chain,
@@ -150,6 +163,7 @@ class ForwardEngine:
             self._channels,
             open_inputs((plan.stages[each] for each in mesh.stages), mesh.device, built.copies),
             spans_of(mesh.device, built.copies),
+            loss,
             training,
         )
         # A rank that finishes early may close its sockets before a slow peer has connected, so all ranks wait here.
@@ -189,14 +203,31 @@ class ForwardEngine:
             for name, tensor, value in stage.values()
         }
 
-    def load(self, directory: Path) -> None:
-        """Load the weights of a checkpoint of this model, saved under any plan.
+    def load(self, directory: Path, *, averaged: bool = False) -> int:
+        """Load the weights of a checkpoint of this model, saved under any plan, and return its step. ``averaged``: load
+        averages in place of the weights that have one.
 
         All ranks raise, before anything is changed, if one rank cannot read its part.
         """
         stage, groups = self._built.stage, groups_of(directory.parent, self.mesh.nodes)
-        reader = open_checkpoint(self._chain, stage, directory, groups)
+        reader = open_checkpoint(self._chain, stage, directory, groups, averaged=averaged)
         assign_weights(self._chain, stage, reader)
+        self.completed_steps = reader.step
+        return reader.step
+
+    @property
+    def current(self) -> CurrentAction | None:
+        """The action that this rank is running, for watchdog threads."""
+        return self.executor.current
+
+    @property
+    def beside(self) -> Mapping[str, threading.Thread]:
+        """Background activities, for watchdog threads: none."""
+        return {}
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return a context in which the stage is in evaluation mode."""
+        return self._built.stage.evaluating()
 
     def predict(self, batch: Rows, step: int = 0) -> list[tuple[int, Any]]:
         """Return the model's outputs for a batch; its targets are not read. A rank of the last stage returns its parts
@@ -204,7 +235,7 @@ class ForwardEngine:
         device; a plan reserves memory for those of ``plan.global_batch`` rows. ``step``, the number of the next
         training step, is used in messages and random seeds."""
         found: list[tuple[int, Any]] = []
-        with self._built.stage.evaluating():
+        with self.evaluating():
             self.run(batch, step, keep=lambda *part: found.append(part))
         return found
 

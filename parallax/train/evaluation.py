@@ -11,9 +11,10 @@ from typing import Protocol
 import torch
 
 from parallax.errors import DataError, EmptyBatchError, HangError
+from parallax.mesh import Mesh
 from parallax.runtime.batch import FirstRows, Rows
-from parallax.runtime.engine import Engine
 from parallax.runtime.health.row_comparison import RowDigest, row_digest
+from parallax.runtime.metrics import Metrics
 
 MOST_BATCHES = 1000  # for a source that neither ends nor has ``validation_rows``
 _ENDS = StopIteration, IndexError, EmptyBatchError
@@ -21,11 +22,12 @@ _ENDS = StopIteration, IndexError, EmptyBatchError
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The mean ``loss`` over ``batches`` batches, and the ``metrics`` of their rows. ``truncated``: the source has
-    further batches. ``bad``: index and loss of the first batch with a non-finite loss."""
+    """The mean ``loss`` over ``batches`` batches of ``rows`` rows in all, and the ``metrics`` of these rows.
+    ``truncated``: the source has further batches. ``bad``: index and loss of the first batch with a non-finite loss."""
 
     loss: float
     batches: int
+    rows: int
     metrics: dict[str, float]
     truncated: bool = False
     bad: tuple[int, float] | None = None
@@ -38,37 +40,50 @@ class HeldOutSet(Protocol):
         """Return held-out batch ``index``."""
 
 
+class EvaluatingEngine(Protocol):
+    """The part of an :class:`~parallax.runtime.engine.Engine` that an evaluation uses."""
+
+    mesh: Mesh
+    metrics: Metrics
+
+    def evaluate_weighted(self, batch: Rows) -> tuple[float, float]:
+        """Return the loss of a batch, and its weight in a mean over batches."""
+
+
 class HeldOut:
     """The held-out rows of ``source`` in batches of ``rows`` rows; at most ``most`` batches (None: all)."""
 
-    def __init__(self, engine: Engine, source: HeldOutSet, rows: int, most: int | None) -> None:
+    def __init__(
+        self, engine: EvaluatingEngine, source: HeldOutSet, rows: int, most: int | None
+    ) -> None:
         self._engine, self._source, self._rows, self._most = engine, source, rows, most
 
     def evaluate(self, progress: Callable[[int, int | None], bool]) -> Evaluated | None:
         """Return the validation loss; all ranks call it. ``progress(done, count)`` is called after each batch;
         ``count`` is None if unknown. If it returns False, the evaluation stops and the result is None."""
-        total, weights, done, bad = 0.0, 0.0, 0, None
+        total, weights, done, rows, bad = 0.0, 0.0, 0, 0, None
         self._engine.metrics.begin(training=False)
-        known = self._known_batches()
+        known = self.known_batches()
         batches = self._batches() if known is None else self._known(known)
         while (batch := self._agreed(next(batches, None))) is not None:
             loss, weight = self._engine.evaluate_weighted(batch)
             if not math.isfinite(loss) and bad is None:
                 bad = done, loss
             total, weights, done = total + loss * weight, weights + weight, done + 1
+            rows += len(batch)
             if not progress(done, known if known is not None else self._most):
                 return None
         truncated = known is None and self._most is None and done == MOST_BATCHES
         loss, metrics = total / weights if weights else math.nan, self._engine.metrics.evaluated()
-        return Evaluated(loss, done, metrics, truncated, bad)
+        return Evaluated(loss, done, rows, metrics, truncated, bad)
 
     def first_batch(self) -> Rows | None:
         """Return the first batch that :meth:`evaluate` evaluates; None if there is none."""
-        known = self._known_batches()
+        known = self.known_batches()
         return next(self._batches() if known is None else self._known(known), None)
 
-    def _known_batches(self) -> int | None:
-        """Return the number of held-out batches; None if the source does not define ``validation_rows``."""
+    def known_batches(self) -> int | None:
+        """Return the number of batches to evaluate; None if the source does not define ``validation_rows``."""
         rows = getattr(self._source, "validation_rows", None)
         if rows is None:
             return None

@@ -36,7 +36,8 @@ _BY_REQUEST = {-number for number in REQUESTS} | {exit_code(number) for number i
 @dataclass(frozen=True)
 class Agent:
     """Starts the ``ranks`` of the run ``name``, prepared in ``directory``, and restarts them at most ``max_restarts``
-    times from the newest checkpoint in ``checkpoints``. The fork server imports ``libraries`` for them."""
+    times from the newest checkpoint in ``checkpoints``. The fork server imports ``libraries`` for them. ``command``:
+    the arguments of each rank, by default those of training; ``again``: how to continue after the end."""
 
     name: str
     directory: Path
@@ -44,6 +45,8 @@ class Agent:
     max_restarts: int
     checkpoints: Path
     libraries: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    again: str = ""
 
     def start(self, environment: Mapping[str, str], forwarder: SignalForwarder) -> int:
         """Start the ranks with ``environment``, wait for their end, and return the exit code.
@@ -52,7 +55,7 @@ class Agent:
         The rendezvous is a file, so no port is opened that others could reach. A failed rank reports the reason itself.
         """
         begun = time.time()
-        restarts = Restarts(self.max_restarts, self.directory, self.checkpoints)
+        restarts = Restarts(self.max_restarts, self.directory, self.checkpoints, self.again)
         with temporary_folder() as folder:
             try:
                 while (code := self._attempts(environment, forwarder, restarts, folder)) is None:
@@ -61,9 +64,9 @@ class Agent:
             except Stopped as stopped:
                 if self._has_ended(since=begun):  # the last rank had just ended
                     return 0
-                lost = "the steps after the last checkpoint are lost"
-                what = f"at once: {lost}" if forwarder.impatient else ""
-                what = what or (f"while it was starting again: {lost}" if restarts.counted else "")
+                lost = "" if self.again else ": the steps after the last checkpoint are lost"
+                what = f"at once{lost}" if forwarder.impatient else ""
+                what = what or (f"while it was starting again{lost}" if restarts.counted else "")
                 return self._say_stopped(
                     stopped.number,
                     FailureReport(0, FailureKind.STOPPED, "", what) if what else None,
@@ -79,7 +82,7 @@ class Agent:
         """Run attempts with one fork server until one succeeds or fails for good, and return the exit code. None if the
         server was lost and a new one may continue."""
         with (
-            ForkServer(self.directory, environment, self.libraries) as server,
+            ForkServer(self.directory, environment, self.libraries, self.command) as server,
             forwarder.to(server),
         ):
             while not server.lost:
@@ -143,14 +146,13 @@ class Agent:
     def _say_stopped(self, number: int, report: FailureReport | None) -> int:
         """Print the progress of a run that was requested to end, and return the exit code. ``number``: the signal that
         this process received, or 0 if the ranks received a signal, which ``report`` names."""
-        report = report or FailureReport(0, FailureKind.STOPPED, "", "before the first step")
+        when = "before its end" if self.again else "before the first step"
+        report = report or FailureReport(0, FailureKind.STOPPED, "", when)
         if number:
             code = exit_code(number, saved=report.saved)
             report = replace(report, who=stopped_by(number), code=code)
-        print(
-            f"parallax: {printable(report.text)}; `parallax train name={self.name}` continues",
-            file=sys.stderr,
-        )
+        again = self.again or f"`parallax train name={self.name}` continues"
+        print(f"parallax: {printable(report.text)}; {again}", file=sys.stderr)
         return report.code
 
     def _has_ended(self, since: float) -> bool:

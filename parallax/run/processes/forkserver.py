@@ -57,19 +57,25 @@ class ServerLost(Exception):
 
 class ForkServer:
     """The launcher's side of the fork server. ``environment``: variables of all ranks; ``directory``: the run's;
-    ``libraries``: modules that the server imports in addition to Parallax."""
+    ``libraries``: modules that the server imports in addition to Parallax; ``command``: the arguments of each rank, by
+    default those of training the run."""
 
     def __init__(
-        self, directory: Path, environment: Mapping[str, str], libraries: Sequence[str] = ()
+        self,
+        directory: Path,
+        environment: Mapping[str, str],
+        libraries: Sequence[str] = (),
+        command: Sequence[str] = (),
     ) -> None:
         self._channel, theirs = socket.socketpair()
         self._lines, self.lost = _Lines(self._channel), False
         self._living, self._pids, self._codes = set[int](), dict[int, int](), dict[int, int]()
-        command = ["-m", __name__, str(theirs.fileno()), str(os.getpid()), str(directory)]
-        command += libraries
+        arguments = [*command] or ["train", "--run-dir", str(directory)]
+        server = ["-m", __name__, str(theirs.fileno()), str(os.getpid()), str(directory)]
+        server += [json.dumps(arguments), *libraries]
         with theirs, _blocked():
             self._process = subprocess.Popen(
-                [sys.executable, *command],
+                [sys.executable, *server],
                 env={**os.environ, **environment},
                 pass_fds=[theirs.fileno()],
             )
@@ -205,8 +211,9 @@ def _blocked() -> Iterator[None]:
 class _Server:
     """Forks ranks on request, and reports their exit codes."""
 
-    def __init__(self, channel: socket.socket, directory: str) -> None:
+    def __init__(self, channel: socket.socket, directory: str, command: list[str]) -> None:
         self._channel, self._directory, self._lines = channel, directory, _Lines(channel)
+        self._command = command
         self._pid, self._ranks = os.getpid(), dict[int, int]()  # ranks by process
         self._woken, self._wake = socket.socketpair()
         self._wake.setblocking(False)
@@ -273,7 +280,7 @@ class _Server:
             end.close()
         os.environ.update(message["environment"])
         show_as(f"parallax rank {message['fork']} of {message['of']}: {self._directory}")
-        sys.argv[1:] = ["train", "--run-dir", self._directory]
+        sys.argv[1:] = self._command
         install_early_handlers()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
 
@@ -303,10 +310,10 @@ def warm_up(libraries: Sequence[str] = ()) -> None:
 
 
 def main() -> None:
-    """Run the server, and in each forked process a rank, like ``python -m parallax train``."""
-    channel, parent, directory, *libraries = sys.argv[1:]
+    """Run the server, and in each forked process a rank, like ``python -m parallax COMMAND``."""
+    channel, parent, directory, command, *libraries = sys.argv[1:]
     die_with(int(parent))
-    server = _Server(socket.socket(fileno=int(channel)), directory)
+    server = _Server(socket.socket(fileno=int(channel)), directory, json.loads(command))
     warm_up(libraries)
     show_as(f"parallax fork server: {directory}")
     server.serve()

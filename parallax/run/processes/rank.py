@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,16 +13,13 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from parallax.common.processes import die_with
-from parallax.common.signals import ending_after_request, exit_code, stopped_by
+from parallax.common.signals import exit_code, stopped_by
 from parallax.common.terminal import safe_console
 from parallax.config import RunConfig
 from parallax.errors import ConfigError, PlanError, printable
 from parallax.machine.accelerators import device_sensors, limit_device_memory, select_device
-from parallax.machine.variables import check_interfaces, check_rank, unset_hint
 from parallax.model.describe import Chain
 from parallax.nodes.fitness import from_hosts
-from parallax.nodes.joining import start_processes, stop_processes
 from parallax.nodes.places import Nodes
 from parallax.nodes.together import all_gather_result
 from parallax.plan.config import AUTO
@@ -43,16 +39,14 @@ from parallax.run.planning import Loss, settle
 from parallax.run.preflight import check_start_together, check_versions
 from parallax.run.prepare import PreparedRun
 from parallax.run.processes.elastic import leaving_out_unfit
+from parallax.run.processes.process import as_rank
 from parallax.run.processes.together import compare, compare_rows, prepare_together, read_together
 from parallax.run.resume import Trusts
 from parallax.runtime.engine import Engine
 from parallax.runtime.failure.exit_report import (
     EXIT_REPORT,
-    exit_process,
     failure_of,
     follows,
-    heartbeat_for_launcher,
-    report_and_exit,
     send_report,
 )
 from parallax.runtime.failure.report import FailureKind, FailureReport
@@ -60,35 +54,21 @@ from parallax.runtime.failure.watch import Watch
 from parallax.train.callbacks import build_callbacks
 from parallax.train.data.indexed import IndexedSource
 from parallax.train.data.source import seed_generators
-from parallax.train.loop import OnDrift, TrainerConfig, train
+from parallax.train.loop import OnDrift, train
 from parallax.train.monitor import load_loggers
 from parallax.train.status import RankStatusFile
 
 ON_DRIFT = "PARALLAX_ON_DRIFT"  # the launcher's setting for its ranks
-_MEETING_SECONDS = 10.0  # after a request to end, until all ranks end together
 _COMPILING = 2  # steps that may compile: training, and another after an evaluation
 # No action lasts longer than its step, and predictions may be off by this factor.
 _STEPS_IN_ONE_ACTION = 2
 
 
 def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -> NoReturn:
-    """Run one rank under torchrun and end its process. Without a prepared directory, rank 0 prepares one for all.
-    ``trusts`` decides on the class paths of a directory that another user has prepared.
+    """Train as one rank under torchrun and end its process. Without a prepared directory, rank 0 prepares one for all.
+    ``trusts`` decides on the class paths of a directory that another user has prepared."""
 
-    After an exception the process ends without cleanup: destroying the process groups would wait for the other ranks.
-    """
-    watch: Watch | None = None
-    heartbeat = heartbeat_for_launcher()
-    held = contextlib.ExitStack()  # locks, released with the process at the latest
-    try:
-        die_with(os.getppid())  # ranks must not outlive a killed launcher
-        if not faulthandler.is_enabled():
-            # Print the Python stack of a crash in compiled code.
-            faulthandler.enable(all_threads=False)
-        _join_ranks()
-        watch = Watch.start(send_report, heartbeat)
-        usual = TrainerConfig()  # defaults, until the run's configuration is known
-        watch.limit(usual.watchdog_seconds, usual.phase_seconds, usual.grace_seconds)
+    def work(watch: Watch, held: contextlib.ExitStack) -> int:
         with watch.phase("planning"):
             nodes = Nodes.gather()
             with leaving_out_unfit(overrides, nodes, watch):
@@ -99,20 +79,13 @@ def run_rank(overrides: Sequence[str], directory: Path | None, trusts: Trusts) -
                     run = read_together(directory, nodes, held, trusts)
                     from_hosts(lambda: check_devices(run.config), nodes)
                     share_devices(local_cluster(run.config), nodes, select=True)
-                watch.limit(*_limits(run), run.directory)
+                watch.limit(*limits(run), run.directory)
                 _check_world(run)
                 compare(run)
                 check_start_together(run, nodes)
-        code = _train(run, nodes, watch)
-        watch.close()
-        stop_processes()
-        held.close()
-        heartbeat.end()
-    except BaseException as error:  # includes SystemExit: user code may call exit()
-        report_and_exit(error, watch)
-    exit_process(
-        0 if EXIT_REPORT in os.environ else code
-    )  # Parallax's launcher sets the code itself
+        return _train(run, nodes, watch)
+
+    as_rank(work)
 
 
 def _check_world(run: PreparedRun) -> None:
@@ -124,38 +97,6 @@ def _check_world(run: PreparedRun) -> None:
             f"(torchrun --nproc-per-node={planned} on one host), or plan for {started} with name={run.config.name} "
             f"cluster.devices={started} and without --run-dir"
         )
-
-
-def _join_ranks() -> None:
-    """Join the other ranks. If that fails, the error names the address and the port, which the user can change."""
-    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-        if not os.environ.get(key, "0").isdecimal():
-            raise ConfigError(
-                f"{key}={printable(os.environ[key])}: accepted is a whole number, as torchrun sets it"
-            )
-    check_interfaces()
-    if "PARALLAX_RENDEZVOUS" not in os.environ:
-        check_rank()
-    try:
-        with ending_after_request(_MEETING_SECONDS, _give_up):
-            start_processes(os.environ.get("PARALLAX_RENDEZVOUS"))
-    except (dist.DistError, ValueError) as error:
-        address, port = (os.environ.get(key, "(not set)") for key in ("MASTER_ADDR", "MASTER_PORT"))
-        reason = printable((str(error).splitlines() or [type(error).__name__])[0])
-        raise ConfigError(
-            f"the ranks cannot join at MASTER_ADDR={address} MASTER_PORT={port}: {reason}; choose a free port and an "
-            f"address that all of them reach{unset_hint()}"
-        ) from error
-
-
-def _give_up(number: int) -> None:
-    """End this rank after signal ``number``, which arrived while it waited for other ranks."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        what = "while it waited for the other ranks"
-        send_report(
-            FailureReport(0, FailureKind.STOPPED, stopped_by(number), what, code=exit_code(number))
-        )
-    os._exit(exit_code(number))
 
 
 def _train(run: PreparedRun, nodes: Nodes, watch: Watch) -> int:
@@ -325,7 +266,7 @@ def _in_run_directory(error: Exception, directory: Path) -> Exception:
     return ConfigError(f"cannot open {name}: {error.strerror}; make the run directory writable")
 
 
-def _limits(run: PreparedRun) -> tuple[float, float, float]:
+def limits(run: PreparedRun) -> tuple[float, float, float]:
     """Return the limits in seconds of an action, of a phase, and of saving after a request to end."""
     trainer = run.config.trainer
     slow = _STEPS_IN_ONE_ACTION * run.plan.prediction.step_seconds

@@ -13,11 +13,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from parallax.common.metrics import METRICS
 from parallax.common.signals import REQUESTS
 from parallax.errors import UserError
 from parallax.runtime.checkpoint import list_checkpoints
 from parallax.runtime.failure.report import FailureKind, FailureReport
-from parallax.train.repeats import METRICS, last_step
+from parallax.train.repeats import last_step
 
 _FROM_START = "start from the beginning: there is no checkpoint yet"
 _BY_THE_SYSTEM = 2  # restarts at the same step after a rank was killed; after other failures one
@@ -110,9 +111,11 @@ def _ended(code: int) -> str:
 
 
 class Restarts:
-    """The restarts of the run in ``directory``: at most ``limit``, from the newest of its ``checkpoints``."""
+    """The restarts of the run in ``directory``: at most ``limit``, from the newest of its ``checkpoints``. ``again``:
+    how to continue if there is no restart; by default, from these checkpoints."""
 
-    def __init__(self, limit: int, directory: Path, checkpoints: Path) -> None:
+    def __init__(self, limit: int, directory: Path, checkpoints: Path, again: str = "") -> None:
+        self._how = again
         self.limit, self._left = limit, limit
         self._metrics, self._checkpoints = directory / METRICS, checkpoints
         self._before: Failure | None = None
@@ -146,5 +149,7 @@ class Restarts:
         return f"starting again from {where} ({self._left} of {self.limit} restarts left)"
 
     def _again(self) -> str:
+        if self._how:
+            return self._how
         saved = list_checkpoints(self._checkpoints)
         return f"run again to {'continue from the last checkpoint' if saved else _FROM_START}"

@@ -1,0 +1,363 @@
+"""Run forwards of a trained run: its settings, a checkpoint, and a plan of forwards alone for the devices at hand.
+
+::
+
+    before the ranks    ForwardJob.plan(run, request)     settings ─> model ─> profile ─> plan; plain data
+    in each rank        job.build(...)                    this rank's stage of the plan, with the checkpoint's weights
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallax import config as configuration
+from parallax.common.documents import DOCUMENT_BYTES, plain_json, read_text
+from parallax.common.trust import check_named
+from parallax.config import RunConfig
+from parallax.errors import ConfigError, printable
+from parallax.machine.local import ClusterConfig
+from parallax.model.block import leaves
+from parallax.model.describe import Chain
+from parallax.plan.cluster import Cluster
+from parallax.plan.config import PlanConfig
+from parallax.plan.plan import Plan
+from parallax.plan.task import PlanTask
+from parallax.plan.tier import AUTO
+from parallax.run.export import CheckpointChoice
+from parallax.run.job import local_cluster, open_source, plan_run
+from parallax.run.planning import Loss, Planned, as_planned
+from parallax.run.resume import StoredRun
+from parallax.runtime.checkpoint import CheckpointReader
+from parallax.runtime.checkpoint.config import CheckpointConfig
+from parallax.runtime.evaluation import EvaluationEngine
+from parallax.runtime.forward import ForwardEngine
+from parallax.train.data.indexed import IndexedDataConfig
+from parallax.train.data.source import Source
+from parallax.train.loop import OFF
+from parallax.train.unlabelled import STOP, UnlabelledDataConfig, settings_for
+
+TRAINED, EMA = "trained", "ema"
+_CHANGED = ("data", "cluster", "plan", "swap", "loss", "precision", "metrics", "compile")
+_OF_TRAINER = (
+    "global_batch",
+    "microbatch",
+    "gather_loss",
+    "eval_batches",
+    "watchdog_seconds",
+    "phase_seconds",
+)
+_ALL = "data"  # the set of all rows of other data
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewRows:
+    """Rows without targets, in the file or folder ``path``; empty if the settings of the data name them. ``bad``: stop
+    or skip at a row that cannot be read."""
+
+    path: str = ""
+    bad: str = STOP
+
+    def names_kind(self, overrides: Sequence[str]) -> bool:
+        """Return whether the ``overrides`` say how to read the rows. Raises :class:`ConfigError` if nothing does."""
+        named = any(each.startswith("data=") for each in overrides)
+        if not named and not self.path:
+            raise ConfigError(
+                "predict: name the rows, with --inputs FOLDER|FILE or data=KIND data.path=FOLDER|FILE"
+            )
+        return named
+
+    def fitted(self, config: RunConfig) -> RunConfig:
+        """Return the settings with this path, and with batches of no more rows than there are."""
+        data = config.data
+        if self.path and hasattr(data, "path"):
+            data = replace(data, path=self.path)  # type: ignore[call-arg]
+        if isinstance(data, IndexedDataConfig):
+            data = replace(data, validation=0)
+        config = replace(config, data=data)
+        rows = len(open_source(self.read_by(config)))  # type: ignore[arg-type]
+        trainer = config.trainer
+        return replace(
+            config, trainer=replace(trainer, global_batch=min(trainer.global_batch, rows))
+        )
+
+    def read_by(self, config: RunConfig) -> RunConfig:
+        """Return the settings with data that have no targets."""
+        return replace(config, data=UnlabelledDataConfig.of(config.data, self.bad))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardRequest:
+    """What to run: the run's settings changed by ``overrides``, the checkpoint of ``choice``, with its ``weights``:
+    trained, ema, or None for those that the run validated with. ``devices``: how many to plan for, unless the
+    overrides say so. ``groups``: more groups of settings that the overrides may change. ``rows``: new rows to compute
+    outputs of, in place of the run's data."""
+
+    task: PlanTask
+    choice: CheckpointChoice
+    overrides: tuple[str, ...] = ()
+    weights: str | None = None
+    devices: int = 1
+    groups: tuple[str, ...] = ()
+    rows: NewRows | None = None
+
+    def settings(self, run: StoredRun) -> RunConfig:
+        """Return the settings to run with. Raises :class:`ConfigError` for an override of what only training has."""
+        stored = run.config
+        base = replace(
+            stored,
+            task=self.task.value,
+            plan=PlanConfig(),
+            trainer=replace(stored.trainer, microbatch="auto", patience=0, target=OFF),
+            checkpoint=CheckpointConfig(),
+            cluster=_sized(stored, self.devices),
+            callbacks=[],
+        )
+        if self.rows is not None and not self.rows.names_kind(self.overrides):
+            base = replace(base, data=settings_for(self.rows.path, stored.data))
+        found = configuration.compose(self.overrides, base)
+        local_cluster(found)
+        changed = configuration.changes(base, found)
+        accepted = (*_CHANGED, *self.groups)
+        for key in changed:
+            root, _, leaf = key.partition(".")
+            if root not in accepted and not (root == "trainer" and leaf in _OF_TRAINER):
+                raise ConfigError(
+                    f"{key}: it does not change what a trained run computes; accepted are "
+                    f"{', '.join(accepted)} and trainer.{{{', '.join(_OF_TRAINER)}}}"
+                )
+        if self.rows is not None:
+            return self.rows.fitted(found)
+        of_data = {key for key in changed if key.split(".")[0] == "data"}
+        if not of_data - _reading(found):
+            return found
+        limit = found.trainer.eval_batches if "trainer.eval_batches" in changed else AUTO
+        found = replace(found, trainer=replace(found.trainer, eval_batches=limit))
+        return found if _holds_out(changed) else _with_all_rows(found)
+
+
+def _sized(stored: RunConfig, devices: int) -> ClusterConfig:
+    if isinstance(stored.cluster, ClusterConfig):
+        return replace(stored.cluster, devices=devices)
+    return ClusterConfig(devices=devices)
+
+
+def _reading(config: RunConfig) -> set[str]:
+    """Return the settings that do not change which rows are evaluated."""
+    return {f"data.{key}" for key in config.data.reading}
+
+
+def _holds_out(changed: Collection[str]) -> bool:
+    """Return whether the overrides say which rows of the data are held out."""
+    return any(key.split(".")[:2] == ["data", "validation"] for key in changed)
+
+
+def _with_all_rows(config: RunConfig) -> RunConfig:
+    """Return the settings for other data than the run's, of which all rows are evaluated. A batch has no more rows than
+    there are."""
+    data = config.data
+    if not isinstance(data, IndexedDataConfig):
+        return config
+    config = replace(config, data=replace(data, validation={_ALL: {}}))
+    rows = len(open_source(config))  # type: ignore[arg-type]
+    trainer = config.trainer
+    return replace(config, trainer=replace(trainer, global_batch=min(trainer.global_batch, rows)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardJob:
+    """Everything that a rank needs to run forwards: plain data, equal on all ranks. ``directory``: of the run;
+    ``averaged``: use averaged weights; ``rows``: new rows in place of the run's
+    data; ``remarks``: for the user, on the choice of the checkpoint and the devices."""
+
+    config: RunConfig
+    plan: Plan
+    directory: Path
+    checkpoint: Path
+    averaged: bool = False
+    rows: NewRows | None = None
+    changed: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        run: StoredRun,
+        request: ForwardRequest,
+        progress: Callable[[str], None],
+        *,
+        present: Cluster | None = None,
+    ) -> ForwardJob:
+        """Choose the checkpoint and plan forwards for the devices at hand. ``present``: the cluster of several nodes,
+        of which this is the first."""
+        checkpoint, chosen = request.choice.find(run)
+        averaged = _averaged(run, checkpoint, request.weights)
+        config = request.settings(run)
+        read = config if request.rows is None else request.rows.read_by(config)
+        planned = plan_run(read, run.directory / "evaluate" / "swap", progress, present=present)
+        return cls(
+            config=counted(config, planned),
+            plan=planned.plan,
+            directory=run.directory,
+            checkpoint=checkpoint,
+            averaged=averaged,
+            rows=request.rows,
+            changed=_changed(run.config, config),
+            remarks=tuple(filter(None, (chosen, *planned.remarks))),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "config": configuration.dump(self.config),
+            "plan": self.plan.to_dict(),
+            "directory": str(self.directory),
+            "checkpoint": str(self.checkpoint),
+            "averaged": self.averaged,
+            "rows": None if self.rows is None else asdict(self.rows),
+            "changed": list(self.changed),
+            "remarks": list(self.remarks),
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> ForwardJob:
+        """Return the job from the data that :meth:`to_dict` returned."""
+        return cls(
+            config=configuration.load(data["config"]),
+            plan=Plan.from_dict(data["plan"]),
+            directory=Path(data["directory"]),
+            checkpoint=Path(data["checkpoint"]),
+            averaged=data["averaged"] is True,
+            rows=None if data["rows"] is None else NewRows(**data["rows"]),
+            changed=tuple(map(str, data["changed"])),
+            remarks=tuple(map(str, data["remarks"])),
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the job for the ranks of this host, which trust its class paths: only the user may write the file."""
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(self.to_dict(), file)
+
+    @classmethod
+    def read(cls, path: Path) -> ForwardJob:
+        """Read the job that :meth:`write` wrote. Raises :class:`ConfigError` for a file that others could write."""
+        try:
+            found = path.lstat()
+            if found.st_uid != os.getuid() or found.st_mode & 0o077:
+                raise ConfigError(
+                    f"--prepared {printable(str(path))}: other users can open this file"
+                )
+            return cls.from_dict(plain_json(read_text(path, 2 * DOCUMENT_BYTES)))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"--prepared {printable(str(path))}: it is no job that Parallax prepared "
+                f"({printable(str(error))[:200]})"
+            ) from error
+
+    @property
+    def read_config(self) -> RunConfig:
+        """The settings to open the rows and build the model with."""
+        return self.config if self.rows is None else self.rows.read_by(self.config)
+
+    def build_forward(self, chain: Chain, device: torch.device) -> ForwardEngine:
+        """Return the engine of this rank without a loss, with the checkpoint's weights; all ranks call it."""
+        config = self.config
+        engine = ForwardEngine.build(
+            chain,
+            self.plan,
+            device=device,
+            precision=config.precision,
+            swap=config.swap,
+            compile=config.compile,
+            scratch=self.directory / "evaluate" / "swap",
+        )
+        engine.load(self.checkpoint, averaged=self.averaged)
+        return engine
+
+    def build(self, chain: Chain, loss: Loss, device: torch.device) -> EvaluationEngine:
+        """Return the engine of this rank with the checkpoint's weights; all ranks call it."""
+        config = self.config
+        engine = EvaluationEngine.build(
+            chain,
+            self.plan,
+            loss=loss,
+            metrics=config.metrics_config,
+            device=device,
+            precision=config.precision,
+            swap=config.swap,
+            compile=config.compile,
+            scratch=self.directory / "evaluate" / "swap",
+        )
+        engine.load(self.checkpoint, averaged=self.averaged)
+        return engine
+
+
+def counted(config: RunConfig, planned: Planned) -> RunConfig:
+    """Return the settings with the number of devices that the plan uses; ranks divide the cores by it."""
+    assert isinstance(config.cluster, ClusterConfig)
+    return replace(config, cluster=as_planned(config.cluster, config.plan, planned.plan))
+
+
+def _averaged(run: StoredRun, checkpoint: Path, weights: str | None) -> bool:
+    """Return whether to use averaged weights. Raises :class:`ConfigError` if they are requested and not there."""
+    if weights == TRAINED:
+        return False
+    there = bool(CheckpointReader(checkpoint).averages.get("updates"))
+    if weights == EMA and not there:
+        raise ConfigError(
+            f"--weights ema: {checkpoint.name} has no averaged weights (ema={run.config.ema.name}); use --weights "
+            "trained, or train with ema=on"
+        )
+    return there and (weights == EMA or run.config.ema.evaluates)
+
+
+def _changed(stored: RunConfig, config: RunConfig) -> tuple[str, ...]:
+    """Return ``key: old -> new`` for each setting that changes the figures."""
+    kept = (
+        "data.",
+        "loss.",
+        "precision.",
+        "metrics",
+        "trainer.eval_batches",
+        "trainer.global_batch",
+    )
+    return tuple(
+        f"{key}: {old} -> {new}"
+        for key, (old, new) in configuration.changes(stored, config).items()
+        if key.startswith(kept)
+    )
+
+
+def held_out_sets(source: Source) -> dict[str, Any]:
+    """Return the held-out sets of ``source`` by name, the main one first."""
+    return dict(getattr(source, "validation_sets", {"": source}))
+
+
+def stored_run(path: Path, runs: Path, overrides: Sequence[str]) -> StoredRun:
+    """Return the run in the directory ``path``, or of that name in ``runs``. The class paths in its settings must be
+    among the ``overrides``, or known (:mod:`parallax.common.trust`)."""
+    directory = path if path.is_dir() else runs / path
+    return StoredRun.read(directory, lambda file, found: check_named(file, found, overrides))
+
+
+def output_tensors(results: Any) -> list[tuple[str, Tensor]]:
+    """Return the tensors in a model's return value by name: ``output`` for one, else their keys or numbers."""
+    found = [(path, part) for path, part in leaves(results) if isinstance(part, Tensor)]
+    return [(tensor_name(path, "output"), tensor) for path, tensor in found]
+
+
+def tensor_name(path: tuple[Any, ...], usual: str) -> str:
+    """Return the name of the tensor at ``path`` of nested values; ``usual``: the name of a tensor without a key."""
+    words = [re.sub(r"[^\w.-]", "_", str(key)) for key in path]
+    if not words or isinstance(path[0], int):
+        words = [usual, *words]
+    return "_".join(words)

@@ -1,0 +1,153 @@
+"""The processes of a forward job, such as an evaluation: started here by Parallax, or by the user's own torchrun."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallax import config as configuration
+from parallax.common.signals import exit_on_request, handling_requests
+from parallax.common.terminal import safe_console
+from parallax.errors import PlanError
+from parallax.machine.accelerators import accelerator_named, limit_device_memory, select_device
+from parallax.machine.local import choose_devices
+from parallax.nodes.fitness import from_hosts
+from parallax.nodes.places import Nodes
+from parallax.nodes.together import broadcast_result
+from parallax.run.inference import ForwardJob, ForwardRequest
+from parallax.run.job import build_chain, build_loss, check_devices, local_cluster, open_source
+from parallax.run.nodes import join_nodes, node_devices, share_devices
+from parallax.run.planning import settle
+from parallax.run.preflight import check_versions
+from parallax.run.prepare import PreparedRun
+from parallax.run.processes.agent import Agent, SignalForwarder
+from parallax.run.processes.launch import rank_environment
+from parallax.run.processes.rank import limits
+from parallax.run.processes.together import compare_rows
+from parallax.run.resume import StoredRun
+from parallax.run.working import working
+from parallax.runtime.evaluation import EvaluationEngine
+from parallax.runtime.failure.exit_report import failure_of, follows
+from parallax.runtime.failure.watch import Watch
+from parallax.runtime.forward import ForwardEngine
+from parallax.train.data.indexed import IndexedSource
+from parallax.train.data.source import Source, seed_generators
+
+Engine = EvaluationEngine | ForwardEngine
+Work = Callable[[ForwardJob, Any, Source, Watch], None]
+"""The work of a rank: a job, its engine (a :class:`ForwardEngine` if its plan is of an inference), its rows."""
+_AGAIN = "run the same command again"
+
+
+def launch(job: ForwardJob, command: Sequence[str], *, own_process: bool) -> int:
+    """Start the ranks of ``job``, each as ``python -m parallax COMMAND``; return the exit code. ``own_process``: the
+    command owns this process, so another may replace it."""
+    run = PreparedRun(job.directory, job.config, job.plan)
+    kind = choose_devices(local_cluster(run.config)).kind
+    if own_process and kind != "cpu" and accelerator_named(kind).in_use:
+        # This process has measured there, and its ranks need the memory that it would keep.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "parallax", *command])
+    forwarder = SignalForwarder()
+    agent = Agent(
+        job.config.name,
+        job.directory,
+        job.plan.world_size,
+        0,
+        job.checkpoint.parent,
+        libraries=tuple(job.config.model.libraries) if kind == "cpu" else (),
+        command=tuple(command),
+        again=_AGAIN,
+    )
+    with handling_requests(forwarder, signal.SIGQUIT):
+        code = agent.start(rank_environment(run), forwarder)
+    if forwarder.first and own_process:
+        exit_on_request(code)
+    return code
+
+
+def job_together(
+    read: Callable[[], StoredRun],
+    request: ForwardRequest,
+    prepare: Callable[[Callable[[], ForwardJob]], ForwardJob] = lambda plan: plan(),
+) -> ForwardJob:
+    """Return the job that rank 0 plans for all ranks of torch's world; every rank calls it. ``prepare(plan)`` returns
+    the job of rank 0."""
+    nodes = Nodes.gather()
+    check_versions(nodes)
+    config = configuration.load(
+        broadcast_result(lambda: configuration.dump(request.settings(read())))
+    )
+    from_hosts(lambda: check_devices(config), nodes)
+    share_devices(local_cluster(config), nodes, select=True)
+    present = None
+    if nodes.several:
+        present = join_nodes(local_cluster(config), config.swap, nodes, None).cluster
+
+    def planned() -> dict[str, object]:
+        with working(safe_console(stderr=True), "planning") as work:
+            plan = partial(ForwardJob.of, read(), request, work, present=present)
+            return prepare(plan).to_dict()
+
+    return ForwardJob.from_dict(broadcast_result(planned))
+
+
+def job_of_file(file: Path) -> ForwardJob:
+    """Return the job that the launcher wrote for all ranks; every rank calls it."""
+    job, nodes = ForwardJob.read(file), Nodes.gather()
+    from_hosts(lambda: check_devices(job.config), nodes)
+    share_devices(local_cluster(job.config), nodes, select=True)
+    return job
+
+
+def run_forwards(job: ForwardJob, watch: Watch, work: Work) -> None:
+    """Build this rank's part of ``job``, and call ``work`` with it."""
+    config, nodes = job.config, Nodes.gather()
+    watch.limit(*limits(PreparedRun(job.directory, config, job.plan)))
+    if dist.get_world_size() != job.plan.world_size:
+        raise PlanError(
+            f"{dist.get_world_size()} rank(s) were started, and the plan uses {job.plan.world_size}: start as many "
+            "(torchrun --nproc-per-node)"
+        )
+    choice = node_devices(local_cluster(config), nodes)
+    settle(choice)
+    device = select_device(choice.kind, int(os.environ.get("LOCAL_RANK", "0")))
+    limit_device_memory(device, job.plan.allocator_bytes(dist.get_rank()))
+    with watch.phase("loading data"):
+        source = open_source(job.read_config)
+        compare_rows(source, nodes)
+        if isinstance(source, IndexedSource):
+            source.start()
+    engine = _engine(job, device, watch)
+    watch.attend(engine, job.plan, patient_steps=1 if config.compile else 0)
+    seed_generators(config.seed)
+    try:
+        work(job, engine, source, watch)
+    except Exception as error:
+        if not follows(error):
+            watch.claim(failure_of(error, watch))  # the others need not wait for this rank
+        raise
+    finally:
+        with watch.phase("closing the engine"), contextlib.ExitStack() as closing:
+            closing.callback(engine.close)
+            if isinstance(source, IndexedSource):
+                closing.callback(source.close)
+
+
+def _engine(job: ForwardJob, device: torch.device, watch: Watch) -> Engine:
+    infers = job.plan.task == "inference"
+    with watch.phase("building the model"):
+        chain = build_chain(job.read_config)
+        loss = None if infers else build_loss(job.config)
+    with watch.phase("building the engine"):
+        return job.build_forward(chain, device) if loss is None else job.build(chain, loss, device)

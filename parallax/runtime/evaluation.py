@@ -1,0 +1,157 @@
+"""Loss and metrics of batches, computed by forwards alone.
+
+::
+
+    engine = EvaluationEngine.build(chain, plan, loss=loss, metrics=metrics)
+    engine.load(checkpoint)
+    loss, weight = engine.evaluate_weighted(batch)        # the same batch on every rank
+    engine.metrics.evaluated()
+
+:class:`~parallax.runtime.engine.Engine` evaluates with the same :class:`Evaluator`, so both give equal figures.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from parallax.mesh import Mesh
+from parallax.model.describe import Chain
+from parallax.model.layers.norms import BatchNorms
+from parallax.model.losses import check_loss
+from parallax.model.precision import PrecisionConfig
+from parallax.plan.plan import Plan
+from parallax.runtime.batch import Rows, as_tensors, row_count
+from parallax.runtime.executor import CurrentAction
+from parallax.runtime.forward import ForwardEngine, StageConfigs, build_stage
+from parallax.runtime.health.row_comparison import RowComparison
+from parallax.runtime.loss import Evaluation, GatheredLoss, Loss, LossOfParts, StepLoss
+from parallax.runtime.metrics import Metrics, MetricsConfig
+from parallax.runtime.plan_check import accepted
+from parallax.runtime.update import agreed_sum
+from parallax.swap.config import SwapConfig
+
+
+def step_loss(evaluation: Evaluation, chain: Chain, mesh: Mesh) -> StepLoss:
+    """Return the loss of a step under the plan of ``mesh``: of each micro-batch, or of all rows of a batch."""
+    if mesh.plan.gather_loss:
+        return GatheredLoss(evaluation, chain, mesh)
+    return LossOfParts(evaluation)
+
+
+class Evaluator:
+    """Evaluates batches with the forwards of an engine. ``rows`` checks that all ranks have read the same rows."""
+
+    def __init__(
+        self,
+        forward: ForwardEngine,
+        chain: Chain,
+        loss: Loss,
+        evaluation: Evaluation,
+        rows: RowComparison,
+    ) -> None:
+        self._forward, self._dtype, self._mesh = forward, chain.dtype, forward.mesh
+        self._count = getattr(loss, "count", None)
+        self._evaluation, self._rows = evaluation, rows
+
+    def evaluate(self, batch: Rows, step: int) -> tuple[float, float]:
+        """Return the loss of a batch in evaluation mode, computed without autograd, and its weight in a mean over
+        batches: the number of rows, or of targets that count. ``step`` is used in messages and random seeds."""
+        row_count(batch, step)
+        rows, weight = self._rows.numbers(batch), self.weight(batch)
+        with self._forward.evaluating():
+            self._forward.run(batch, step, denominator=weight or 1.0)
+        mine = self._forward.executor.loss_share.item(), self._evaluation.mass
+        loss, mass, *sums = agreed_sum(self._mesh, *mine, *rows)
+        self._rows.check(sums, f"a batch that is evaluated at step {step}")
+        return loss, weight if self._count is not None else mass
+
+    def weight(self, batch: Rows) -> float:
+        """Return the number of rows of the batch, or of its targets that count, which the last stage counts for all
+        ranks."""
+        if self._count is None:
+            return float(len(batch))
+        mine = 0.0
+        if self._mesh.is_last and self._mesh.replica == 0:
+            targets = batch.targets(0, len(batch))
+            mine = float(self._count(as_tensors("targets", targets, len(batch), self._dtype)))
+        return agreed_sum(self._mesh, mine)[0]
+
+
+class EvaluationEngine:
+    """One rank's forwards with a loss and metrics, and nothing that only training needs. Build it with
+    :meth:`build`."""
+
+    def __init__(
+        self,
+        forward: ForwardEngine,
+        evaluator: Evaluator,
+        metrics: Metrics,
+    ) -> None:
+        self.plan, self.mesh, self.metrics = forward.plan, forward.mesh, metrics
+        self._forward, self._evaluator = forward, evaluator
+        self.completed_steps = 0
+        """The step of the loaded weights."""
+
+    @classmethod
+    def build(
+        cls,
+        chain: Chain,
+        plan: Plan,
+        *,
+        loss: Loss,
+        metrics: MetricsConfig | None = None,
+        device: torch.device | None = None,
+        precision: PrecisionConfig | None = None,
+        swap: SwapConfig | None = None,
+        compile: bool = False,
+        scratch: Path | None = None,
+    ) -> EvaluationEngine:
+        """Build this rank's stage of ``plan`` for evaluations. Every rank calls it, with torch.distributed initialised
+        if the plan has more than one rank. Other parameters are those of
+        :meth:`~parallax.runtime.engine.Engine.build`."""
+        check_loss(loss)
+        plan = accepted(plan, chain)
+        mesh = Mesh.create(plan, device or torch.device("cpu"), {})
+        computed = Metrics(metrics or MetricsConfig(), mesh)
+        configs = StageConfigs.given(precision, swap, scratch, compile=compile)
+        built = build_stage(chain, mesh, configs, BatchNorms(), trains=False)
+        evaluation = Evaluation(loss, chain, configs.precision, computed)
+        forward = ForwardEngine(chain, plan, mesh, built, step_loss(evaluation, chain, mesh))
+        evaluator = Evaluator(forward, chain, loss, evaluation, RowComparison(mesh))
+        return cls(forward, evaluator, computed)
+
+    def load(self, directory: Path, *, averaged: bool = False) -> None:
+        """Load the weights of a checkpoint; see :meth:`ForwardEngine.load`."""
+        self.completed_steps = self._forward.load(directory, averaged=averaged)
+
+    def evaluate_weighted(self, batch: Rows) -> tuple[float, float]:
+        """Return the loss of a batch, and its weight in a mean over batches: the number of rows, or of targets that
+        count."""
+        return self._evaluator.evaluate(batch, self.completed_steps)
+
+    @property
+    def current(self) -> CurrentAction | None:
+        """The action that this rank is running, for watchdog threads."""
+        return self._forward.executor.current
+
+    @property
+    def beside(self) -> Mapping[str, threading.Thread]:
+        """Background activities, for watchdog threads: none."""
+        return {}
+
+    @property
+    def transports(self) -> dict[str, str]:
+        """The transport of each edge that this rank sends on."""
+        return self._forward.transports
+
+    def peak_bytes(self) -> int:
+        """Return the peak of device memory since the engine was built."""
+        return self._forward.peak_bytes()
+
+    def close(self) -> None:
+        """Release stores, channels and process groups; the engine cannot be used any more."""
+        self._forward.close()
