@@ -279,8 +279,8 @@ class RemoteArchives:
 
     @contextlib.contextmanager
     def _named(self, place: str) -> Iterator[None]:
-        """A context that converts errors of fsspec and its file systems, which have many classes, to :class:`DataError`
-        that names ``place``."""
+        """A context that converts any error of fsspec and its file systems to a :class:`DataError` that names
+        ``place``. All exceptions are caught, because each file system raises classes of its own."""
         try:
             yield
         except UserError:

@@ -24,7 +24,7 @@ from parallax.train.data.columns import Array, Columns, Names, digest_of_columns
 from parallax.train.data.indexed import IndexedDataConfig
 from parallax.train.data.order import Numbers, Seeds
 from parallax.train.data.paths import data_path, inside
-from parallax.train.data.table import Table, Values, timed
+from parallax.train.data.table import INPUTS, TARGETS, Table, Values, timed
 
 _SAFETENSORS = {
     "BOOL": "?",
@@ -64,14 +64,26 @@ class ArraysDataConfig(IndexedDataConfig):
         return f"data.path={printable(self.path)}"
 
     def table(self, model: ModelConfig, *, quiet: bool = True) -> Table:  # noqa: ARG002
+        return self._table(model, Columns.chosen)
+
+    def unlabelled(self, model: ModelConfig, *, quiet: bool = True) -> Table:  # noqa: ARG002
+        """Return the inputs of a folder or a file; one .npy file is the input."""
+        path = data_path("data.path", self.path)
+        if path.suffix != ".npy" or path.is_dir():
+            return self._table(model, Columns.unlabelled)
+        by_name = model.name == "huggingface"
+        name = next(iter(listed(self.inputs)), path.stem)
+        columns = Columns({INPUTS: (name,), TARGETS: ()}, by_name)
+        return ArraysTable(columns, {name: _of_npy(path.parent, path.stem)}, self.label)
+
+    def _table(self, model: ModelConfig, choose: Callable[..., Columns]) -> ArraysTable:
         path = data_path("data.path", self.path)
         inputs, targets = _without_suffix(self.inputs), _without_suffix(self.targets)
         if path.is_dir():
             openers = _of_folder(path, [*listed(inputs), *listed(targets)])
         else:
             openers = _of_file(path)
-        by_name = model.name == "huggingface"
-        columns = Columns.chosen(self.label, openers, inputs, targets, by_name=by_name)
+        columns = choose(self.label, openers, inputs, targets, by_name=model.name == "huggingface")
         arrays = {name: openers[name]() for name in columns.names(columns.parts)}
         return ArraysTable(columns, arrays, self.label)
 

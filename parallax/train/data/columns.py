@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from parallax.errors import DataError
 from parallax.plan.tier import AUTO
-from parallax.train.data.dataset import Split
+from parallax.train.data.dataset import TARGET_KEYS, Split
 from parallax.train.data.order import Numbers
 from parallax.train.data.table import INPUTS, TARGETS, Values
 
@@ -54,6 +54,24 @@ class Columns:
                 f"{label}: {found[TARGETS]} is the only name, and inputs need one too: set data.inputs=NAME"
             )
         return cls({INPUTS: tuple(wanted), TARGETS: tuple(several) or (found[TARGETS],)}, by_name)
+
+    @classmethod
+    def unlabelled(
+        cls, label: str, known: Collection[str], inputs: Names, targets: Names, *, by_name: bool
+    ) -> Columns:
+        """Return the input columns alone; auto takes all but ``targets`` and the usual names of targets."""
+        wanted = listed(inputs) or [
+            name for name in known if name not in (*listed(targets), *TARGET_KEYS)
+        ]
+        if missing := [name for name in wanted if name not in known]:
+            raise DataError(
+                f"{label}: there is no {', '.join(missing)}; the names are {', '.join(known)}: set data.inputs=NAME"
+            )
+        if not wanted:
+            raise DataError(
+                f"{label}: its names, {', '.join(known)}, are those of targets; set data.inputs=NAME"
+            )
+        return cls({INPUTS: tuple(wanted), TARGETS: ()}, by_name)
 
     def names(self, parts: Collection[str]) -> tuple[str, ...]:
         """Return the names of all columns of ``parts`` without duplicates."""

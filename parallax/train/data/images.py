@@ -9,17 +9,18 @@ import re
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 
 from parallax.errors import DataError, printable
 from parallax.model.source import ModelConfig
 from parallax.train.data.checking import sound_items
-from parallax.train.data.decoding import SUFFIXES, ImageDataConfig, ImageDecoder
+from parallax.train.data.decoding import SKIP, SUFFIXES, ImageDataConfig, ImageDecoder
 from parallax.train.data.index import Index, NameList, Names, cached, integers
 from parallax.train.data.labels import labelled_files
 from parallax.train.data.order import Numbers, Seeds
@@ -79,6 +80,27 @@ class ImagesDataConfig(ImageDataConfig):
             store = InMemory(files, sound, self.label, quiet=quiet)
         return ImageTable(store, sound, index, decoder)
 
+    def unlabelled(self, model: ModelConfig, *, quiet: bool = True) -> Table:  # noqa: ARG002
+        """Return all images of a folder and its subfolders, or the one of a file."""
+        path = data_path("data.path", self.path)
+        root = path if path.is_dir() else path.parent
+        # The advice of an error is the caller's.
+        decoder = ImageDecoder(replace(self, broken=SKIP), augment=False)
+        with progress("finding images", None, quiet=quiet) as advance:
+            found = _FoundImages(advance)
+            if path.is_dir():
+                for _, _, images in _walk(root, "", self.label):
+                    for name, status in images:
+                        found.add(name, status, 0)
+            else:
+                found.add(path.name, path.stat(), 0)
+        if not found.labels:
+            raise DataError(
+                f"{self.label}: it has no images; accepted are {', '.join(_ENDS)} files"
+            )
+        index = found.index({"classes": []})
+        return ImageTable(Files(root, index), np.arange(len(found.labels)), index, decoder)
+
     def _index(self, root: Path, *, quiet: bool) -> Index:
         if self.labels:
             table = data_path("data.labels", self.labels)
@@ -128,6 +150,10 @@ class Files:
 
     def where(self, item: int) -> str:
         return printable(os.fsdecode(self._path(item)))
+
+    def name(self, item: int) -> str:
+        """Return the path relative to the root."""
+        return os.fsdecode(self._names[item])
 
     def files(self, items: Numbers) -> Iterator[IO[bytes]]:
         """Yield an open file for each of ``items``."""
@@ -364,6 +390,11 @@ class ImageTable:
                 images, seeds, lambda place: self._store.where(int(items[place]))
             )
         return found
+
+    def row_names(self, rows: Numbers) -> list[str]:
+        """Return the file of each row, relative to the folder."""
+        assert isinstance(self._store, Files)
+        return [self._store.name(int(item)) for item in self._rows[rows]]
 
     def plain(self) -> ImageTable:
         """Return the table for evaluation, without random augmentation."""

@@ -88,6 +88,12 @@ class IndexedDataConfig(DataConfig):
         """Return the rows for ``model``. ``quiet`` hides progress."""
         raise NotImplementedError(f"{type(self).__name__} has no table")
 
+    def unlabelled(self, model: ModelConfig, *, quiet: bool = True) -> Table:
+        """Return rows of which only the inputs are read, without random augmentation. A kind whose files may have no
+        targets overrides it. The table may have two methods more: ``row_names(rows)`` returns the file of each row, and
+        ``lengths(rows)`` its length without padding up to ``padded_length``."""
+        return self.for_evaluation(self.table(model, quiet=quiet))
+
     def for_evaluation(self, table: Any) -> Table:
         """Return ``table`` for evaluation, without random augmentation."""
         found: Table = table

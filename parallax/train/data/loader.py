@@ -184,6 +184,10 @@ class LoadedRows:
     def targets(self, start: int, stop: int) -> Any:
         return self._get(start, stop, TARGETS)
 
+    def part(self, start: int, stop: int, part: str) -> Any:
+        """Return another ``part`` that the table reads with its rows."""
+        return self._get(start, stop, part)
+
     def _get(self, start: int, stop: int, part: str) -> Any:
         span = start, min(stop, len(self))
         return self._loader.get(self, self._taken, span, part)

@@ -12,7 +12,7 @@ import mmap
 import os
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,6 +64,12 @@ class ParquetDataConfig(IndexedDataConfig):
         return f"data.path={printable(self.path)}"
 
     def table(self, model: ModelConfig, *, quiet: bool = True) -> Table:  # noqa: ARG002
+        return self._table(model, Columns.chosen)
+
+    def unlabelled(self, model: ModelConfig, *, quiet: bool = True) -> Table:  # noqa: ARG002
+        return self._table(model, Columns.unlabelled)
+
+    def _table(self, model: ModelConfig, choose: Callable[..., Columns]) -> Table:
         paths = list(_paths(self.path))
         if not paths:
             raise DataError(
@@ -72,7 +78,7 @@ class ParquetDataConfig(IndexedDataConfig):
             )
         known = _open(paths[0]).schema.names
         by_name = model.name == "huggingface"
-        columns = Columns.chosen(self.label, known, self.inputs, self.targets, by_name=by_name)
+        columns = choose(self.label, known, self.inputs, self.targets, by_name=by_name)
         limit = parse_bytes(self.cache, "data.cache")
         return ParquetTable(paths, columns, limit, self.label, stack=self.stack)
 
@@ -464,7 +470,8 @@ def _width(kind: Any) -> int:
 
 
 def _decoded(found: Any) -> Array:
-    """Return a column as an array (rows, …). Raises :class:`_RowError` for a null or lists of other lengths."""
+    """Return a column as an array (rows, …). Raises :class:`_RowError` for a null, and for lists that differ in
+    length."""
     arrow = _pyarrow()
     values = found.combine_chunks() if isinstance(found, arrow.ChunkedArray) else found
     shape = [len(values)]

@@ -7,18 +7,29 @@ import time
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import DownloadColumn, Progress
+from rich.progress import DownloadColumn, Progress, ProgressColumn, Task
+from rich.text import Text
 
 _SHOWN_AFTER_SECONDS = 1.0
 
 
+class _RateColumn(ProgressColumn):
+    def __init__(self, unit: str) -> None:
+        super().__init__()
+        self._unit = unit
+
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.speed:.4g} {self._unit}/s" if task.speed else "")
+
+
 @contextlib.contextmanager
 def progress(
-    title: str, total: int | None, *, quiet: bool, in_bytes: bool = False
+    title: str, total: int | None, *, quiet: bool, in_bytes: bool = False, rate: str = ""
 ) -> Iterator[Callable[[int], None]]:
     """Yield a function that advances a progress bar. The bar appears after a second. ``total``: None if unknown.
-    ``in_bytes``: the unit is bytes."""
+    ``in_bytes``: the unit is bytes. ``rate``: show how many of this unit are done per second."""
     columns = [*Progress.get_default_columns(), *([DownloadColumn()] if in_bytes else [])]
+    columns += [_RateColumn(rate)] if rate else []
     bar = Progress(*columns, console=Console(stderr=True), disable=quiet)
     task, begun = bar.add_task(title, total=total), time.monotonic()
 

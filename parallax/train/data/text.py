@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from parallax.errors import ConfigError, DataError, check_choice, check_positive
 from parallax.model.source import BYTES, ModelConfig
 from parallax.plan.tier import AUTO
 from parallax.train.data.indexed import HELD_OUT, IndexedDataConfig
+from parallax.train.data.lines import LineTable
 from parallax.train.data.paths import data_path
 from parallax.train.data.progress import progress
 from parallax.train.data.source import Shapes
@@ -111,6 +113,22 @@ class TextDataConfig(IndexedDataConfig):
         return TokenTable(
             rows, fingerprint, found.notes["vocabulary"], padding=found.notes["padding"]
         )
+
+    def unlabelled(self, model: ModelConfig, *, quiet: bool = True) -> Table:  # noqa: ARG002
+        """Return the lines of the files, each a row with padding at its end, whatever ``documents`` is."""
+        files = [file.path for file in find_text(self, sys.maxsize)]
+        if not files:
+            raise DataError(
+                f"data.path={printable(self.path)}: there is no text in files that match data.pattern="
+                f"{printable(self.pattern)}"
+            )
+        root = data_path("data.path", self.path) if self.path != "auto" else files[0].parent
+        if not self.tokenizer:
+            check_vocabulary(model, BYTES, "data=text without data.tokenizer")
+            return LineTable(root, files, model.sequence, None)
+        tokenizer = open_tokenizer(self.tokenizer)
+        check_vocabulary(model, tokenizer.vocabulary, f"data.tokenizer={printable(self.tokenizer)}")
+        return LineTable(root, files, model.sequence, tokenizer)
 
     def stream(self, model: ModelConfig, *, quiet: bool = True) -> tuple[Ids, str, int]:
         """Return the stream of all bytes or tokens, its digest, and the size of the vocabulary."""

@@ -1,0 +1,114 @@
+"""Memory of a long prediction: bytes a row, as the slope over thousands of rows.
+
+    python -m benchmarks.predict_memory [--rows 200000] [--format npy|parquet|jsonl]
+
+Predicts rows of an array with a small model in this process, and after every part of 64 batches notes the resident
+memory and the bytes of all live tensors and arrays. Prints one line of JSON with the slopes of both over the rows after
+the first quarter, by least squares; a prediction that keeps nothing has a slope of about zero.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from parallax.model.describe import describe
+from parallax.run.predicting import predict
+from parallax.run.predictions import Outputs, PredictedRows
+from parallax.runtime.forward import ForwardEngine
+from parallax.train.data.arrays import ArraysDataConfig
+from parallax.train.unlabelled import STOP, UnlabelledDataConfig
+from parallax.train.watchdog import NoWatchdog
+from tests.plans import make_plan
+
+BATCH, WIDTH = 32, 64
+
+
+def build() -> nn.Sequential:
+    """Return the model."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+
+@dataclass
+class MeasuredOutputs(Outputs):
+    """Outputs that note the memory after every part."""
+
+    rows: list[int] = field(default_factory=list)
+    resident: list[int] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)
+
+    def add(self, rows: PredictedRows) -> None:
+        super().add(rows)
+        if len(self._pending) == 0:  # a part was written: batches wait for no other
+            self.rows.append(rows.end)
+            self.resident.append(resident_bytes())
+            self.live.append(live_bytes())
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process, without pages of mapped files, which the kernel takes back."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 2**10 for line in status if line.startswith("RssAnon"))
+
+
+def live_bytes() -> int:
+    """Return the bytes of all tensors and arrays that Python holds."""
+    gc.collect()
+    kinds = torch.Tensor, np.ndarray
+    return sum(each.nbytes for each in gc.get_objects() if type(each) in kinds)
+
+
+def measure(rows: int, suffix: str, folder: Path) -> MeasuredOutputs:
+    """Predict ``rows`` rows into a file in ``folder``, in this process."""
+    np.save(folder / "x.npy", np.random.default_rng(0).normal(size=(rows, WIDTH)).astype("f4"))
+    model: Any = SimpleNamespace(name="custom")
+    kind = ArraysDataConfig(path=str(folder / "x.npy"), workers=0)
+    source = UnlabelledDataConfig.of(kind, STOP).indexed(model, 0)
+    chain = describe(build, sample=lambda count: torch.zeros(count, WIDTH))
+    plan = make_plan(chain, replicas=(1,), global_batch=BATCH, microbatch=BATCH)
+    engine = ForwardEngine.build(chain, plan)
+    outputs = MeasuredOutputs(folder / f"out.{suffix}", 0, STOP, False, {})
+    outputs.folder.mkdir()
+    (outputs.folder / "request.json").write_text("{}")
+    predict(engine, source, BATCH, NoWatchdog(), outputs)
+    engine.close()
+    return outputs
+
+
+def slope(rows: list[int], values: list[int]) -> float:
+    """Return the slope of ``values`` over the rows after the first quarter, by least squares."""
+    first = len(rows) // 4
+    return float(np.polyfit(rows[first:], values[first:], 1)[0])
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=200_000)
+    parser.add_argument("--format", choices=("npy", "parquet", "jsonl"), default="npy")
+    parsed = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(parsed.rows, parsed.format, Path(folder))
+    figures = {
+        "rows": parsed.rows,
+        "format": parsed.format,
+        "samples": len(found.rows),
+        "resident_bytes_per_row": round(slope(found.rows, found.resident), 2),
+        "live_bytes_per_row": round(slope(found.rows, found.live), 4),
+        "resident_bytes": [found.resident[0], found.resident[-1]],
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
