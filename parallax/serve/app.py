@@ -1,0 +1,252 @@
+"""The paths of the Open Inference Protocol v2 as an ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import re
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from torch import Tensor
+
+from parallax.common.units import format_bytes
+from parallax.serve.batching import Batcher
+from parallax.serve.config import ServeConfig
+from parallax.serve.metrics import ServeMetrics
+from parallax.serve.model import ServedModel
+from parallax.serve.tensors import (
+    RequestError,
+    metadata,
+    read_request,
+    shown,
+    write_response,
+)
+
+HEADER_LENGTH = "Inference-Header-Content-Length"
+_TYPES = ("", "application/json", "application/octet-stream")
+_DRAIN_RETRY_SECONDS = 5
+_GONE = 499  # as proxies log it; nobody reads this answer
+
+
+class ServeApp:
+    """The application of one model. ``version``: of Parallax. ``draining``: it answers what is queued, and no new
+    requests. ``unanswered``: requests in progress."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        config: ServeConfig,
+        batcher: Batcher,
+        metrics: ServeMetrics,
+        token: bytes,
+        version: str,
+    ) -> None:
+        self._model, self._config, self._version = model, config, version
+        self._batcher, self._metrics, self._token = batcher, metrics, token
+        self.draining, self.unanswered = False, 0
+        paths: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
+            ("GET", "/v2", self._server),
+            ("GET", "/metrics", self._numbers),
+        ]
+        for of_model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+            paths += [
+                ("GET", of_model, self._described),
+                ("GET", f"{of_model}/ready", self._model_ready),
+                ("POST", f"{of_model}/infer", self._infer),
+            ]
+        open_paths = [
+            Route("/v2/health/live", self._live, methods=["GET"]),
+            Route("/v2/health/ready", self._ready, methods=["GET"]),
+        ]
+        self.asgi = Starlette(
+            routes=[
+                *open_paths,
+                *(
+                    Route(path, self._guarded(call), methods=[method])
+                    for method, path, call in paths
+                ),
+            ],
+            exception_handlers={HTTPException: _http_error, RequestError: _request_error},
+        )
+
+    def _guarded(
+        self, call: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Return ``call`` for clients that present the token."""
+
+        async def guarded(request: Request) -> Response:
+            given = request.headers.get("authorization", "").encode("latin-1", "replace")
+            if self._token and not hmac.compare_digest(given, b"Bearer " + self._token):
+                return _error(401, "the header is missing: Authorization: Bearer TOKEN", close=True)
+            return await call(request)
+
+        return guarded
+
+    # ---- health and descriptions
+
+    async def _live(self, _: Request) -> Response:
+        return JSONResponse({"live": True})
+
+    async def _ready(self, _: Request) -> Response:
+        ready = not self.draining
+        return JSONResponse({"ready": ready}, 200 if ready else 503)
+
+    async def _server(self, _: Request) -> Response:
+        extensions = ["binary_tensor_data"]
+        return JSONResponse(
+            {"name": "parallax", "version": self._version, "extensions": extensions}
+        )
+
+    async def _described(self, request: Request) -> Response:
+        self._check_address(request)
+        return JSONResponse(metadata(self._model))
+
+    async def _model_ready(self, request: Request) -> Response:
+        self._check_address(request)
+        ready = not self.draining
+        return JSONResponse({"name": self._model.name, "ready": ready}, 200 if ready else 503)
+
+    async def _numbers(self, _: Request) -> Response:
+        text = self._metrics.text(self._batcher.queued_rows)
+        return Response(text, media_type=self._metrics.content_type)
+
+    def _check_address(self, request: Request) -> None:
+        name = request.path_params["model"]
+        version = request.path_params.get("version", self._model.version)
+        if name != self._model.name:
+            raise RequestError(
+                404, f"there is no model {shown(name)}; this one is {self._model.name}"
+            )
+        if version != self._model.version:
+            raise RequestError(
+                404, f"there is no version {shown(version)}; this one is {self._model.version}"
+            )
+
+    # ---- inference
+
+    async def _infer(self, request: Request) -> Response:
+        self.unanswered += 1
+        outcome = "500"
+        try:
+            response = await self._answer(request)
+            outcome = str(response.status_code)
+        except RequestError as error:
+            response, outcome = _of(error), str(error.status)
+        except ClientDisconnect:
+            response = Response(status_code=_GONE)
+        finally:
+            self.unanswered -= 1
+            self._metrics.requests.labels("gone" if outcome == str(_GONE) else outcome).inc()
+        return response
+
+    async def _answer(self, request: Request) -> Response:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._config.timeout
+        self._check_address(request)
+        if self.draining:
+            raise RequestError(503, "the server ends", _DRAIN_RETRY_SECONDS)
+        body = await self._body(request)
+        parsed = read_request(
+            body, request.headers.get(HEADER_LENGTH), self._model, self._config.max_batch_rows
+        )
+        answer = self._batcher.submit(parsed.tensors)
+        outputs = await self._outputs(request, answer, deadline - loop.time())
+        if outputs is None:
+            return Response(status_code=_GONE)
+        content, header_bytes = write_response(parsed, self._model, outputs)
+        if header_bytes is None:
+            return Response(content, media_type="application/json")
+        length = {HEADER_LENGTH: str(header_bytes)}
+        return Response(content, headers=length, media_type="application/octet-stream")
+
+    async def _body(self, request: Request) -> bytes:
+        """Return the body. Raises :class:`RequestError` if it is too large, too slow, or of another type."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind not in _TYPES:
+            raise RequestError(
+                415, f"Content-Type: {shown(kind)}: accepted is {' or '.join(_TYPES[1:])}"
+            )
+        coding = request.headers.get("content-encoding", "identity")
+        if coding.strip().lower() != "identity":
+            raise RequestError(415, f"Content-Encoding: {shown(coding)}: send the body as it is")
+        most = self._config.body_bytes
+        too_large = RequestError(
+            413, f"the body is larger than {format_bytes(most)} (serve.max_body_bytes)"
+        )
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and (len(declared) > 19 or int(declared) > most):
+            raise too_large
+        parts, size = list[bytes](), 0
+        try:
+            async with asyncio.timeout(self._config.timeout):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > most:
+                        raise too_large
+                    parts.append(part)
+        except TimeoutError:
+            raise RequestError(
+                408, f"the body did not arrive within {self._config.timeout:g} s"
+            ) from None
+        return b"".join(parts)
+
+    async def _outputs(
+        self, request: Request, answer: Future[list[Tensor]], seconds: float
+    ) -> list[Tensor] | None:
+        """Return the outputs; None if the client left. Raises :class:`RequestError` with status 504 after
+        ``seconds``."""
+        waiting = asyncio.wrap_future(answer)
+        leaving = asyncio.ensure_future(_left(request))
+        try:
+            await asyncio.wait(
+                (waiting, leaving), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            if waiting.done():
+                return waiting.result()
+            if leaving.done():
+                return None
+            raise RequestError(504, f"no answer within {self._config.timeout:g} s (serve.timeout)")
+        finally:
+            waiting.cancel()  # and with it the request, while it is queued
+            leaving.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await leaving
+
+
+async def _left(request: Request) -> None:
+    """Return when the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _error(status: int, reason: str, *, retry_seconds: int = 0, close: bool = False) -> Response:
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    if retry_seconds:
+        headers["Retry-After"] = str(retry_seconds)
+    if close:  # the rest of the body is not read
+        headers["Connection"] = "close"
+    return JSONResponse({"error": re.sub(r"\s+", " ", reason)}, status, headers)
+
+
+def _of(error: RequestError) -> Response:
+    unread = error.status in (404, 408, 413, 415)
+    return _error(error.status, str(error), retry_seconds=error.retry_seconds, close=unread)
+
+
+async def _request_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return _of(error)
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    response = _error(error.status_code, str(error.detail), close=True)
+    response.headers.update(error.headers or {})
+    return response

@@ -1,0 +1,190 @@
+"""One queue, and one thread that feeds the model from it.
+
+The thread takes the oldest request and all later ones of equal shapes and types, in order, until the batch is full.
+While the model computes, requests collect. With ``max_wait`` a batch that is not full waits for more, counted from the
+arrival of its oldest request::
+
+    arrivals    a b   c d e f          g
+    max_wait=0  [a]   [b c d]  [e f]   [g]       batches of what arrived during the previous one
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from parallax.errors import printable
+from parallax.serve.config import ServeConfig
+from parallax.serve.metrics import ServeMetrics
+from parallax.serve.model import ServedModel
+from parallax.serve.tensors import RequestError
+
+logger = logging.getLogger("parallax")
+
+_RETRY_SECONDS = 1  # after which a client may try a full queue again
+_CLOSE_SECONDS = 5.0  # for the model to end its batch when the server closes
+
+
+@dataclass(eq=False)
+class Queued:
+    """A request in the queue. ``answer`` gets all outputs, or a :class:`RequestError`; a request whose answer is
+    cancelled is not computed, or its outputs are dropped."""
+
+    tensors: list[Tensor]
+    answer: Future[list[Tensor]] = field(default_factory=Future)
+    arrived: float = field(default_factory=time.monotonic)
+
+    @property
+    def rows(self) -> int:
+        return len(self.tensors[0])
+
+    @property
+    def kind(self) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+        """Shapes and types; requests of equal kind can share a batch."""
+        return tuple((tensor.shape[1:], tensor.dtype) for tensor in self.tensors)
+
+
+class Batcher:
+    """The queue and its thread. :meth:`start` begins, :meth:`close` ends."""
+
+    def __init__(self, model: ServedModel, config: ServeConfig, metrics: ServeMetrics) -> None:
+        self._model, self._config, self._metrics = model, config, metrics
+        self._queue: deque[Queued] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="parallax-model", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Refuse what is queued and end the thread; a batch that the model still computes is waited for a moment."""
+        with self._changed:
+            self._closing = True
+            left, self._queue = [*self._queue], deque()
+            self._changed.notify_all()
+        for request in left:
+            _refuse(request, RequestError(503, "the server ends"))
+        self._thread.join(_CLOSE_SECONDS)
+
+    @property
+    def queued_rows(self) -> int:
+        with self._changed:
+            return sum(request.rows for request in self._queue)
+
+    def submit(self, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
+        """Queue a request of at most ``max_batch_rows`` rows; return the future of its outputs. Raises
+        :class:`RequestError` with status 503 if the queue is full."""
+        request = Queued(list(tensors))
+        with self._changed:
+            waiting = sum(each.rows for each in self._queue)
+            if self._closing or waiting + request.rows > self._config.queue_rows:
+                raise RequestError(
+                    503,
+                    f"the queue is full: {waiting} of {self._config.queue_rows} rows wait",
+                    _RETRY_SECONDS,
+                )
+            self._queue.append(request)
+            self._changed.notify_all()
+        request.answer.add_done_callback(lambda answer: self._drop(request, answer))
+        return request.answer
+
+    def _drop(self, request: Queued, answer: Future[list[Tensor]]) -> None:
+        """Remove a cancelled request from the queue, so that it takes no rows of it."""
+        if answer.cancelled():
+            with self._changed:
+                if request in self._queue:
+                    self._queue.remove(request)
+
+    # ---- the thread
+
+    def _work(self) -> None:
+        while batch := self._take():
+            started = time.monotonic()
+            taken = [each for each in batch if each.answer.set_running_or_notify_cancel()]
+            for request in taken:
+                self._metrics.queue_seconds.observe(started - request.arrived)
+            if taken:
+                self._compute(taken)
+
+    def _take(self) -> list[Queued]:
+        """Wait for requests and remove the next batch from the queue; empty when the server closes."""
+        with self._changed:
+            while not self._closing:
+                batch, full = self._next()
+                if not batch:
+                    self._changed.wait()
+                    continue
+                left = batch[0].arrived + self._config.max_wait - time.monotonic()
+                if full or left <= 0:
+                    gone = set(batch)
+                    self._queue = deque(each for each in self._queue if each not in gone)
+                    return batch
+                self._changed.wait(left)
+        return []
+
+    def _next(self) -> tuple[list[Queued], bool]:
+        """Return the batch of the oldest request, and whether no further request fits into it."""
+        batch, rows = list[Queued](), 0
+        for request in self._queue:
+            if batch and request.kind != batch[0].kind:
+                continue
+            if rows + request.rows > self._config.max_batch_rows:
+                return batch, True
+            batch.append(request)
+            rows += request.rows
+        return batch, rows == self._config.max_batch_rows
+
+    def _compute(self, batch: Sequence[Queued]) -> None:
+        """Answer a batch. If the model fails, its requests are computed one by one, so that one request cannot fail
+        the others."""
+        try:
+            outputs = self._run([torch.cat(parts) for parts in zip(*(q.tensors for q in batch))])
+        except Exception as error:  # the model may raise anything
+            if len(batch) > 1:
+                for request in batch:
+                    self._compute([request])
+                return
+            reason = f"the model failed: {type(error).__name__}: {_first_line(error)}"
+            logger.warning(reason)
+            _refuse(batch[0], RequestError(500, reason))
+            return
+        first = 0
+        for request in batch:
+            last = first + request.rows
+            request.answer.set_result([output[first:last] for output in outputs])
+            first = last
+
+    def _run(self, tensors: list[Tensor]) -> list[Tensor]:
+        rows = len(tensors[0])
+        started = time.monotonic()
+        if self._config.batch_invariant:
+            tensors = padded(tensors, self._config.max_batch_rows)
+        outputs = [output[:rows] for output in self._model.run(tensors)]
+        self._metrics.compute_seconds.observe(time.monotonic() - started)
+        self._metrics.batch_rows.observe(rows)
+        return outputs
+
+
+def padded(tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
+    """Return tensors of ``rows`` rows: the given ones, then their last row again and again."""
+    return [
+        torch.cat([each, each[-1:].expand(rows - len(each), *each.shape[1:])]) for each in tensors
+    ]
+
+
+def _refuse(request: Queued, error: RequestError) -> None:
+    if not request.answer.done():
+        request.answer.set_exception(error)
+
+
+def _first_line(error: Exception) -> str:
+    return printable((str(error).splitlines() or [""])[0])[:300]

@@ -1,0 +1,301 @@
+"""Read inference requests and write responses: JSON, and the protocol's extension for binary tensor data.
+
+A request's tensors are checked against the model's description here, so that a wrong request never shares a batch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parallax.errors import nearest, printable
+from parallax.serve.model import ServedModel, TensorSpec
+
+BINARY = "binary_data_size"
+_LONGEST = 64  # characters of a client's text that a message repeats
+_LARGEST = 2**40  # above any size that fits a body
+
+
+class RequestError(Exception):
+    """A request that gets no tensors. ``status``: the HTTP status; ``retry_seconds``: when to try again."""
+
+    def __init__(self, status: int, reason: str, retry_seconds: int = 0) -> None:
+        super().__init__(reason)
+        self.status, self.retry_seconds = status, retry_seconds
+
+
+@dataclass(frozen=True)
+class InferRequest:
+    """A checked request: the inputs in the model's order, and the indices of the requested outputs, each with whether
+    its data are to be binary."""
+
+    tensors: list[Tensor]
+    outputs: list[tuple[int, bool]]
+    id: str | None
+
+    @property
+    def rows(self) -> int:
+        return len(self.tensors[0])
+
+
+def shown(value: Any) -> str:
+    """Return a client's value as short printable text."""
+    text = printable(str(value)[: _LONGEST + 1])
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def bad(reason: str) -> RequestError:
+    """Return the error of a wrong request."""
+    return RequestError(400, reason)
+
+
+def read_request(
+    body: bytes, header_bytes: str | None, model: ServedModel, max_rows: int
+) -> InferRequest:
+    """Return the request in ``body``. ``header_bytes``: the value of Inference-Header-Content-Length, the bytes of the
+    JSON part; None if all of it is JSON. Raises :class:`RequestError` with status 400 for a wrong request."""
+    length = len(body) if header_bytes is None else _length(header_bytes, len(body))
+    tree = _object("the request", _parse(body[:length]), ("id", "parameters", "inputs", "outputs"))
+    request_id = tree.get("id")
+    if request_id is not None and not isinstance(request_id, str):
+        raise bad("id: accepted is text")
+    flags = _parameters("the request", tree, "binary_data_output")
+    tensors = _inputs(tree.get("inputs"), memoryview(body)[length:], model)
+    rows = {len(tensor) for tensor in tensors}
+    if len(rows) > 1:
+        raise bad(f"the inputs have {', '.join(map(str, sorted(rows)))} rows; all need the same")
+    if not 0 < len(tensors[0]) <= max_rows:
+        raise bad(f"the inputs have {len(tensors[0])} rows; accepted are 1 to {max_rows}")
+    outputs = _outputs(tree.get("outputs"), model, binary=_flag(flags, "binary_data_output", False))
+    return InferRequest(tensors, outputs, request_id)
+
+
+def _length(text: str, whole: int) -> int:
+    # More digits than those of any body would take long to convert.
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) <= whole):
+        raise bad(
+            f"Inference-Header-Content-Length: {shown(text)}: accepted are the bytes of the JSON part of the body, "
+            f"which has {whole} bytes"
+        )
+    return int(text)
+
+
+def _parse(text: bytes) -> Any:
+    try:
+        return json.loads(text.decode("utf-8"))
+    except RecursionError:
+        raise bad("the JSON part is nested too deeply") from None
+    except ValueError as error:  # of UTF-8, of JSON, or of a number with too many digits
+        reason = shown(str(error).splitlines()[0])
+        raise bad(f"the JSON part cannot be read: {reason}") from None
+
+
+def _object(what: str, value: Any, keys: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise bad(f"{what}: accepted is a JSON object with {', '.join(keys)}")
+    for key in value:
+        if key not in keys:
+            raise bad(f"{what} has the key {shown(key)}; accepted are {', '.join(keys)}")
+    return value
+
+
+def _parameters(what: str, tree: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return _object(f"parameters of {what}", tree.get("parameters", {}), keys)
+
+
+def _flag(parameters: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = parameters.get(key, default)
+    if not isinstance(value, bool):
+        raise bad(f"parameters.{key}: accepted are true and false")
+    return value
+
+
+# ---- inputs
+
+
+def _inputs(given: Any, binary: memoryview, model: ServedModel) -> list[Tensor]:
+    specs = {spec.name: spec for spec in model.inputs}
+    if not isinstance(given, list):
+        raise bad(f"inputs: accepted is a list of {', '.join(specs)}")
+    found: dict[str, Tensor] = {}
+    for entry in given:
+        _object("an input", entry, ("name", "shape", "datatype", "parameters", "data"))
+        name = entry.get("name")
+        if not isinstance(name, str) or name not in specs:
+            hint = nearest(name[:_LONGEST], specs) if isinstance(name, str) else ""
+            raise bad(f"the model has no input {shown(name)}; it takes {', '.join(specs)}{hint}")
+        if name in found:
+            raise bad(f"the input {name} is given twice")
+        shape = _checked_shape(entry, specs[name])
+        size = _parameters(f"the input {name}", entry, BINARY).get(BINARY)
+        if size is None:
+            found[name] = _from_json(entry, specs[name], shape)
+        else:
+            found[name] = _from_bytes(entry, size, binary, specs[name], shape)
+            binary = binary[size:]
+    if missing := [name for name in specs if name not in found]:
+        raise bad(f"inputs lack {', '.join(missing)}")
+    if len(binary):
+        raise bad(f"{len(binary)} bytes follow the data of the last input")
+    return [found[name] for name in specs]
+
+
+def _checked_shape(entry: Mapping[str, Any], spec: TensorSpec) -> tuple[int, ...]:
+    """Return the shape of an input, after checking its shape and its type."""
+    name, datatype, shape = spec.name, entry.get("datatype"), entry.get("shape")
+    if datatype != spec.datatype:
+        raise bad(
+            f"the input {name} has the datatype {shown(datatype)}; accepted is {spec.datatype}"
+        )
+    sizes = isinstance(shape, list) and all(
+        type(size) is int and 0 <= size < _LARGEST for size in shape
+    )
+    if not sizes or not spec.accepts(shape):  # type: ignore[arg-type]
+        raise bad(
+            f"the input {name} has the shape {shown(shape)}; accepted is {list(spec.shape)}, -1 being any size"
+        )
+    return tuple(shape)  # type: ignore[arg-type]
+
+
+def _from_bytes(
+    entry: Mapping[str, Any],
+    size: Any,
+    binary: memoryview,
+    spec: TensorSpec,
+    shape: tuple[int, ...],
+) -> Tensor:
+    wanted = math.prod(shape) * spec.dtype.itemsize
+    if "data" in entry:
+        raise bad(f"the input {spec.name} has data and {BINARY}; accepted is one of them")
+    if type(size) is not int or size != wanted:
+        raise bad(
+            f"the input {spec.name} has {BINARY}={shown(size)}, and {list(shape)} of {spec.datatype} takes {wanted}"
+        )
+    if size > len(binary):
+        raise bad(
+            f"the input {spec.name} needs {size} bytes after the JSON part, and {len(binary)} are left: send "
+            "Inference-Header-Content-Length with the bytes of the JSON part, and all data after it"
+        )
+    if not size:
+        return torch.empty(shape, dtype=spec.dtype)
+    values = np.frombuffer(binary[:size], dtype=np.uint8)
+    if spec.dtype is torch.bool and values.max() > 1:
+        raise bad(f"the input {spec.name}: bytes of BOOL are 0 and 1")
+    return torch.from_numpy(values.copy()).view(spec.dtype).view(shape)
+
+
+def _from_json(entry: Mapping[str, Any], spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
+    data, name = entry.get("data"), spec.name
+    if spec.dtype is torch.bfloat16:
+        raise bad(f"the input {name}: BF16 has no JSON form; send it as binary data")
+    if not isinstance(data, list):
+        raise bad(f"the input {name} has no data: accepted is a list, flat or nested as its shape")
+    wanted = math.prod(shape)
+    values = _flat(data, shape, name)
+    if len(values) != wanted:
+        raise bad(f"the input {name} has {len(values)} values, and {list(shape)} takes {wanted}")
+    floats = spec.dtype.is_floating_point
+    kinds = {bool} if spec.dtype is torch.bool else {int, float} if floats else {int}
+    if wrong := set(map(type, values)) - kinds:
+        names = ", ".join(sorted(kind.__name__ for kind in wrong))
+        raise bad(f"the input {name} of {spec.datatype} has values of the type {names}")
+    if not floats and spec.dtype is not torch.bool and values:
+        limits = torch.iinfo(spec.dtype)
+        low, high = min(values), max(values)
+        if low < limits.min or high > limits.max:
+            raise bad(f"the input {name} has values outside of {limits.min} to {limits.max}")
+    try:
+        # Through float64, as numbers of JSON are read everywhere; then the nearest number of the type.
+        through = torch.float64 if floats else spec.dtype
+        read = torch.tensor(values, dtype=through)
+    except (OverflowError, RuntimeError, ValueError):
+        raise bad(f"the input {name} has values that {spec.datatype} cannot hold") from None
+    found = read.to(spec.dtype)
+    if floats and bool((found.isinf() & ~read.isinf()).any()):
+        raise bad(f"the input {name} has values that {spec.datatype} cannot hold")
+    return found.view(shape)
+
+
+def _flat(data: list[Any], shape: tuple[int, ...], name: str) -> list[Any]:
+    """Return the values of ``data``, which is flat or nested as ``shape``."""
+    values = data
+    for size in shape[1:]:
+        if not values or not isinstance(values[0], list):
+            break
+        if not all(isinstance(part, list) and len(part) == size for part in values):
+            raise bad(f"the input {name}: its lists are not nested as the shape {list(shape)}")
+        values = [value for part in values for value in part]
+    return values
+
+
+# ---- outputs
+
+
+def _outputs(given: Any, model: ServedModel, *, binary: bool) -> list[tuple[int, bool]]:
+    if given is None or given == []:
+        return [(index, binary) for index in range(len(model.outputs))]
+    names = [spec.name for spec in model.outputs]
+    if not isinstance(given, list):
+        raise bad(f"outputs: accepted is a list of {', '.join(names)}")
+    found: list[tuple[int, bool]] = []
+    for entry in given:
+        name = _object("an output", entry, ("name", "parameters")).get("name")
+        if not isinstance(name, str) or name not in names:
+            hint = nearest(name[:_LONGEST], names) if isinstance(name, str) else ""
+            raise bad(f"the model has no output {shown(name)}; it has {', '.join(names)}{hint}")
+        if names.index(name) in dict(found):
+            raise bad(f"the output {name} is requested twice")
+        flags = _parameters(f"the output {name}", entry, "binary_data")
+        found.append((names.index(name), _flag(flags, "binary_data", binary)))
+    for index, is_binary in found:
+        if model.outputs[index].dtype is torch.bfloat16 and not is_binary:
+            raise bad(f"the output {names[index]}: BF16 has no JSON form; request binary_data")
+    return found
+
+
+def write_response(
+    request: InferRequest, model: ServedModel, tensors: Sequence[Tensor]
+) -> tuple[bytes, int | None]:
+    """Return the body of a response with ``tensors``, all outputs of the model, and the bytes of its JSON part if
+    binary data follow it."""
+    entries, parts = [], list[bytes]()
+    for index, binary in request.outputs:
+        spec, tensor = model.outputs[index], tensors[index].contiguous()
+        entry: dict[str, Any] = {
+            "name": spec.name,
+            "datatype": spec.datatype,
+            "shape": list(tensor.shape),
+        }
+        if binary or spec.dtype is torch.bfloat16:
+            parts.append(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+            entry["parameters"] = {BINARY: len(parts[-1])}
+        else:
+            entry["data"] = tensor.reshape(-1).tolist()
+        entries.append(entry)
+    tree: dict[str, Any] = {"model_name": model.name, "model_version": model.version}
+    if request.id is not None:
+        tree["id"] = request.id
+    header = json.dumps({**tree, "outputs": entries}).encode()
+    return b"".join([header, *parts]), len(header) if parts else None
+
+
+def metadata(model: ServedModel) -> dict[str, Any]:
+    """Return the protocol's description of a model."""
+
+    def listed(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
+        return [{"name": s.name, "datatype": s.datatype, "shape": list(s.shape)} for s in specs]
+
+    return {
+        "name": model.name,
+        "versions": [model.version],
+        "platform": "parallax",
+        "inputs": listed(model.inputs),
+        "outputs": listed(model.outputs),
+    }
