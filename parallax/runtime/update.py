@@ -31,7 +31,8 @@ class Update:
 
     ``factor``: step → the factor of all learning rates; reports multiply it by ``lr``. ``groups``: the groups of all
     parameters. ``later``: names of shared parameters that another rank includes in the gradient norm. ``losses``: the
-    loss calls on this rank.
+    loss calls on this rank. ``read`` is called before the host reads the loss from the device, to copy other numbers
+    with it.
 
     After each :meth:`run`, ``loss``, ``norm`` and ``verdict`` describe the step, equal on all ranks, and ``rate`` is
     its learning rate. ``rows`` compares the batches of all ranks.
@@ -50,11 +51,12 @@ class Update:
         groups: ParameterGroups,
         later: Collection[str],
         losses: Losses,
+        read: Callable[[], None],
         dtype: torch.dtype,
     ) -> None:
         self._mesh, self._stage, self._optimizer = mesh, stage, optimizer
         self._scale, self._factor, self._lr, self._groups = scale, factor, lr, groups
-        self._averages = averages
+        self._averages, self._read = averages, read
         self._losses, self._later, self._dtype = (
             losses,
             later,
@@ -79,6 +81,7 @@ class Update:
         # The only synchronization of host and device in a step.
         parts = self._groups.by_norm(owned)
         norms = [gradient_norm(self._stage.norm_terms(tensors)) for tensors in parts]
+        self._read()
         loss_share, *found = numbers(loss, *norms)
         mine = [each / self._scale.factor for each in found]
         # each ** 2 would raise OverflowError where each * each is inf.

@@ -306,3 +306,44 @@ def forwards(*args: Any, **options: Any) -> Any:
 
     found = predict(*args, **options)
     return found._replace(verdict=tuple(found.verdict))._asdict()
+
+
+def steps_with_metrics(names: list[str], micro: int) -> tuple[dict[str, int], dict[str, float]]:
+    """How often the host waits for the device in three steps, and the metrics of the last."""
+    import torch
+    from torch import nn
+
+    from parallax.model.describe import describe
+    from parallax.model.loss_kinds import LossConfig
+    from parallax.runtime.batch import TensorRows
+    from parallax.runtime.engine import Engine
+    from parallax.runtime.metrics import MetricsConfig
+    from tests.plans import make_plan
+    from tests.sim.device import SIM
+    from tests.sim.races import judge
+
+    chain = describe(lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 5)))
+    plan = make_plan(chain, global_batch=16, microbatch=micro)
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    batch = TensorRows(x, x.argmax(1))
+    loss = LossConfig(name="cross_entropy", kwargs={"weight": [1.0, 2.0, 1.0, 0.5, 1.0]}).build()
+    assert loss is not None
+    metrics = MetricsConfig(metrics=MetricsConfig.read(names))
+    engine = Engine.build(chain, plan, loss=loss, device=SIM, metrics=metrics)
+    engine.check_metrics(batch)
+    engine.step(batch)
+    found: dict[str, float] = {}
+
+    def steps() -> None:
+        for _ in range(3):
+            found.update(engine.step(batch).metrics)
+
+    verdict = judge(steps)
+    engine.close()
+    assert verdict.good, (verdict.error, verdict.races[:1])
+    waits = {
+        kind: count
+        for kind, count in verdict.counts.items()
+        if kind == "item" or kind.startswith("blocking") or kind.endswith("synchronize")
+    }
+    return waits, found

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from parallax.common.metrics import larger_is_better
 from parallax.common.targets import call_target, load_target
 from parallax.errors import ConfigError, check_choice, nearest, printable
 
@@ -21,8 +22,9 @@ _LIBRARY = "torchmetrics"
 
 @dataclass(frozen=True)
 class Task:
-    """The kind of outputs and targets. ``name``: multiclass for a class of each vector of scores; multilabel, or binary
-    for one label, for a target of each output. ``outputs``: the size of the outputs' last dimension."""
+    """The kind of outputs and targets. ``name``: "multiclass" if each vector of scores has one class as its
+    target, "multilabel" if each score has a target of 0 or 1, and "binary" if there is one score. ``outputs``: the size
+    of the outputs' last dimension."""
 
     name: str
     outputs: int
@@ -40,36 +42,35 @@ def first_line(error: Exception) -> str:
 
 
 class _UsualMetric(NamedTuple):
-    """A metric by its usual name. ``higher``: whether a higher value is better; None if it depends."""
+    """The class of a metric, and its keywords."""
 
     target: str
     kwargs: dict[str, Any]
-    higher: bool | None
 
 
 _MACRO = {"average": "macro"}
 _USUAL = {
-    "accuracy": _UsualMetric("Accuracy", {"average": "micro"}, True),
-    "balanced_accuracy": _UsualMetric("Accuracy", _MACRO, True),
-    "precision": _UsualMetric("Precision", _MACRO, True),
-    "recall": _UsualMetric("Recall", _MACRO, True),
-    "specificity": _UsualMetric("Specificity", _MACRO, True),
-    "f1": _UsualMetric("F1Score", _MACRO, True),
-    "jaccard": _UsualMetric("JaccardIndex", _MACRO, True),
-    "auroc": _UsualMetric("AUROC", _MACRO, True),
-    "average_precision": _UsualMetric("AveragePrecision", _MACRO, True),
-    "mcc": _UsualMetric("MatthewsCorrCoef", {}, True),
-    "kappa": _UsualMetric("CohenKappa", {}, True),
-    "calibration_error": _UsualMetric("CalibrationError", {}, False),
-    "perplexity": _UsualMetric("text:Perplexity", {}, False),
-    "mse": _UsualMetric("regression:MeanSquaredError", {}, False),
-    "rmse": _UsualMetric("regression:MeanSquaredError", {"squared": False}, False),
-    "mae": _UsualMetric("regression:MeanAbsoluteError", {}, False),
-    "mape": _UsualMetric("regression:MeanAbsolutePercentageError", {}, False),
-    "r2": _UsualMetric("regression:R2Score", {}, True),
-    "explained_variance": _UsualMetric("regression:ExplainedVariance", {}, True),
-    "pearson": _UsualMetric("regression:PearsonCorrCoef", {}, True),
-    "spearman": _UsualMetric("regression:SpearmanCorrCoef", {}, True),
+    "accuracy": _UsualMetric("Accuracy", {"average": "micro"}),
+    "balanced_accuracy": _UsualMetric("Accuracy", _MACRO),
+    "precision": _UsualMetric("Precision", _MACRO),
+    "recall": _UsualMetric("Recall", _MACRO),
+    "specificity": _UsualMetric("Specificity", _MACRO),
+    "f1": _UsualMetric("F1Score", _MACRO),
+    "jaccard": _UsualMetric("JaccardIndex", _MACRO),
+    "auroc": _UsualMetric("AUROC", _MACRO),
+    "average_precision": _UsualMetric("AveragePrecision", _MACRO),
+    "mcc": _UsualMetric("MatthewsCorrCoef", {}),
+    "kappa": _UsualMetric("CohenKappa", {}),
+    "calibration_error": _UsualMetric("CalibrationError", {}),
+    "perplexity": _UsualMetric("text:Perplexity", {}),
+    "mse": _UsualMetric("regression:MeanSquaredError", {}),
+    "rmse": _UsualMetric("regression:MeanSquaredError", {"squared": False}),
+    "mae": _UsualMetric("regression:MeanAbsoluteError", {}),
+    "mape": _UsualMetric("regression:MeanAbsolutePercentageError", {}),
+    "r2": _UsualMetric("regression:R2Score", {}),
+    "explained_variance": _UsualMetric("regression:ExplainedVariance", {}),
+    "pearson": _UsualMetric("regression:PearsonCorrCoef", {}),
+    "spearman": _UsualMetric("regression:SpearmanCorrCoef", {}),
 }
 _TOP = re.compile(r"top([1-9][0-9]{0,2})")  # such as top5
 
@@ -117,9 +118,9 @@ class MetricConfig:
     @property
     def _known(self) -> _UsualMetric:
         if self.target:
-            return _UsualMetric(self.target, {}, None)
+            return _UsualMetric(self.target, {})
         if top := _TOP.fullmatch(self.name):
-            return _UsualMetric("Accuracy", {"average": "micro", "top_k": int(top[1])}, True)
+            return _UsualMetric("Accuracy", {"average": "micro", "top_k": int(top[1])})
         return _USUAL[self.name]
 
     @cached_property
@@ -129,6 +130,16 @@ class MetricConfig:
         if self.target:
             return path
         return f"{_LIBRARY}.{path}" if ":" in path else f"{_LIBRARY}:{path}"
+
+    def fits(self, *, classes: bool) -> bool:
+        """Whether the metric takes targets that are classes, each of a vector of scores, or numbers and labels."""
+        regression, needs = (
+            self._path.startswith(f"{_LIBRARY}.regression:"),
+            self.name == "perplexity",
+        )
+        if self.target:
+            return True
+        return not regression if classes else not (needs or _TOP.fullmatch(self.name))
 
     @property
     def key(self) -> str:
@@ -144,8 +155,9 @@ class MetricConfig:
 
     def higher_is_better(self) -> bool:
         """Return whether a higher value is better. Raises :class:`ConfigError` if the metric does not define this."""
-        known = self._known.higher
-        found = getattr(self.find(), "higher_is_better", None) if known is None else known
+        if not self.target:
+            return larger_is_better(self.name)
+        found = getattr(self.find(), "higher_is_better", None)
         if not isinstance(found, bool):
             raise ConfigError(
                 f"checkpoint.metric={VALIDATION}{self.name}: {self._path} does not tell whether higher is better; "
@@ -199,6 +211,20 @@ class MetricsConfig:
                     f"{each.key}: it needs {_LIBRARY} ({error}); install it with pip install 'parallax-train[metrics]'"
                 ) from error
             each.find()
+
+    def check_targets(self, *, classes: bool) -> None:
+        """Raise :class:`ConfigError` if a metric by its usual name does not take the targets of the loss: ``classes``,
+        or numbers and labels."""
+        for each in self.metrics:
+            if not each.fits(classes=classes):
+                usual = [MetricConfig(name=name) for name in (*_USUAL, "top5")]
+                fitting = ", ".join(one.name for one in usual if one.fits(classes=classes))
+                what = (
+                    "a class for each vector of scores" if classes else "a number for each output"
+                )
+                raise ConfigError(
+                    f"{each.key}: the loss compares outputs with {what}; metrics for it are {fitting}"
+                )
 
     def check_key(self, key: str, value: str) -> None:
         """Raise :class:`ConfigError` if ``value`` of the setting ``key`` is not the name of a number by which

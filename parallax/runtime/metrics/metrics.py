@@ -4,10 +4,14 @@ A metric is not the mean of the metrics of micro-batches: that of an F1 score or
 of an accuracy too if parts have different numbers of targets that count. So each replica of the last stage updates the
 states of its metrics, which are counts, sums or all scores, with each micro-batch. The states of all replicas are added
 or concatenated, and the metric is computed from these, once.
+
+Metrics of training rows must not make the host wait for the device. They are counts and sums that are updated on the
+device, and copied to the host together with the step's loss.
 """
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,7 +25,7 @@ from parallax.errors import ConfigError
 from parallax.mesh import Mesh
 from parallax.nodes.objects import all_gather_object
 from parallax.runtime.metrics.config import MetricConfig, MetricsConfig, Task, first_line
-from parallax.runtime.metrics.rows import ScoredRows, is_classification, takes_classes, top_k
+from parallax.runtime.metrics.rows import ScoredRows, counts_labels, is_classification, top_k
 
 _MOST_CLASSES = 4096  # in a confusion matrix, and for top-k metrics of training rows
 _MOST_SUMS = 2**16  # numbers in the state of a metric of training rows, all-reduced after each step
@@ -31,13 +35,17 @@ class Metrics:
     """The metrics of one rank. On earlier stages nothing is computed."""
 
     def __init__(self, config: MetricsConfig, mesh: Mesh) -> None:
-        config.check_installed()
+        if mesh.is_last:
+            config.check_installed()
         self.config, self._mesh = config, mesh
         self._task: Task | None = None
-        self._made: dict[bool, dict[str, Any]] = {
-            True: {},
-            False: {},
-        }  # whether for training rows → metrics by name
+        # Whether for training rows → metrics by name.
+        self._made: dict[bool, dict[str, Any]] = {True: {}, False: {}}
+        self._on_host: dict[
+            str, Any
+        ] = {}  # copies of those for training rows, which compute the values
+        self._wrong = torch.zeros((), dtype=torch.int64, device=mesh.device)
+        self._copied: Tensor | None = None
         self.trained: tuple[str, ...] = ()
         """Names of the metrics that are also computed for each training step: those that need only small sums."""
 
@@ -57,6 +65,8 @@ class Metrics:
         """Forget the rows that were added."""
         for metric in self._made[training].values():
             metric.reset()
+        self._copied = None
+        self._wrong.zero_()
 
     def add(self, results: Any, targets: Any, *, training: bool) -> None:
         """Add the outputs and targets of some rows. Raises :class:`ConfigError` if a metric does not take them."""
@@ -66,16 +76,21 @@ class Metrics:
                 f"metrics: outputs and targets are {self._task}, and of other rows {rows.task}: all must be of one kind"
             )
         made = self._metrics(rows.task, training)
-        for name, metric in made.items() if len(rows.targets) else ():
+        for name, metric in made.items():
             with _refusing(name, rows):
-                metric.update(*rows.for_metric(metric))
+                wrong = rows.wrong(metric)
+                if training:
+                    self._wrong += wrong
+                elif wrong:
+                    raise ValueError(_wrong_targets(int(wrong), rows.task))
+                rows.add_to(metric)
 
     def evaluated(self) -> dict[str, float]:
         """Return the metrics of all rows that all replicas added since :meth:`begin`; all ranks call it."""
         if not self.config.metrics:
             return {}
         self._exchange_task()
-        mine = self._computed(training=False)
+        mine = self._computed()
         columns = self._mesh.gather_columns({name: mine.get(name, 0.0) for name in self.names})
         return {name: sum(values) for name, values in columns.items()}
 
@@ -89,11 +104,40 @@ class Metrics:
             if hasattr(metric, "validate_args"):
                 metric.validate_args = False  # its checks wait for the device
 
+    def copy_states(self) -> None:
+        """Add the states of the training rows of all replicas and start to copy them to the host; all replicas call it.
+        The next number that the host reads from the device completes the copy."""
+        if not self.trained or not self._mesh.is_last or self._task is None:
+            return
+        metrics, group = self._metrics(self._task, True).values(), self._mesh.statistics
+        states = [getattr(metric, name) for metric in metrics for name in metric._defaults]
+        parts = [_for_backend(group, each).double().flatten() for each in (self._wrong, *states)]
+        flat = torch.cat(parts)
+        if group is not None:
+            dist.all_reduce(flat, group=group)
+        if self._mesh.replica == 0:
+            self._copied = flat.to("cpu", non_blocking=True)
+
     def stepped(self) -> dict[str, float]:
-        """Return the metrics of the training rows of all replicas since :meth:`begin`. All ranks call it; only the
-        first replica of the last stage gets the values, the others get 0."""
-        mine = self._computed(training=True) if self.trained else {}
+        """Return the metrics of the training rows of all replicas, from the copied states. Only the first replica of
+        the last stage gets the values; the other ranks get 0."""
+        mine = {} if self._copied is None else self._from_sums(self._copied)
         return {name: mine.get(name, 0.0) for name in self.trained}
+
+    def _from_sums(self, sums: Tensor) -> dict[str, float]:
+        wrong, found, first = int(sums[0]), dict[str, float](), 1
+        if wrong and self._task is not None:
+            raise ConfigError(f"metrics: {_wrong_targets(wrong, self._task)}")
+        for name, metric in self._on_host.items():
+            metric.reset()
+            for state in metric._defaults:
+                like = getattr(self._made[True][name], state)
+                part = sums[first : first + like.numel()]
+                setattr(metric, state, part.view(like.shape).to(like.dtype))
+                first += like.numel()
+            with _refusing(name):
+                found[name] = _number(metric.compute())
+        return found
 
     def _metrics(self, task: Task, training: bool) -> dict[str, Any]:
         """Return name → metric, built at the first call."""
@@ -106,6 +150,8 @@ class Metrics:
                 if training and hasattr(metric, "validate_args"):
                     metric.validate_args = False
                 made[each.name] = _in_double(metric.to(self._mesh.device))
+                if training:
+                    self._on_host[each.name] = copy.deepcopy(made[each.name]).to("cpu")
         return made
 
     def _exchange_task(self) -> None:
@@ -115,26 +161,23 @@ class Metrics:
             found = [each for each in all_gather_object(self._task, group) if each is not None]
             self._task = self._task or next(iter(found), None)
 
-    def _computed(self, *, training: bool) -> dict[str, float]:
+    def _computed(self) -> dict[str, float]:
         """Return the metrics on the first replica of the last stage."""
         if not self._mesh.is_last or self._task is None:
             return {}
         found = {}
-        for name, metric in self._metrics(self._task, training).items():
-            with self._of_replicas(metric, training):
+        for name, metric in self._metrics(self._task, False).items():
+            with self._of_replicas(metric):
                 if self._mesh.replica == 0:
                     with _refusing(name):
                         found[name] = _number(metric.compute())
             metric.reset()
         return found
 
-    def _of_replicas(self, metric: Any, training: bool) -> AbstractContextManager[None]:
+    def _of_replicas(self, metric: Any) -> AbstractContextManager[None]:
         """Return a context in which the metric has the states of all replicas."""
         group = self._mesh.statistics
         if group is None:
-            return nullcontext()
-        if training:
-            _sum_states(metric, group)
             return nullcontext()
         context: AbstractContextManager[None] = metric.sync_context(
             dist_sync_fn=_gathered, process_group=group, distributed_available=lambda: True
@@ -167,6 +210,12 @@ def _number(value: Any) -> float:
     return float(value)
 
 
+def _wrong_targets(count: int, task: Task) -> str:
+    if task.name == "multiclass":
+        return f"{count} targets are classes above {task.outputs - 1}, the last of which the model has a score"
+    return f"{count} of the targets are not 0 and 1"
+
+
 def _check(config: MetricConfig, metric: Any, task: Task) -> None:
     """Raise :class:`ConfigError` if the metric's states cannot be added exactly, or do not fit in memory."""
     from torchmetrics.classification import MulticlassConfusionMatrix
@@ -181,10 +230,7 @@ def _check(config: MetricConfig, metric: Any, task: Task) -> None:
                 f"{config.key}: its state {name} cannot be added over replicas exactly; its dist_reduce_fx must be "
                 "sum, cat, min or max"
             )
-    table = isinstance(metric, MulticlassConfusionMatrix) or (
-        takes_classes(metric) and getattr(metric, "average", "") != "micro"
-    )
-    if table and task.outputs > _MOST_CLASSES:
+    if isinstance(metric, MulticlassConfusionMatrix) and task.outputs > _MOST_CLASSES:
         raise ConfigError(
             f"{config.key}: it needs a table of {task.outputs} × {task.outputs} classes, and {_MOST_CLASSES} classes "
             "are the most; use accuracy or perplexity"
@@ -202,7 +248,7 @@ def _is_cheap(metric: Any, task: Task | None) -> bool:
         return False
     if task is None or task.name != "multiclass":
         return True
-    return takes_classes(metric) or (top_k(metric) > 1 and task.outputs <= _MOST_CLASSES)
+    return counts_labels(metric) and (top_k(metric) == 1 or task.outputs <= _MOST_CLASSES)
 
 
 def _in_double(metric: Any) -> Any:
@@ -211,16 +257,6 @@ def _in_double(metric: Any) -> Any:
     if is_classification(metric) or metric.device.type == "mps":
         return metric
     return metric.set_dtype(torch.float64)
-
-
-def _sum_states(metric: Any, group: dist.ProcessGroup) -> None:
-    """All-reduce the states of a metric, which are sums."""
-    states = {name: getattr(metric, name) for name in metric._defaults}
-    flat = torch.cat([_for_backend(group, each).double().flatten() for each in states.values()])
-    dist.all_reduce(flat, group=group)
-    parts = flat.split([each.numel() for each in states.values()])
-    for (name, each), part in zip(states.items(), parts):
-        setattr(metric, name, part.view(each.shape).to(each.dtype).to(each.device))
 
 
 def _gathered(state: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -239,6 +275,7 @@ def _gathered(state: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return [each for each in parts if each.numel()] or parts[:1]
 
 
-def _for_backend(group: dist.ProcessGroup, state: Tensor) -> Tensor:
-    """Return the state where the group's backend takes it: gloo gathers host tensors only."""
-    return state.cpu() if dist.get_backend(group) == "gloo" else state
+def _for_backend(group: dist.ProcessGroup | None, state: Tensor) -> Tensor:
+    """Return the state where the group's backend takes it: gloo takes host tensors only. MPS has no doubles."""
+    on_host = state.is_mps or (group is not None and dist.get_backend(group) == "gloo")
+    return state.cpu() if on_host else state

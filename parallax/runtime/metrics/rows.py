@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from parallax.errors import ConfigError
+from parallax.model.block import to_device
 from parallax.model.losses import scores_of
 from parallax.runtime.metrics.config import MetricsConfig, Task
 
@@ -34,7 +35,7 @@ class ScoredRows:
                 f"{key}: accepted are a tensor of outputs, or logits among them, and a tensor of targets; the model "
                 f"returns a {type(results).__name__} and the targets are a {type(targets).__name__}"
             )
-        scores, targets = scores.detach(), targets.detach().to(scores.device)
+        scores, targets = scores.detach(), to_device(targets.detach(), scores.device)
         if scores.dim() > 1 and scores.shape[-1] == 1 and len(scores) == targets.numel():
             scores, targets = scores.flatten(), targets.flatten()
         same, floating = targets.shape == scores.shape, targets.is_floating_point()
@@ -43,12 +44,7 @@ class ScoredRows:
         if not floating and scores.dim() > 1 and scores.shape[:-1].numel() == targets.numel():
             classes = targets.flatten().long()
             kept = (classes >= 0) & (classes != config.ignored)
-            task, counted = Task("multiclass", scores.shape[-1]), classes[kept]
-            if len(counted) and (most := int(counted.max())) >= task.outputs:
-                raise ConfigError(
-                    f"{key}: the targets hold classes up to {most}, and the model has scores for {task.outputs}"
-                )
-            return cls(task, scores.flatten(0, -2), counted, kept)
+            return cls(Task("multiclass", scores.shape[-1]), scores.flatten(0, -2), classes, kept)
         if not same:
             raise ConfigError(
                 f"{key}: the model's outputs have shape {list(scores.shape)} and the targets {list(targets.shape)}, "
@@ -58,40 +54,111 @@ class ScoredRows:
         task = Task("multilabel", scores.shape[-1]) if scores.dim() > 1 else Task("binary", 1)
         return cls(task, scores, targets, probabilities=config.probabilities)
 
-    def for_metric(self, metric: Any) -> tuple[Tensor, Tensor]:
-        """Return the arguments of the metric's ``update``. Logits are converted to probabilities here. torchmetrics
-        would only convert a batch in which some score is outside of [0, 1], which may be true of a batch and false of
-        its micro-batches."""
+    def wrong(self, metric: Any) -> Tensor:
+        """Return the number of targets that are not a class or label of the metric."""
         if self.kept is not None:
-            return self._of_classes(metric)
+            return (self.kept & (self.targets >= self.task.outputs)).sum()
         if not is_classification(metric):
+            return self.targets.new_zeros((), dtype=torch.int64)
+        return (self._not_ignored(metric) & (self.targets != 0) & (self.targets != 1)).sum()
+
+    def add_to(self, metric: Any) -> None:
+        """Update the states of the metric."""
+        if counts_labels(metric):
+            self._count(metric)
+        elif self.kept is not None:
+            if len(self._kept_targets):
+                metric.update(*self._of_classes(metric))
+        elif not is_classification(metric):
             wide = torch.float32 if self.scores.device.type == "mps" else torch.float64
-            return self.scores.to(wide), self.targets.to(wide)
-        if self.targets.is_floating_point() and not bool(
-            (self.targets == self.targets.round()).all()
-        ):
-            raise ValueError("the targets are not 0 and 1")
-        scores = _wide(self.scores)
-        values = (scores if self.probabilities else scores.sigmoid()), self.targets.long()
-        return values if self.task.name == "binary" else tuple(v.flatten(0, -2) for v in values)  # type: ignore[return-value]
+            metric.update(self.scores.to(wide), self.targets.to(wide))
+        else:
+            values = self._probabilities, self.targets.long()
+            flat = self.task.name == "binary"
+            metric.update(*(values if flat else (each.flatten(0, -2) for each in values)))
+
+    def _count(self, metric: Any) -> None:
+        """Add to the metric's counts. Its own update would wait for the device, in boolean indices and bincount. Labels
+        of a multilabel task are numbered: label n has the classes 2n and 2n + 1."""
+        predicted, targets, counted = self._labels(metric)
+        classes = self.task.outputs if self.kept is not None else 2
+        first = torch.arange(predicted.shape[1], device=targets.device) * classes
+        if hasattr(metric, "confmat"):
+            pairs, state = (first + targets) * classes + predicted, metric.confmat
+            metric.confmat = state + _bins(pairs, counted, state.numel()).view_as(state)
+            return
+        size, shape = len(first) * classes, (len(first), classes)
+        right, of_outputs, of_targets = (
+            _bins(first + each, chosen, size).view(shape)
+            for each, chosen in (
+                (targets, counted & (predicted == targets)),
+                (predicted, counted),
+                (targets, counted),
+            )
+        )
+        rest = of_targets.sum(1, keepdim=True) - of_targets - of_outputs + right
+        for name, found in {
+            "tp": right,
+            "fp": of_outputs - right,
+            "tn": rest,
+            "fn": of_targets - right,
+        }.items():
+            state = getattr(metric, name)
+            chosen = found[0] if self.kept is not None else found[:, 1]
+            setattr(metric, name, state + chosen.sum_to_size(state.shape))
+
+    def _labels(self, metric: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Return predicted labels, targets, and whether these count, each with a column for each label."""
+        counted = self._not_ignored(metric)
+        if self.kept is None:
+            targets = self.targets.long()
+            predicted = (self._probabilities > metric.threshold).long()
+            counted = counted & ((self.targets == 0) | (self.targets == 1))
+        else:
+            targets, predicted = self.targets, self._best
+            counted = counted & self.kept & (targets < self.task.outputs)
+            if (most := top_k(metric)) > 1:
+                among = self.scores.topk(most).indices == targets.unsqueeze(1)
+                predicted = torch.where(among.any(1), targets, predicted)
+        columns = self.task.outputs if self.task.name == "multilabel" else 1
+        return (
+            predicted.reshape(-1, columns),
+            targets.reshape(-1, columns),
+            counted.reshape(-1, columns),
+        )
+
+    def _not_ignored(self, metric: Any) -> Tensor:
+        ignored = getattr(metric, "ignore_index", None)
+        if ignored is None:
+            return torch.ones_like(self.targets, dtype=torch.bool)
+        return self.targets != ignored
 
     def _of_classes(self, metric: Any) -> tuple[Tensor, Tensor]:
-        if takes_classes(metric):
-            return self._classes, self.targets
         if type(metric).__name__ == "Perplexity":
-            return self._kept_scores.unsqueeze(0), self.targets.unsqueeze(0)
+            return self._kept_scores.unsqueeze(0), self._kept_targets.unsqueeze(0)
         if is_classification(metric) and top_k(metric) == 1:
-            return self._kept_scores.softmax(-1), self.targets
-        return self._kept_scores, self.targets
+            return self._kept_scores.softmax(-1), self._kept_targets
+        return self._kept_scores, self._kept_targets
 
     @cached_property
-    def _classes(self) -> Tensor:
-        """The class with the highest score of each vector that counts."""
-        return self.scores.argmax(-1)[self.kept]
+    def _probabilities(self) -> Tensor:
+        """Those of labels. They are made here: torchmetrics makes them only from batches in which some score is none,
+        so that a micro-batch may get other ones than the batch."""
+        scores = _wide(self.scores)
+        return scores if self.probabilities else scores.sigmoid()
+
+    @cached_property
+    def _best(self) -> Tensor:
+        """The class with the highest score of each vector."""
+        return self.scores.argmax(-1)
 
     @cached_property
     def _kept_scores(self) -> Tensor:
         return _wide(self.scores[self.kept])
+
+    @cached_property
+    def _kept_targets(self) -> Tensor:
+        return self.targets[self.kept]
 
 
 def top_k(metric: Any) -> int:
@@ -104,12 +171,24 @@ def is_classification(metric: Any) -> bool:
     return any(k.__module__.startswith("torchmetrics.classification") for k in type(metric).__mro__)
 
 
-def takes_classes(metric: Any) -> bool:
-    """Whether the metric needs only the class with the highest score."""
-    from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassStatScores
+def counts_labels(metric: Any) -> bool:
+    """Whether the metric's states are the counts of torchmetrics' StatScores or ConfusionMatrix, over all rows."""
+    from torchmetrics import classification
 
-    kinds = MulticlassConfusionMatrix, MulticlassStatScores
-    return isinstance(metric, kinds) and top_k(metric) == 1
+    kinds = (
+        getattr(classification, f"{task}{states}")
+        for task in ("Binary", "Multiclass", "Multilabel")
+        for states in ("StatScores", "ConfusionMatrix")
+    )
+    summed = all(isinstance(each, Tensor) for each in metric._defaults.values())
+    return summed and any(type(metric).update is kind.update for kind in kinds)
+
+
+def _bins(classes: Tensor, counted: Tensor, size: int) -> Tensor:
+    """Return how often each class below ``size`` is among the counted ones."""
+    places = torch.where(counted, classes, size).flatten()
+    found = places.new_zeros(size + 1)
+    return found.scatter_add_(0, places, torch.ones_like(places))[:size]
 
 
 def _wide(scores: Tensor) -> Tensor:
