@@ -39,7 +39,7 @@ COMMON = [
     *("model=custom", "model.target=benchmarks.why:build", "cluster.kind=cpu"),
     *("data=dataset", "data.target=benchmarks.why:rows", "cluster.devices=2"),
     *("trainer.global_batch=8", "trainer.microbatch=2", f"trainer.steps={STEPS}"),
-    *("trainer.eval_every=0", "trainer.eval_batches=1", "logger.tensorboard=false"),
+    *("trainer.eval_every=0", "trainer.eval_batches=1", "logger=none"),
     *("plan.stages=2", "plan.replicas=1", "plan.schedule=1f1b", "data.workers=0"),
     "trainer.checkpoint_every=0",
 ]
@@ -221,7 +221,9 @@ def main() -> None:
         seconds = (f"{each:.3f} s" for each in (pair.before, pair.predicted, pair.after))
         table.add_row(pair.case, pair.named, pair.overrides, *seconds, f"{pair.error:+.0%}")
     if not arguments.json:
-        Console().print(table, f"bar: {BAR:.0%} between the predicted and the measured step")
+        console = Console()
+        console.width = max(console.width, 120)  # a path or an override is not cut
+        console.print(table, f"bar: {BAR:.0%} between the predicted and the measured step")
 
 
 if __name__ == "__main__":

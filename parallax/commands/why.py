@@ -29,7 +29,7 @@ from parallax.plan.simulation.predict import predict
 from parallax.run.diagnosis import Diagnosis, Measured, diagnose
 from parallax.run.diagnosis.changes import RequestedSettings
 from parallax.run.diagnosis.fitted import fit
-from parallax.run.diagnosis.measured import TERMS, predicted_terms
+from parallax.run.diagnosis.measured import TERMS, UNPLANNED, predicted_terms
 from parallax.run.resume import StoredRun
 
 EXAMPLES = """examples:
@@ -76,6 +76,7 @@ def run(parsed: argparse.Namespace) -> int:
 def _plain(measured: Measured, planned: Mapping[str, float], found: Diagnosis) -> dict[str, Any]:
     return {
         "step_seconds": measured.period,
+        "steps": measured.steps,
         "planned_step_seconds": sum(planned.values()),
         "terms": measured.mean,
         "planned_terms": dict(planned),
@@ -94,33 +95,40 @@ def _print(
     console: Console, measured: Measured, planned: Mapping[str, float], found: Diagnosis
 ) -> None:
     console.print(_table(measured, planned))
-    console.print(f"cause: {found.cause}: {found.sentence}", highlight=False, soft_wrap=True)
+    whole = not console.is_terminal  # lines of a file are not broken
+    console.print(f"cause: {found.cause}: {found.sentence}", highlight=False, soft_wrap=whole)
     for change in found.changes:
         gain = 1 - change.seconds / measured.period
-        typed = f": {shlex.join(change.overrides)}" if change.overrides else ""
+        seconds = format_seconds(change.seconds)
         console.print(
-            f"change: {change.text}: {format_seconds(change.seconds)} a step are predicted, {gain:.0%} less{typed}",
+            f"change: {change.text}; predicted: {seconds} a step, {gain:.0%} less",
             highlight=False,
-            soft_wrap=True,
+            soft_wrap=whole,
         )
+        if change.overrides:  # to be copied
+            console.print(f"  {shlex.join(change.overrides)}", highlight=False, soft_wrap=True)
     if not found.changes:
         console.print("no change of the settings is predicted to save 3% or more", highlight=False)
 
 
 def _table(measured: Measured, planned: Mapping[str, float]) -> Table:
-    """Return the terms of a step: the mean over the ranks, the plan's, and the rank with the most."""
+    """Return the terms of a step: the mean over ranks and steps, the plan's, and the rank with the most."""
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    table.add_column("a step's seconds, mean of the ranks")
+    ranks = f"{len(measured.terms)} ranks, " if len(measured.terms) > 1 else ""
+    table.add_column(
+        f"a step: mean of {ranks}{measured.steps} step{'s' if measured.steps > 1 else ''}"
+    )
     for heading in ("measured", "share", "planned", "most"):
         table.add_column(heading, justify="right")
-    mean, ranks = measured.mean, measured.terms
+    mean, by_rank = measured.mean, measured.terms
     for term in TERMS:
         if max(mean[term], planned[term]) < _SHOWN * measured.period:
             continue
-        most = max(ranks, key=lambda rank: ranks[rank][term])
-        worst = f"{format_seconds(ranks[most][term])}, rank {most}" if len(ranks) > 1 else ""
+        most = max(by_rank, key=lambda rank: by_rank[rank][term])
+        worst = f"{format_seconds(by_rank[most][term])}, rank {most}" if ranks else ""
         share = f"{mean[term] / measured.period:.0%}"
-        table.add_row(term, format_seconds(mean[term]), share, format_seconds(planned[term]), worst)
+        expected = "" if term in UNPLANNED else format_seconds(planned[term])
+        table.add_row(term, format_seconds(mean[term]), share, expected, worst)
     total = format_seconds(measured.period), "100%", format_seconds(sum(planned.values()))
     table.add_row("from one step to the next", *total, "", style="bold")
     return table

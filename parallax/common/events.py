@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +24,8 @@ COMPUTES = ("forward", "backward", "backward_weight")  # kinds of spans that com
 
 
 class Span(NamedTuple):
-    """One action of one rank. Times in seconds; ``wait`` is the part of the span spent blocked."""
+    """One action of one rank. Times in seconds; ``wait`` is the part of the span spent blocked, and ``read`` the part
+    of the wait in which the rank read rows."""
 
     rank: int
     step: int
@@ -32,6 +35,7 @@ class Span(NamedTuple):
     start: float
     end: float
     wait: float = 0.0
+    read: float = 0.0
 
 
 class EventLog:
@@ -85,7 +89,7 @@ def read_events(path: Path) -> Iterator[Span]:
 def span_of(data: Any) -> Span:
     """Return the span of a parsed line. Raises ValueError or TypeError for invalid values."""
     span = Span(**data)
-    whole, timed = (span.rank, span.step, span.stage, span.micro), (span.start, span.end, span.wait)
+    whole, timed = (span.rank, span.step, span.stage, span.micro), span[5:]
     good = all(type(value) is int for value in whole) and all(
         type(value) in (int, float) for value in timed
     )
@@ -100,16 +104,25 @@ def span_of(data: Any) -> Span:
 
 
 def busy_seconds(spans: Iterable[Span]) -> float:
-    """Return the seconds that these actions spent computing, without waits."""
+    """Return the seconds that these actions spent computing, without waits for swapped data and for rows."""
     return sum(s.end - s.start - s.wait for s in spans if s.kind in COMPUTES)
+
+
+def busy_by_rank(spans: Iterable[Span]) -> dict[int, float]:
+    """Return the seconds that each rank computed in a step, without waits; the median over the steps."""
+    found: defaultdict[int, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for span in spans:
+        if span.kind in COMPUTES:
+            found[span.rank][span.step] += span.end - span.start - span.wait
+    return {rank: statistics.median(steps.values()) for rank, steps in found.items()}
 
 
 def bubble_fraction(spans: Sequence[Span]) -> float:
     """Return the idle fraction of the pipeline: 1 − compute seconds / (ranks × seconds from first to last compute).
 
     Only forward and backward (both its input-gradient and its weight-gradient pass) count as compute, without
-    their waits for swapped data. The definition is the same for predicted and measured timelines (GPipe, Huang et
-    al. 2019, section 2)."""
+    their waits for swapped data and for rows. The definition is the same for predicted and measured timelines (GPipe,
+    Huang et al. 2019, section 2)."""
     compute = [span for span in spans if span.kind in COMPUTES]
     if not compute:
         return 0.0

@@ -1,9 +1,10 @@
-"""Metrics by their names: which of two values is the better one."""
+"""Metrics: the file that a run writes them to, and which of two values of a metric is the better one."""
 
 from __future__ import annotations
 
 import re
 
+METRICS = "metrics.jsonl"  # of a run directory
 _LARGER = (
     "accuracy",
     "acc",
@@ -26,7 +27,7 @@ _LARGER = (
     "spearman",
     "specificity",
 )
-_LARGER_ENDS = ("_per_second", "overlap", "explained_variance")
+_LARGER_ENDS = ("_per_second", "overlap")
 _TOP = re.compile(r"top_?\d+")
 
 

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from parallax.common.lock import LOCK, is_locked
+from parallax.common.metrics import METRICS
 from parallax.common.units import format_seconds
 from parallax.report.ranks import FOLDER, RankSnapshot, load_snapshots
 
 STALE_SECONDS = 10.0  # a rank without a new status for this long counts as dead
 _TAIL_BYTES = 256 * 1024  # read from the end of metrics.jsonl
-_METRICS = "metrics.jsonl"
 _ENDED = {
     "steps": "all steps are done",
     "rows": "its rows ended",
@@ -115,7 +115,7 @@ def read_live(directory: Path, now: float | None = None) -> LiveRun:
     now = time.time() if now is None else now
     ranks = tuple(load_snapshots(directory))
     state, message = _state(directory, ranks, now)
-    losses = tuple(_losses(directory / _METRICS))
+    losses = tuple(_losses(directory / METRICS))
     return LiveRun(
         directory=directory, now=now, state=state, message=message, ranks=ranks, losses=losses
     )

@@ -89,9 +89,10 @@ def computed(spans: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def occupancy_png(steps: Sequence[Occupancy], path: Path) -> None:
-    """Draw one row per stage to ``path`` (1600 × 900): on the left the bytes on the device below their limit, on the
-    right those in the tier, with the actions below; seconds count from the first action. Of more than
-    ``MOST_STAGES`` stages those closest to their limit are drawn. ``steps`` has at least one."""
+    """Draw a picture to ``path`` (1600 × 900) with one row per stage. The left column shows the bytes on the device
+    and a line at their limit, the right column the bytes in the tier; the actions are drawn under both curves. Seconds
+    count from the first action. If there are more than ``MOST_STAGES`` stages, those closest to their limit are drawn.
+    ``steps`` has at least one."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

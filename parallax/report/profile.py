@@ -73,9 +73,8 @@ def profile_table(profile: ModelProfile, rows: int) -> Table:
 
 def parameters_of(profile: ModelProfile) -> str:
     """Return a text with the number of parameters and, if some are frozen, of trained ones."""
-    total = f"{sum(block.parameters for block in profile.blocks):,} parameters"
-    trained = sum(block.trained for block in profile.blocks)
-    return f"{total} ({trained:,} trained)" if _frozen(profile) else total
+    total = f"{profile.parameters:,} parameters"
+    return f"{total} ({profile.trained:,} trained)" if _frozen(profile) else total
 
 
 def _frozen(profile: ModelProfile) -> bool:

@@ -26,9 +26,9 @@ class RankSnapshot:
     steps of ``steps``. The other fields are of the last step: its seconds; the rows and tokens of the rank per second;
     ``utilization``, of its device by the operations of its blocks; the peak bytes of the device and its budget; the
     resident bytes of the process, and its part of the host's memory; the shares of the step in which the rank waited
-    for swapped data and for rows; and the bytes per second moved to and from the offload tier. ``fetch_seconds`` and
-    ``read_seconds`` are means over the steps: waits for rows between steps, and reading inside of actions.
-    ``seconds_left``: until the last step, at the pace of the last twenty. None: unknown, or there is no such thing.
+    for swapped data and for rows; and the bytes per second moved to and from the offload tier. ``fetch_seconds``: of
+    waiting for rows outside of actions, the mean over the steps. ``seconds_left``: until the last step, at the pace of
+    the last twenty. None: unknown, or there is no such thing.
     """
 
     rank: int
@@ -53,7 +53,6 @@ class RankSnapshot:
     input_share: float | None = None
     swap_bytes_per_second: float | None = None
     fetch_seconds: float | None = None
-    read_seconds: float | None = None
     seconds_left: float | None = None
     temperature: float | None = None
     power_watts: float | None = None

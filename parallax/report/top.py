@@ -63,10 +63,8 @@ def frame(
     more = [f"{len(ranks) - len(shown)} more ranks"] if len(shown) < len(ranks) else []
     foot = [*more, *([f"too narrow for: {', '.join(hidden)}"] if hidden else [])]
     foot += [_KEYS] if keys else []
-    if not foot:
-        return Group(*head, *rows)
-    end = Text("; ".join(foot), style="dim", no_wrap=True, overflow="ellipsis")
-    return Group(*head, *rows, end)
+    end = [Text("; ".join(foot), style="dim", no_wrap=True, overflow="ellipsis")] if foot else []
+    return Group(*head, *rows, *end)
 
 
 def _head(run: LiveRun, width: int) -> list[Text]:
@@ -84,7 +82,7 @@ def _head(run: LiveRun, width: int) -> list[Text]:
         *([f"MFU {_percent(run.utilization)}"] if run.utilization else []),
     ]
     seconds = max((rank.step_seconds or 0.0 for rank in run.ranks), default=0.0)
-    speed += [f"step {format_seconds(seconds)}"] if seconds else []
+    speed += [f"{format_seconds(seconds)} a step"] if seconds else []
     lines = [first, Text("  ".join(speed), no_wrap=True, overflow="ellipsis")] if speed else [first]
     if run.losses:
         words = f"loss {run.losses[-1]:.4f}  "

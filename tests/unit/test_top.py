@@ -75,7 +75,7 @@ def test_a_frame_of_80_columns_has_all_figures(here: Path) -> None:
     folder = stored(Path("runs/deeper"), *(snapshot(rank) for rank in range(4)))
     assert drawn(folder, 80, 24) == [
         "runs/deeper  training  step 120 of 400  0:03:55 left",
-        "19 rows/s  19.5k tokens/s  MFU 41%  step 840 ms",
+        "19 rows/s  19.5k tokens/s  MFU 41%  840 ms a step",
         "loss 2.6000  █████▇▇▇▇▇▇▇▇▇▇▆▆▆▆▆▆▆▆▆▅▅▅▅▅▅▅▅▅▅▄▄▄▄▄▄▄▄▄▃▃▃▃▃▃▃▃▃▃▂▂▂▂▂▂▂▂▂▁▁▁▁▁",
         "",
         "rank stage rep doing     rows/s tok/s MFU    device     host  swap stall input",

@@ -18,11 +18,12 @@ from parallax.plan.config import PlanConfig
 from parallax.plan.plan import Directive, Plan
 from parallax.plan.search.search import search
 from parallax.plan.tier import AUTO
-from parallax.run.diagnosis.fitted import FittedRun, with_tier_speed
+from parallax.run.diagnosis.fitted import FittedRun, with_host_tier, with_tier_speed
 from parallax.run.diagnosis.measured import CHECKPOINT, OTHER
 
 LEAST = 0.03  # share of a step: a cause or a change below it is not worth a line
 SLOW_TIER = 0.5  # share of the planned bandwidth, below which a tier is slow
+_LONG = 1.5  # factor of the planned seconds, from which computing is slow
 _MUCH = 0.1  # share of the time between steps that is worth a remark
 _MOST_CHANGES = 2
 _READERS_BUSY = 0.8  # share of the step in which workers read all of its rows
@@ -36,6 +37,7 @@ class Cause(StrEnum):
 
     INPUT = "slow input"
     RANK = "slow rank"
+    COMPUTE = "slow computing"
     BUDGET = "small budget"
     TIER = "slow offload tier"
     LAYOUT = "layout"
@@ -132,6 +134,8 @@ class _Doctor:
         if run.slow:
             cluster = with_tier_speed(run.cluster, run.tier_speed)
             found[Cause.RANK] = now - run.seconds(cluster=cluster)
+        if run.computing > _LONG:
+            found[Cause.COMPUTE] = now - run.seconds(profile=run.planned)
         if run.tier_speed < SLOW_TIER:
             found[Cause.TIER] = now - run.seconds(cluster=run.cluster.slowed(run.slow))
         if self._lacks_memory and (roomy := self._least_budget) is not None:
@@ -176,6 +180,9 @@ class _Doctor:
                 f"rank {rank} (stage {stage}, replica {replica}) takes {run.slow[rank]:.1f} times as long for its work "
                 "as the other ranks do for theirs"
             )
+        if cause is Cause.COMPUTE:
+            where = "also on ranks that are not slow" if run.slow else "on all ranks"
+            return f"blocks take {run.computing:.1f} times as long as planned, {where}"
         if cause is Cause.TIER:
             planned = run.cluster.devices[0].read.bytes_per_second
             return (
@@ -205,12 +212,20 @@ class _Doctor:
     def _changes(self, costs: dict[Cause, float]) -> Iterator[Change]:
         if Cause.INPUT in costs:
             yield self._more_workers()
+        if Cause.COMPUTE in costs:
+            yield Change(
+                cause=Cause.COMPUTE,
+                text="end other programs on the machine; without any, correct the profile (parallax calibrate RUN)",
+                overrides=(),
+                seconds=self._now - costs[Cause.COMPUTE],
+            )
         if Cause.RANK in costs:
             yield from self._around_the_slow()
         swapping = self._named(costs) if {Cause.BUDGET, Cause.TIER} & costs.keys() else Cause.NONE
         if Cause.BUDGET in costs:
             yield from self._more_memory(swapping)
         if swapping is not Cause.NONE:
+            yield from self._host_memory(swapping)
             yield from self._recomputing(swapping)
         if Cause.CHECKPOINT in costs:
             yield self._rarer_checkpoints(costs[Cause.CHECKPOINT])
@@ -290,6 +305,15 @@ class _Doctor:
                 seconds=seconds,
             )
 
+    def _host_memory(self, cause: Cause) -> Iterator[Change]:
+        """Yield the plan that offloads to the memory of the host, if there is enough of it."""
+        hosts = with_host_tier(self._run.cluster.slowed(self._run.slow))
+        if hosts is None or (found := self._searched(hosts, self._requested.plan)) is None:
+            return
+        if most := max(rank.tier_peak_bytes for rank in found.prediction.ranks):
+            text = f"offload to host memory, {format_bytes(most)} per rank, instead of the tier {self._plan.tier}"
+            yield self._change(cause, text, [f"swap.tier={found.tier}"], found, hosts)
+
     def _recomputing(self, cause: Cause) -> Iterator[Change]:
         """Yield plans that move less to the tier."""
         if self._requested.plan.activations == Directive.RECOMPUTE:
@@ -315,8 +339,8 @@ class _Doctor:
         found = self._searched(self._run.as_run, free, microbatch=AUTO)
         if found is None or found.decisions() == self._plan.decisions():
             return
-        requested, overrides = self._requested.plan, _shape(found)
-        overrides += [f"trainer.microbatch={found.microbatch}"]
+        requested, shape = self._requested.plan, _shape(found)
+        overrides = [*shape, f"trainer.microbatch={found.microbatch}"]
         overrides += [f"plan.schedule={found.schedule.name}"]
         directives = {directive for stage in found.stages for directive in stage.directives}
         if len(directives) == 1 and any(set(s.directives) != directives for s in self._plan.stages):
@@ -331,7 +355,8 @@ class _Doctor:
             for name in kept
             if getattr(requested, name) != AUTO and f"plan.{name}" not in named
         ]
-        text = f"{found.pipeline_ranks} stage(s) under {found.schedule}"
+        replicas = shape[1].partition("=")[2]
+        text = f"another layout: stages {found.pipeline_ranks}, replicas {replicas}, schedule {found.schedule}"
         yield self._change(Cause.LAYOUT, text, overrides, found, self._run.as_run)
 
     def _resident(self, plan: Plan) -> list[str]:

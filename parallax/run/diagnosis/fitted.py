@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from parallax.common.events import COMPUTES, Span
+from parallax.common.events import COMPUTES, Span, busy_by_rank
 from parallax.plan.cluster import Cluster, Link
 from parallax.plan.plan import Pipeline, Plan
 from parallax.plan.profile import Affine, ModelProfile
@@ -29,6 +29,7 @@ _UNPREDICTED = 0.03  # share of a step: a smaller excess of waits needs no expla
 class FittedRun:
     """The model of a run, fitted to its measurements.
 
+    ``planned``     the profile with which the run was planned
     ``profile``     costs of the blocks, with the measured seconds
     ``cluster``     the planned cluster, possibly with a smaller slowdown of computing during transfers
     ``slow``        rank → factor of the slow ranks: how many times as long as comparable ranks they compute
@@ -37,6 +38,7 @@ class FittedRun:
     """
 
     measured: Measured
+    planned: ModelProfile
     profile: ModelProfile
     cluster: Cluster
     slow: Mapping[int, float]
@@ -51,6 +53,12 @@ class FittedRun:
     def as_run(self) -> Cluster:
         """The cluster with its slow ranks and its slow tier."""
         return with_tier_speed(self.cluster.slowed(self.slow), self.tier_speed)
+
+    @cached_property
+    def computing(self) -> float:
+        """The measured seconds of computing for a planned one, with the slowness of ``slow`` ranks planned."""
+        planned = busy_by_rank(predict(self.planned, self.as_run, self.plan).spans)
+        return sum(busy_by_rank(self.measured.spans).values()) / max(1e-12, sum(planned.values()))
 
     def seconds(
         self,
@@ -84,7 +92,12 @@ def fit(measured: Measured, profile: ModelProfile, cluster: Cluster) -> FittedRu
     corrected = replace(corrected, disturbance=1.0)
     speed = _tier_speed(measured, corrected, slowed)
     found = FittedRun(
-        measured=measured, profile=corrected, cluster=cluster, slow=slow, tier_speed=speed
+        measured=measured,
+        planned=profile,
+        profile=corrected,
+        cluster=cluster,
+        slow=slow,
+        tier_speed=speed,
     )
     gaps = measured.period - measured.seconds - max(measured.fetch_seconds)
     modelled = found.seconds() - gaps
@@ -139,15 +152,6 @@ def slow_ranks(
     return found
 
 
-def busy_by_rank(spans: Sequence[Span]) -> dict[int, float]:
-    """Return the seconds that each rank computed in a step, without waits: the median over the steps."""
-    found: defaultdict[int, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for span in spans:
-        if span.kind in COMPUTES:
-            found[span.rank][span.step] += span.end - span.start - span.wait
-    return {rank: statistics.median(steps.values()) for rank, steps in found.items()}
-
-
 def with_tier_speed(cluster: Cluster, share: float) -> Cluster:
     """Return the cluster with the bandwidth of every offload tier times ``share``."""
 
@@ -158,6 +162,13 @@ def with_tier_speed(cluster: Cluster, share: float) -> Cluster:
         replace(device, write=slower(device.write), read=slower(device.read))
         for device in cluster.devices
     )
+
+
+def with_host_tier(cluster: Cluster) -> Cluster | None:
+    """Return the cluster whose devices offload to the memory of their hosts; None if they do, or cannot."""
+    found = [device.offloading_to_host() for device in cluster.devices]
+    known = [device for device in found if device is not None]
+    return cluster.with_devices(known) if len(known) == len(found) else None
 
 
 def with_reads(profile: ModelProfile, plan: Pipeline, reads: Sequence[float]) -> ModelProfile:

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from parallax.common.events import Span
+from parallax.common.metrics import METRICS
 from parallax.errors import ConfigError, printable
 from parallax.plan.plan import Plan
 from parallax.plan.simulation.calibrate import seconds_by_term
 from parallax.report.ranks import load_snapshots
 from parallax.run.feedback import check_spans, measured_spans
 from parallax.train.record import WARM_UP
-from parallax.train.repeats import METRICS, numbers_of
+from parallax.train.repeats import numbers_of
 
 COMPUTE, BUBBLE, STALL = "computing", "waiting for other ranks (bubble)", "waiting for swapped data"
-REDUCE, UPDATE = "summing gradients over replicas", "optimizer step, and agreeing on it"
+REDUCE, UPDATE = "summing gradients over ranks", "optimizer step, and agreeing on it"
 INPUT, CHECKPOINT, OTHER = "waiting for rows", "checkpoints", "between steps: reports, evaluation"
 TERMS = (COMPUTE, BUBBLE, STALL, REDUCE, UPDATE, INPUT, CHECKPOINT, OTHER)
+UNPLANNED = (INPUT, CHECKPOINT, OTHER)  # terms that no plan predicts
 
 _OF_TERM = {
     **{"forward": COMPUTE, "backward": COMPUTE, "stall": STALL, "reduce": REDUCE},
-    **{"update": UPDATE, "receive": BUBBLE, "idle": BUBBLE},
+    **{"update": UPDATE, "receive": BUBBLE, "idle": BUBBLE, "read": INPUT},
 }
 _MIDDLE = 0.5  # share of the steps, those of about median length, whose spans count
 
@@ -51,6 +52,11 @@ class Measured:
     terms: Mapping[int, Mapping[str, float]]
 
     @property
+    def steps(self) -> int:
+        """Return the number of steps in ``spans``."""
+        return len({span.step for span in self.spans})
+
+    @property
     def mean(self) -> dict[str, float]:
         """Return the mean of each term over the ranks."""
         return {
@@ -69,25 +75,22 @@ class Measured:
         check_spans(spans, directory, plan)
         status = {each.rank: each for each in load_snapshots(directory)}
         ranks = range(plan.world_size)
-        reads = [(status[r].read_seconds if r in status else None) or 0.0 for r in ranks]
         fetches = [(status[r].fetch_seconds if r in status else None) or 0.0 for r in ranks]
         saving = numbers_of(directory / METRICS, "checkpoint_seconds")[WARM_UP:]
         checkpoint = statistics.fmean(saving) if saving else 0.0
-        return cls.of(plan, spans, reads, fetches, checkpoint)
+        return cls.of(plan, spans, fetches, checkpoint)
 
     @classmethod
     def of(
         cls,
         plan: Plan,
         spans: Sequence[Span],
-        reads: Sequence[float],
         fetches: Sequence[float],
         checkpoint: float = 0.0,
     ) -> Measured:
-        """Return the measurements in ``spans``. ``reads`` and ``fetches``: seconds per rank, and ``checkpoint``:
-        seconds of saving, in a mean step."""
+        """Return the measurements in ``spans``. ``fetches``: seconds per rank of reading outside of actions, and
+        ``checkpoint``: seconds of saving, in a mean step."""
         middle = _middle_steps(spans)
-        middle, reads = _without_reading(middle, reads, {0, len(plan.stages) - 1})
         lengths = [end - start for start, end in _bounds(middle).values()]
         seconds, gap = statistics.fmean(lengths), _mean_gap(spans)
         between = max(0.0, gap - max(fetches))
@@ -98,17 +101,16 @@ class Measured:
             for rank, terms in by_rank.items():
                 for term, spent in terms.items():
                     found[rank][_OF_TERM[term]] += spent / len(steps)
+        reads = [found[rank][INPUT] for rank in found]
         for rank, terms in found.items():
-            # The wait in an action is for rows or for swapped data.
-            terms[STALL] = max(0.0, terms[STALL] - reads[rank])
-            terms[INPUT] = reads[rank] + fetches[rank]
+            terms[INPUT] += fetches[rank]
             terms[CHECKPOINT] = min(checkpoint, between)
             terms[OTHER] = between - terms[CHECKPOINT] + max(fetches) - fetches[rank]
         return cls(
             plan=plan,
             seconds=seconds,
             period=seconds + max(fetches) + between,
-            spans=tuple(middle),
+            spans=tuple(span._replace(read=0.0) for span in middle),
             read_seconds=tuple(reads),
             fetch_seconds=tuple(fetches),
             terms=found,
@@ -140,31 +142,6 @@ def _middle_steps(spans: Sequence[Span]) -> list[Span]:
     cut = int(len(order) * (1 - _MIDDLE) / 2)
     kept = set(order[cut : len(order) - cut])
     return [span for span in spans if span.step in kept]
-
-
-def _without_reading(
-    spans: Sequence[Span], reads: Sequence[float], ends: Collection[int]
-) -> tuple[list[Span], list[float]]:
-    """Return the spans with the seconds of reading rows marked as waits, and the marked seconds of each rank per step.
-    The seconds ``reads`` are divided evenly among the forwards of the stages ``ends``, which read rows."""
-
-    def key(span: Span) -> tuple[int, int] | None:
-        reading = span.kind == "forward" and span.stage in ends
-        return (span.rank, span.step) if reading else None
-
-    forwards: defaultdict[object, int] = defaultdict(int)
-    for span in spans:
-        forwards[key(span)] += 1
-    found, taken = list[Span](), defaultdict[int, float](float)
-    for span in spans:
-        if (place := key(span)) is not None and reads[span.rank]:
-            share = min(reads[span.rank] / forwards[place], span.end - span.start - span.wait)
-            taken[span.rank] += share
-            found.append(span._replace(wait=span.wait + share))
-        else:
-            found.append(span)
-    steps = len({span.step for span in spans})
-    return found, [taken[rank] / steps for rank in range(len(reads))]
 
 
 def _mean_gap(spans: Sequence[Span]) -> float:

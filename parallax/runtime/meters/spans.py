@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from parallax.common.events import Span
 from parallax.machine.device import CopyEngine, Stalls
 from parallax.plan.schedule import Action, Kind
+from parallax.runtime.batch import Rows, RowsOf
 
 _RECEIVES = (Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT)
 
@@ -29,6 +32,13 @@ class SpanClock(Protocol):
 
     def end(self, rank: int, step: int, action: Action, waited: float) -> None:
         """End ``action``; the host waited for ``waited`` seconds in it."""
+
+    @property
+    def within(self) -> bool:
+        """Whether an action has begun and not ended."""
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Return a context in which the current action reads rows."""
 
     def take(self) -> list[Span]:
         """Return the spans completed since the last call, in order."""
@@ -43,17 +53,26 @@ class HostSpans:
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
-        self._begun = 0.0
+        self._begun = self._read = 0.0
+        self.within = False
 
     def begin(self) -> float:
-        self._begun = time.perf_counter()
+        self._begun, self._read, self.within = time.perf_counter(), 0.0, True
         return self._begun
 
     def end(self, rank: int, step: int, action: Action, waited: float) -> None:
-        begun, now = self._begun, time.perf_counter()
-        self._spans.append(
-            Span(rank, step, action.kind, action.stage, action.micro, begun, now, waited)
-        )
+        begun, now, read = self._begun, time.perf_counter(), self._read
+        place = rank, step, action.kind, action.stage, action.micro
+        self._spans.append(Span(*place, begun, now, waited + read, read))
+        self.within = False
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._read += time.perf_counter() - begun
 
     def take(self) -> list[Span]:
         taken, self._spans = self._spans, []
@@ -77,7 +96,8 @@ class _Untimed(HostSpans):
 
 
 class _Timed(NamedTuple):
-    """An action between two device events; ``stalls`` are pairs of events between which its stream waited."""
+    """An action between two device events; ``stalls`` are pairs of events between which its stream waited, and
+    ``reads`` pairs around the reading of rows."""
 
     rank: int
     step: int
@@ -86,6 +106,7 @@ class _Timed(NamedTuple):
     begun: torch.Event
     ended: torch.Event
     stalls: Stalls
+    reads: Stalls
 
 
 class DeviceSpans:
@@ -96,12 +117,13 @@ class DeviceSpans:
         self._device, self._copies = device, copies
         self._timed: deque[_Timed] = deque()
         self._begun: torch.Event | None = None
+        self._reads: Stalls = []
         self._last: tuple[torch.Event, float] | None = None
 
     def begin(self) -> float:
         """Record an event after all queued work."""
         self._copies.take_stalls()
-        self._begun = self._event()
+        self._begun, self._reads = self._event(), []
         if self._last is None:
             self._begun.synchronize()
             self._last = self._begun, time.perf_counter()
@@ -110,8 +132,23 @@ class DeviceSpans:
     def end(self, rank: int, step: int, action: Action, waited: float) -> None:
         """Record an event after all queued work."""
         assert self._begun is not None
-        stalls = self._copies.take_stalls()
-        self._timed.append(_Timed(rank, step, action, waited, self._begun, self._event(), stalls))
+        stalls, reads, ended = self._copies.take_stalls(), self._reads, self._event()
+        self._timed.append(_Timed(rank, step, action, waited, self._begun, ended, stalls, reads))
+        self._begun = None
+
+    @property
+    def within(self) -> bool:
+        return self._begun is not None
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Record an event before and after: a device that has queued work reaches both at once, and then the reading
+        delays it by nothing."""
+        begun = self._event()
+        try:
+            yield
+        finally:
+            self._reads.append((begun, self._event()))
 
     def take(self) -> list[Span]:
         """Return the spans of actions that the device has completed."""
@@ -126,9 +163,9 @@ class DeviceSpans:
     def _span(self, timed: _Timed) -> Span:
         begun = self._time(timed.begun)
         ended = self._time(timed.ended)
-        stalled = sum(first.elapsed_time(last) for first, last in timed.stalls) / 1000
+        stalled, read = _seconds_between(timed.stalls), _seconds_between(timed.reads)
         # The host may have waited while the device was busy; a device that receives only waits.
-        waited = ended - begun if timed.action.kind in _RECEIVES else timed.waited + stalled
+        waited = ended - begun if timed.action.kind in _RECEIVES else timed.waited + stalled + read
         return Span(
             timed.rank,
             timed.step,
@@ -138,6 +175,7 @@ class DeviceSpans:
             begun,
             ended,
             min(waited, ended - begun),
+            min(read, ended - begun),
         )
 
     def _time(self, event: torch.Event) -> float:
@@ -150,6 +188,34 @@ class DeviceSpans:
         event = torch.Event(self._device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self._device))
         return event
+
+
+def _seconds_between(pairs: Stalls) -> float:
+    return sum(first.elapsed_time(last) for first, last in pairs) / 1000
+
+
+class TimedRows(RowsOf):
+    """A batch whose reading the spans of actions hold. ``seconds``: of reading outside of actions."""
+
+    def __init__(self, batch: Rows, spans: SpanClock) -> None:
+        super().__init__(batch)
+        self._spans, self.seconds = spans, 0.0
+
+    def inputs(self, start: int, stop: int) -> Any:
+        return self._timed(self._batch.inputs, start, stop)
+
+    def targets(self, start: int, stop: int) -> Any:
+        return self._timed(self._batch.targets, start, stop)
+
+    def _timed(self, read: Callable[[int, int], Any], start: int, stop: int) -> Any:
+        if self._spans.within:
+            with self._spans.reading():
+                return read(start, stop)
+        begun = time.perf_counter()
+        try:
+            return read(start, stop)
+        finally:
+            self.seconds += time.perf_counter() - begun
 
 
 def spans_of(device: torch.device, copies: CopyEngine) -> SpanClock:

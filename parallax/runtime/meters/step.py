@@ -12,6 +12,7 @@ from parallax.swap.statistics import SwapStatistics
 class StepResult:
     """The result of one step. ``loss`` and ``gradient_norm`` are global; the other fields are this rank's.
 
+    ``read_seconds``   seconds of reading rows outside of actions; ``spans`` hold those inside
     ``peak_bytes``     peak device memory since the engine was built; on a CPU, of the process, less its memory before
     ``loss_scale``     the factor of the loss
     ``skipped_steps``  number of steps skipped so far because of non-finite values
@@ -31,3 +32,9 @@ class StepResult:
     trouble: str = ""
     learning_rate: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
+    read_seconds: float = 0.0
+
+    @property
+    def input_seconds(self) -> float:
+        """Return the seconds of the step in which the rank waited for rows."""
+        return self.read_seconds + sum(span.read for span in self.spans)

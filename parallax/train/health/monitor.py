@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from parallax.common.events import busy_seconds
-from parallax.runtime.batch import Rows, RowsOf
+from parallax.runtime.batch import Rows
 from parallax.runtime.engine import Engine
 from parallax.runtime.meters.step import StepResult
 from parallax.train.health.memory import BETWEEN, ROWS, STEP, Growth, MemoryAlarm
@@ -17,33 +17,11 @@ from parallax.train.health.stragglers import Straggler, StragglerDetector
 _STARVED = 0.1  # share of a step that ranks wait for rows, from which they are starved
 _STARVED_SECONDS = 0.005  # of waits in a step; shorter ones are not worth a message
 _STARVED_STEPS = 5  # starved steps in a row after which the reason is printed
-_HIDDEN = 0.1  # fraction of a device's seconds up to which reading is ignored
-
-
-class TimedRows(RowsOf):
-    """A batch that measures, in ``seconds``, how long its source took to return rows."""
-
-    def __init__(self, batch: Rows) -> None:
-        super().__init__(batch)
-        self.seconds = 0.0
-
-    def inputs(self, start: int, stop: int) -> Any:
-        return self._timed(self._batch.inputs, start, stop)
-
-    def targets(self, start: int, stop: int) -> Any:
-        return self._timed(self._batch.targets, start, stop)
-
-    def _timed(self, read: Callable[[int, int], Any], start: int, stop: int) -> Any:
-        begun = time.perf_counter()
-        try:
-            return read(start, stop)
-        finally:
-            self.seconds += time.perf_counter() - begun
 
 
 class HealthMonitor:
     """One rank's health monitor. In each step call :meth:`fetch` and :meth:`stepped`, then send :meth:`columns` to all
-    ranks, and call :meth:`agree` with the columns of all ranks."""
+    ranks, and call :meth:`agree` with the columns of all ranks. ``fetch_seconds``: of :meth:`fetch`."""
 
     def __init__(self, engine: Engine, why_slow: Callable[[], str] = lambda: "") -> None:
         """``why_slow()`` returns the reason why this rank's rows take long."""
@@ -53,12 +31,9 @@ class HealthMonitor:
             engine.tier_bytes, engine.mesh.device, engine.mesh.nodes.local_count
         )
         self._why_slow, self._starved = why_slow, 0
-        self._batch: TimedRows | None = None
-        self._fetching = self._seconds = self._busy = 0.0
+        self.fetch_seconds = self._seconds = self._busy = 0.0
         self._growth: Growth | None = None
         self._waited = self._total = 0.0
-        self.waits = (0.0, 0.0)
-        """Seconds of the last step: fetching rows before it, and reading rows inside of its actions."""
         self._input_seconds = self.input_share = 0.0
         self.stragglers: list[Straggler] = []
         self._growths: list[str] = []
@@ -67,33 +42,24 @@ class HealthMonitor:
         """Return the rows of the next step from ``get``, timed."""
         self._alarm.mark(BETWEEN)
         begun = time.perf_counter()
-        self._batch = TimedRows(get())
-        self._fetching = time.perf_counter() - begun
+        batch = get()
+        self.fetch_seconds = time.perf_counter() - begun
         self._alarm.mark(ROWS)
-        return self._batch
+        return batch
 
     def stepped(self, result: StepResult) -> None:
         """Record the step that used the rows."""
-        on_demand = self._batch.seconds if self._batch is not None else 0.0
-        self._busy = self._own_seconds(busy_seconds(result.spans), on_demand)
-        self.waits = self._fetching, on_demand
-        self._input_seconds, self._seconds = self._fetching + on_demand, result.seconds
+        self._busy, self._seconds = busy_seconds(result.spans), result.seconds
+        self._input_seconds = self.fetch_seconds + result.input_seconds
         self._alarm.mark(STEP)
         self._growth = self._alarm.find_growth()
-
-    def _own_seconds(self, busy: float, on_demand: float) -> float:
-        """Return the seconds that this rank computed, without the reading of rows on demand; 0 if unknown. On an
-        accelerator it is unknown how much of a long read overlapped with the device's work."""
-        if self._mesh.device.type == "cpu":
-            return max(0.0, busy - on_demand)
-        return busy if on_demand <= _HIDDEN * busy else 0.0
 
     def columns(self) -> dict[str, float]:
         """Return this rank's figures for the other ranks: seconds of waiting for rows, of the step, and of computing,
         and whether its memory grows."""
         return {
             "input_seconds": self._input_seconds,
-            "whole_seconds": self._seconds + self._fetching,
+            "whole_seconds": self._seconds + self.fetch_seconds,
             "busy_seconds": self._busy,
             "memory_grows": float(self._growth is not None),
         }

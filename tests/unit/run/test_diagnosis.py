@@ -6,14 +6,18 @@ The files are those that a run leaves: its spans are simulated with a cause that
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from parallax import cli, config
+from parallax.commands import why as why_command
 from parallax.common.events import EventLog, Span
 from parallax.plan.cluster import Cluster, Link
 from parallax.plan.config import PlanConfig
@@ -23,7 +27,13 @@ from parallax.plan.profile import ModelProfile
 from parallax.plan.search.search import search
 from parallax.plan.simulation.predict import predict
 from parallax.report.ranks import RankSnapshot
-from parallax.run.diagnosis.fitted import fit, slow_ranks, with_reads, with_tier_speed
+from parallax.run.diagnosis.fitted import (
+    fit,
+    slow_ranks,
+    with_host_tier,
+    with_reads,
+    with_tier_speed,
+)
 from parallax.run.diagnosis.measured import INPUT, STALL, TERMS, Measured
 from parallax.train.nodes import events_path
 from tests.unit import plan_fakes as fakes
@@ -41,8 +51,8 @@ def costs(**fields: Any) -> ModelProfile:
     return fakes.profile(blocks, **fields)
 
 
-def machine(memory: int = 10**15, rate: float = 1e9) -> Cluster:
-    return fakes.cluster(2, memory, write=Link(bytes_per_second=rate))
+def machine(memory: int = 10**15, rate: float = 1e9, **fields: Any) -> Cluster:
+    return fakes.cluster(2, memory, write=Link(bytes_per_second=rate), **fields)
 
 
 def planned(profile: ModelProfile, cluster: Cluster, asked: Sequence[str]) -> Plan:
@@ -84,9 +94,16 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pat
         words += ["data=dataset", "data.target=nowhere:rows", "data.workers=0", *constraints]
         (folder / "config.yaml").write_text(config.dump(config.compose(words)))
         found = predict(with_reads(profile, plan, reads), true or cluster, plan)
+        reading = {0: "forward", len(plan.stages) - 1: "forward"}  # stage → action that reads
+        counts = Counter(s.rank for s in found.spans if s.kind == reading.get(s.stage))
         length = found.step_seconds + fetch + GAP
         for rank in range(plan.world_size):
-            spans = [span for span in found.spans if span.rank == rank]
+            read = reads[rank] / counts[rank]
+            spans = [
+                s._replace(wait=s.wait + read, read=read) if s.kind == reading.get(s.stage) else s
+                for s in found.spans
+                if s.rank == rank
+            ]
             with EventLog(events_path(folder, rank)) as events:
                 for step in range(STEPS):
                     events.extend([_later(span, step, length) for span in spans])
@@ -99,7 +116,6 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pat
                 host="here",
                 time=0.0,
                 steps=STEPS,
-                read_seconds=reads[rank],
                 fetch_seconds=fetch,
             ).save(folder)
         return folder
@@ -166,6 +182,47 @@ def test_a_slow_rank_is_named(
     )
 
 
+def test_slow_computing_on_all_ranks_is_named(
+    stored: Callable[..., Path], why: Callable[[Path], dict[str, Any]]
+) -> None:
+    """As beside other programs: it cost most, and checkpoints or nothing were named."""
+    profile, cluster = costs(), machine()
+    asked = ["plan.stages=auto", "plan.replicas=auto", "trainer.microbatch=auto"]
+    folder = stored(profile, cluster, asked, true=cluster.slowed({0: 3.0, 1: 3.0}))
+    found = why(folder)
+    assert found["cause"] == "slow computing"
+    assert found["sentence"] == "blocks take 3.0 times as long as planned, on all ranks"
+    change = found["changes"][0]
+    assert change["overrides"] == []
+    as_planned = Plan.load(folder / "plan.yaml").prediction.step_seconds + GAP
+    assert change["seconds"] == pytest.approx(as_planned, rel=CLOSE)
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_page_fits_the_terminal(
+    stored: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    width: int,
+) -> None:
+    monkeypatch.setattr(why_command, "console_of", lambda parsed: terminal(width))
+    stored(costs(), machine(), reads=(1.2, 1.2))
+    assert cli.main(["why", "run", "data.target=nowhere:rows"]) == 0
+    out = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
+    lines = [line.rpartition("\r")[2].rstrip() for line in out.splitlines()]
+    assert max(map(len, lines)) <= width
+    assert (
+        " a step: mean of 2 ranks, 4 steps    measured  share  planned              most" in lines
+    )
+    waiting = next(line for line in lines if "waiting for rows" in line)
+    assert re.fullmatch(r" waiting for rows +1\.20 s +\d+% +1\.20 s, rank \d", waiting), "unplanned"
+    assert "  data.workers=2" in lines, "to be copied as it is"
+
+
+def terminal(width: int) -> Console:
+    return Console(width=width, force_terminal=True, color_system=None)
+
+
 def test_a_small_budget_is_named(
     stored: Callable[..., Path], why: Callable[[Path], dict[str, Any]]
 ) -> None:
@@ -195,6 +252,36 @@ def test_a_slow_disk_is_named(
     assert found["terms"][STALL] > found["planned_terms"][STALL]
     assert found["changes"][0]["cause"] == "slow offload tier"
     assert found["changes"][0]["gain"] > 0.1
+
+
+def test_host_memory_is_proposed_in_place_of_a_slow_disk(
+    stored: Callable[..., Path], why: Callable[[Path], dict[str, Any]]
+) -> None:
+    profile, asked = costs(), ["cluster.device_memory=7MiB"]
+    cluster = machine(7 * MIB, host_link=Link(bytes_per_second=5e9), host_bytes=32 * MIB)
+    found = why(stored(profile, cluster, asked, true=with_tier_speed(cluster, 0.01)))
+    assert found["cause"] == "slow offload tier"
+    change = next(each for each in found["changes"] if each["overrides"] == ["swap.tier=host"])
+    hosts = with_host_tier(cluster)
+    assert hosts is not None
+    assert {(each.tier, each.tier_bytes) for each in hosts.devices} == {("host", 32 * MIB)}
+    better = planned(profile, hosts, [*SHAPE, *asked])
+    assert sum(rank.offloaded_bytes for rank in better.prediction.ranks) > 0
+    assert change["seconds"] == pytest.approx(better.prediction.step_seconds + GAP, rel=CLOSE)
+    assert change["gain"] > 0.1
+    assert "offload to host memory, " in change["text"]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_host_memory_that_is_full_or_unknown_is_not_proposed(
+    stored: Callable[..., Path], why: Callable[[Path], dict[str, Any]], known: bool
+) -> None:
+    host = {"host_link": Link(bytes_per_second=5e9), "host_bytes": 1024} if known else {}
+    cluster = machine(7 * MIB, **host)
+    slow = with_tier_speed(cluster, 0.01)
+    found = why(stored(costs(), cluster, ["cluster.device_memory=7MiB"], true=slow))
+    assert found["cause"] == "slow offload tier"
+    assert all("swap.tier=host" not in each["overrides"] for each in found["changes"])
 
 
 def test_the_speed_of_the_tier_is_found_from_the_stalls(stored: Callable[..., Path]) -> None:
