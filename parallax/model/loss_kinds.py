@@ -107,6 +107,12 @@ class LossConfig:
         return found if isinstance(found, int) else _IGNORED
 
     @property
+    def takes_classes(self) -> bool | None:
+        """Whether each target is the class of a vector of scores; None if only the loss itself knows."""
+        kind = _KINDS.get(self.name)
+        return None if kind is None else kind.targets == "classes"
+
+    @property
     def takes_mixed_classes(self) -> bool:
         """Whether float targets are probabilities of classes."""
         return self.name == "cross_entropy"
@@ -125,6 +131,7 @@ class TorchLoss:
         self._name, self._kind, self._kwargs = name, _KINDS[name], dict(kwargs)
         self._reduction = self._kwargs.pop("reduction", "mean")
         self._vectors = {n: self._kwargs.pop(n) for n in self._kind.vectors if n in self._kwargs}
+        self._copies: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
         self._ignored = self._kwargs.get("ignore_index", _IGNORED)
         self._compared = False
         # Caches of profiles and verdicts tell losses apart by this name.
@@ -250,7 +257,14 @@ class TorchLoss:
         )
 
     def _on_device(self, scores: Tensor) -> dict[str, Tensor]:
-        found = {name: scores.new_tensor(values) for name, values in self._vectors.items()}
+        """Return the vectors like ``scores``, copied once to each device; copies without values are not kept."""
+        key, plain = (scores.device, scores.dtype), type(scores) is Tensor
+        found = self._copies.get(key) if plain else None
+        if found is None:
+            with torch.inference_mode(False):  # a training step uses them later
+                found = {name: scores.new_tensor(values) for name, values in self._vectors.items()}
+        if plain and all(type(each) is Tensor for each in found.values()):
+            self._copies[key] = found
         for name, vector in found.items():
             if len(vector) not in (1, scores.shape[-1]) or (
                 len(vector) != scores.shape[-1] and self._kind.targets == "classes"
