@@ -28,6 +28,7 @@ from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.analytic.efficiency import price
 from parallax.plan.cluster import Cluster
 from parallax.plan.profile import ModelProfile
+from parallax.plan.task import PlanTask
 from parallax.plan.tier import AUTO
 from parallax.plan.work import ModelWork
 from parallax.run.planning import (
@@ -44,10 +45,12 @@ from parallax.run.stepping import stepped_by
 from parallax.run.verified import check_rows, verify_run
 from parallax.runtime.batch import Rows, as_tensors
 from parallax.runtime.health.row_check import RowCheck
-from parallax.runtime.optim.groups import freeze
+from parallax.runtime.optim.groups import ParameterGroups, freeze
 from parallax.train.data.source import Source
 
 logger = logging.getLogger("parallax")
+
+_GROUPS_LATER = "optimizer.groups: planned without names of parameters, so patterns are checked when training starts"
 
 
 def build_chain(config: RunConfig) -> Chain:
@@ -58,7 +61,7 @@ def build_chain(config: RunConfig) -> Chain:
         seed=config.seed,
         dtype=config.precision.parameter_dtype,
         blocks=model.block_paths,
-        sample=lambda rows: _inputs(config, rows),
+        sample=lambda rows: sample_inputs(config, rows),
         weights=model.stage_weights,
         partial_weights=model.partial_weights,
         base=model.base(config.seed),
@@ -76,7 +79,7 @@ def model_factory(config: RunConfig) -> Callable[[], nn.Module]:
     return build
 
 
-def _inputs(config: RunConfig, rows: int) -> Any:
+def sample_inputs(config: RunConfig, rows: int) -> Any:
     """Return the inputs of the first ``rows`` rows of a batch, or of all its rows if there are fewer."""
     if (shapes := config.data.shapes(config.model)) is not None:
         return shapes(rows)[0][0]
@@ -285,22 +288,9 @@ def plan_run(
     micro-batches is refused (:mod:`parallax.run.verified`). ``accept(chain)`` is called before weights are made; it
     raises for a model that must not be planned.
     """
+    task = PlanTask(config.task)
     if isinstance(config.cluster, CatalogClusterConfig):
-        return plan_catalog(
-            stepped_by(
-                profile or profile_run(config, progress),
-                config.optimizer,
-                averages=config.ema.averages,
-            ),
-            config.cluster,
-            dtype=config.precision.compute,
-            plan=config.plan,
-            swap=config.swap,
-            global_batch=config.trainer.global_batch,
-            microbatch=config.trainer.microbatch,
-            gather_loss=config.trainer.gather_loss,
-            progress=progress,
-        )
+        return _plan_for_catalog(config, config.cluster, task, profile, progress)
     chain, loss, batch = _what_is_planned(config, progress, present, accept)
     verdict = verify_run(config, chain, loss, batch, progress) if verified else Verdict()
     progress("planning")
@@ -320,10 +310,39 @@ def plan_run(
         profile=profile,
         present=present,
         scratch=scratch,
+        task=task,
         progress=progress,
     )
     check_rows(config, verdict, planned.plan)
     return planned
+
+
+def _plan_for_catalog(
+    config: RunConfig,
+    cluster: CatalogClusterConfig,
+    task: PlanTask,
+    profile: ModelProfile | None,
+    progress: Callable[[str], None],
+) -> Planned:
+    nameless = profile is not None or config.model.work(str(config.precision)) is not None
+    profile = profile or profile_run(config, progress)
+    if task.trains:
+        profile = stepped_by(profile, config.optimizer, averages=config.ema.averages)
+    planned = plan_catalog(
+        profile,
+        cluster,
+        dtype=config.precision.compute,
+        plan=config.plan,
+        swap=config.swap,
+        global_batch=config.trainer.global_batch,
+        microbatch=config.trainer.microbatch,
+        gather_loss=config.trainer.gather_loss,
+        task=task,
+        progress=progress,
+    )
+    if not config.optimizer.groups or not nameless:
+        return planned
+    return replace(planned, remarks=(*planned.remarks, _GROUPS_LATER))
 
 
 def _what_is_planned(
@@ -334,8 +353,12 @@ def _what_is_planned(
 ) -> tuple[Chain, Loss, Rows]:
     """Return model, loss and a batch of ``config``, after checking that the settings allow a plan on this machine."""
     check_devices(config)
-    config.replicas.check_requested(config.plan)
+    config.plan.check_task(PlanTask(config.task))
+    if config.task == PlanTask.TRAINING:
+        config.replicas.check_requested(config.plan)
     config.metrics_config.check_installed()
+    if (classes := config.loss.takes_classes) is not None:
+        config.metrics_config.check_targets(classes=classes)
     progress(doing(config, "building the model"))
     chain = build_chain(config)
     accept(chain)
@@ -348,12 +371,16 @@ def _what_is_planned(
         plan=config.plan,
         swap=config.swap,
         microbatch=config.trainer.microbatch,
-        gather_loss=config.trainer.gather_loss,
+        gather_loss=config.trainer.gather_loss and config.task != PlanTask.INFERENCE,
         present=present,
     )
     loss = build_loss(config)
     progress(doing(config, "fetching rows"))
     batch = _sampled(config, quiet=False)
+    if loss is usual_loss and config.metrics:
+        targets = batch.targets(0, 1)
+        if isinstance(targets, Tensor) and not targets.is_floating_point():
+            config.metrics_config.check_targets(classes=True)
     return chain, loss, batch
 
 
@@ -412,6 +439,7 @@ def model_work(config: RunConfig, progress: Callable[[str], None] = lambda text:
         return work
     progress(doing(config, "building the model"))
     chain = build_chain(config)
+    ParameterGroups.of(config.optimizer, chain.model)  # refuses patterns that fit no parameter
     return count(
         chain,
         build_loss(config),

@@ -193,6 +193,7 @@ def _weakest(index: int, offers: Sequence[_Offer]) -> Node:
 
 
 def _least(device: Device, alike: Sequence[Device]) -> Device:
+    hosts = [each.host_link for each in alike if each.host_link is not None]
     return replace(
         device,
         memory_bytes=min(each.memory_bytes for each in alike),
@@ -205,6 +206,8 @@ def _least(device: Device, alike: Sequence[Device]) -> Device:
         edge_bytes=max(each.edge_bytes for each in alike),
         overlap_loss=max(each.overlap_loss for each in alike),
         tier_share=min(each.tier_share for each in alike),
+        host_link=_slowest(hosts) if len(hosts) == len(alike) else None,
+        host_bytes=min(each.host_bytes for each in alike),
         host_update_seconds=max(each.host_update_seconds for each in alike),
     )
 

@@ -38,6 +38,7 @@ from parallax.plan.profile import ModelProfile
 from parallax.plan.search.contradiction import Question, check_question
 from parallax.plan.search.search import search
 from parallax.plan.simulation.predict import Forecast
+from parallax.plan.task import PlanTask
 from parallax.run.nodes import (
     join_nodes,
     measured_cluster,
@@ -116,9 +117,10 @@ def plan_model(
     profile: ModelProfile | None = None,
     present: Cluster | None = None,
     scratch: Path | None = None,
+    task: PlanTask = PlanTask.TRAINING,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Planned:
-    """Measure ``chain`` on this machine and return the best plan for global batches like ``batch``.
+    """Measure ``chain`` on this machine and return the best plan of ``task`` for global batches like ``batch``.
 
     ``optimizer``: its settings, or a function from parameter groups to an optimizer of torch. ``averages``: keep
     averaged weights. ``gather_loss``: compute one loss over all rows of a batch, as contrastive losses need.
@@ -128,7 +130,9 @@ def plan_model(
     """
     cluster, swap, plan = cluster or ClusterConfig(), swap or SwapConfig(), plan or PlanConfig()
     batch = RowCheck(chain.dtype).of(batch, "the batch to plan with")
-    requested: dict[str, Any] = {"microbatch": microbatch, "gather_loss": gather_loss}
+    plan.check_task(task)
+    gathers = gather_loss and task is not PlanTask.INFERENCE
+    requested: dict[str, Any] = {"microbatch": microbatch, "gather_loss": gathers}
     used = check_model(
         chain, len(batch), cluster=cluster, plan=plan, swap=swap, present=present, **requested
     )
@@ -148,17 +152,36 @@ def plan_model(
     progress("measuring the machine")
     found = present or measured_cluster(cluster, choice, swap, scratch)
     progress(f"searching plans for {len(found.devices)} device(s)")
-    optimizer = AdamWConfig() if optimizer is None else as_config(optimizer)
-    profile = stepped_by(profile, optimizer, chain, own_device(choice.kind), averages=averages)
-    requested |= {"global_batch": len(batch), "swap": swap.offloads, "progress": progress}
+    profile, groups = _stepped(profile, chain, optimizer, choice, task, averages=averages)
+    requested |= {"global_batch": len(batch), "swap": swap.offloads, "task": task}
     fixed = present is not None or _started(cluster)
-    best, forecast = search(profile, found, plan, spare=not fixed, **requested)
+    best, forecast = search(profile, found, plan, spare=not fixed, progress=progress, **requested)
     given = len(found.devices) if present else _given(cluster, plan)
-    processes = dataclasses.replace(choice, count=best.world_size)
-    remarks = (_unused(given, used), "" if present else processes_of(processes))
-    used_devices = found.first(best.world_size)
-    groups = tuple(ParameterGroups.of(optimizer, chain.model).summaries())
-    return Planned(best, forecast, profile, used_devices, tuple(filter(None, remarks)), groups)
+    processes = "" if present else _processes(choice, best)
+    remarks = tuple(filter(None, (_unused(given, used), processes)))
+    return Planned(best, forecast, profile, found.first(best.world_size), remarks, groups)
+
+
+def _processes(choice: DeviceChoice, plan: Plan) -> str:
+    return processes_of(dataclasses.replace(choice, count=plan.world_size))
+
+
+def _stepped(
+    profile: ModelProfile,
+    chain: Chain,
+    optimizer: OptimizerConfig | Callable[[Sequence[Group]], Optimizer] | None,
+    choice: DeviceChoice,
+    task: PlanTask,
+    *,
+    averages: bool,
+) -> tuple[ModelProfile, tuple[GroupSummary, ...]]:
+    """Return the profile with the costs of the optimizer, and its parameter groups, if the task trains."""
+    if not task.trains:
+        return profile, ()
+    config = AdamWConfig() if optimizer is None else as_config(optimizer)
+    groups = tuple(ParameterGroups.of(config, chain.model).summaries())
+    device = own_device(choice.kind)
+    return stepped_by(profile, config, chain, device, averages=averages), groups
 
 
 def as_planned(cluster: ClusterConfig, requested: PlanConfig, plan: Plan) -> ClusterConfig:
@@ -296,10 +319,12 @@ def plan_catalog(
     global_batch: int,
     microbatch: int | str = "auto",
     gather_loss: bool = False,
+    task: PlanTask = PlanTask.TRAINING,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Planned:
     """Search a plan of a model for machines that are not available. ``dtype``: the number format of the model's matrix
     products. Schedules and tiers that the runtime does not implement are searched too."""
+    gathers = gather_loss and task is not PlanTask.INFERENCE
     parameters = sum(block.parameters for block in profile.blocks)
     weight_bytes = (
         round(sum(block.parameter_bytes for block in profile.blocks) / max(1, parameters)) or 4
@@ -313,9 +338,10 @@ def plan_catalog(
             rows=global_batch,
             microbatch=microbatch,
             swap=swap.offloads,
-            gather_loss=gather_loss,
+            gather_loss=gathers,
         )
     )
+    plan.check_task(task)
     found = given.first(used)
     progress(f"searching plans for {used} device(s)")
     best, forecast = search(
@@ -325,8 +351,9 @@ def plan_catalog(
         global_batch=global_batch,
         microbatch=microbatch,
         swap=swap.offloads,
-        gather_loss=gather_loss,
+        gather_loss=gathers,
         spare=True,
+        task=task,
         progress=progress,
     )
     unused = _unused(len(given.devices), used)

@@ -24,6 +24,7 @@ from parallax.machine.local import ClusterConfig
 from parallax.plan.cluster import Cluster
 from parallax.plan.inputs import Inputs, inputs_path
 from parallax.plan.plan import Plan
+from parallax.plan.task import PlanTask
 from parallax.report import placement_table, plan_table, tell_noise
 from parallax.report.recipe import print_recipe
 from parallax.run.job import local_cluster, plan_run, with_steps
@@ -77,6 +78,7 @@ def prepare(
         config = found.config
         work.limit(config.trainer)
         local_cluster(config)
+        _check_trains(config)
         name = config.name if config.name != "auto" else free_name()
         check_name(name)
         config.trainer.check_steps()
@@ -115,6 +117,14 @@ def prepare(
     for line in planned.remarks:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return PreparedRun(directory, _counted(config, planned.plan), planned.plan)
+
+
+def _check_trains(config: RunConfig) -> None:
+    if config.task != PlanTask.TRAINING:
+        raise ConfigError(
+            f"task={config.task}: parallax train trains; leave it out, or plan with `parallax plan "
+            f"task={config.task}`"
+        )
 
 
 def check_name(name: str) -> None:

@@ -32,9 +32,9 @@ class DebugConfig:
     """Recordings of a few steps by each rank, in the run directory.
 
     ``record``: ``trace``: the rank's actions with their waits as a Chrome trace; ``profiler``: every operator, by
-    torch.profiler; ``memory``: every allocation, on CUDA a snapshot for https://pytorch.org/memory_viz, on the CPU
-    torch.profiler's account of memory, and for each step a line of a table with the memory of the process and its
-    device. ``steps``: the first and the last step, counted from 1 at the start of the process, so resumed runs can be
+    torch.profiler; ``memory``: every allocation (on CUDA as a snapshot for https://pytorch.org/memory_viz, on the CPU
+    by torch.profiler), and a table of the memory of the process and its device, with a line for each step.
+    ``steps``: the first and the last step, counted from 1 at the start of the process, so resumed runs can be
     recorded. A recording costs time and memory, which no plan predicts.
     """
 

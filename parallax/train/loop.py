@@ -191,12 +191,12 @@ def train(
 ) -> dict[str, Any]:
     """Train to ``trainer.steps`` in the run directory, and return the summary, which rank 0 also writes there; every
     rank calls it. ``checkpoints`` is the folder of checkpoints, by default one in the run directory; ``checkpoint``
-    configures them. ``parameters`` are the run's settings for loggers, of which ``name`` is its name.
+    configures them. ``parameters`` are the settings that loggers record; ``name`` among them is the run's name.
     ``callbacks`` are called on every rank (:mod:`parallax.train.callbacks`), the same ones everywhere.
 
-    ``status`` receives the figures of each step, and ``utilization`` compares its operations with the devices' peak.
-    ``watchdog`` receives the phases outside of steps, and knows whether this rank was requested to end. If there is a
-    reason to end early (:mod:`parallax.train.stop`), all ranks end after the same step, with a checkpoint.
+    ``status`` receives the figures of each step. ``utilization`` compares the operations of a step with the devices'
+    peak. ``watchdog`` receives the phases outside of steps, and knows whether this rank was requested to end. If there
+    is a reason to end early (:mod:`parallax.train.stop`), all ranks end after the same step, with a checkpoint.
 
     The summary's ``ended`` is "steps", "rows" if the source has no more rows, or the name of the reason: "drift", with
     the explanation in ``drift``, "stopped", with the signal's number in ``stopped``, "patience", "target", or
@@ -287,9 +287,7 @@ class _Run:
         self._callbacks.check_equal(self._mesh)
         with phase("loading a checkpoint"):
             resumed = self._resume()
-            state_text(
-                self._state()
-            )  # state that no checkpoint can hold is rejected before the first step
+            state_text(self._state())  # rejects, before the first step, what no checkpoint can hold
         self._record.begin(self._engine.completed_steps)
         total = self._trainer.steps
         with (
@@ -300,13 +298,7 @@ class _Run:
             for refused in self._refused:
                 logger.note(f"skipped: {refused}")
             if resumed:
-                done = self._engine.completed_steps
-                more = (
-                    ""
-                    if done < total
-                    else ": all steps are done; raise trainer.steps or trainer.epochs to go on"
-                )
-                logger.note(f"continuing after step {done} from {resumed}{more}")
+                logger.note(self._resume_text(resumed))
             self._callbacks.call("on_run_start")
             self._stopping.exchange()  # requests that arrived while the engine was built
             if not self._stopping.ends_run:
@@ -323,7 +315,9 @@ class _Run:
                 with self._unwritten.trying(self._directory / "debug"):
                     self._recording.add(result)
                 self._record.add(result)
-                self._status.stepped(result, self._engine.completed_steps, self._health.waits)
+                self._status.stepped(
+                    result, self._engine.completed_steps, self._health.fetch_seconds
+                )
                 if self._logger.events:
                     with self._unwritten.trying(events.path):
                         events.extend(result.spans)
@@ -343,6 +337,12 @@ class _Run:
                 logger.close_loggers()
         with phase("writing the report"):
             return self._end()
+
+    def _resume_text(self, checkpoint: object) -> str:
+        done = self._engine.completed_steps
+        ended = done >= self._trainer.steps
+        more = ": all steps are done; raise trainer.steps or trainer.epochs to go on"
+        return f"continuing after step {done} from {checkpoint}{more if ended else ''}"
 
     def _begin_evaluations(self, logger: RankZeroLogger) -> None:
         """Check, before the first step, that the metrics accept the model's outputs and the targets, and that there are

@@ -20,11 +20,12 @@ from rich.live import Live
 from rich.text import Text
 
 from parallax.common.files import AppendedFile, disk_free_bytes
+from parallax.common.metrics import METRICS
 from parallax.common.units import format_bytes
 from parallax.errors import ConfigError, check_choice, check_count, printable
 from parallax.train.loggers.destination import LOGGERS, LoggedRun, logger_named
 from parallax.train.loggers.sender import LogSender, figures_of
-from parallax.train.repeats import METRICS, forget_steps, last_step
+from parallax.train.repeats import forget_steps, last_step
 
 
 @dataclass(frozen=True, kw_only=True)

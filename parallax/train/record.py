@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from parallax.common.events import EventLog, Span, bubble_fraction, read_events
+from parallax.common.metrics import METRICS
 from parallax.errors import ConfigError
 from parallax.mesh import Mesh
 from parallax.plan.plan import Plan
@@ -25,7 +26,6 @@ from parallax.train.evaluation import Evaluated
 from parallax.train.monitor import Unwritten, finite
 from parallax.train.nodes import events_path
 from parallax.train.repeats import (
-    METRICS,
     forget_steps,
     note_restart,
     noted_refusals,

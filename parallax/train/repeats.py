@@ -19,7 +19,6 @@ from typing import Any
 
 from parallax.common.files import AppendedFile
 
-METRICS = "metrics.jsonl"
 RESTARTS = "restarts.jsonl"  # one line each, and one for each host that was refused
 _REFUSED = "refused"
 

@@ -31,15 +31,14 @@ Sensors = Callable[[], tuple[float | None, float | None]]
 class StepObserver(Protocol):
     """Receives the figures of each step of a rank."""
 
-    def stepped(self, result: StepResult, step: int, waits: tuple[float, float]) -> None:
-        """Record a step: the ``step``-th of the run; ``waits`` are the seconds of fetching rows before it, and of
-        reading rows inside of its actions."""
+    def stepped(self, result: StepResult, step: int, fetch_seconds: float) -> None:
+        """Record a step, the ``step``-th of the run, and the seconds of fetching rows before it."""
 
 
 class NoStepObserver:
     """Ignores all figures."""
 
-    def stepped(self, result: StepResult, step: int, waits: tuple[float, float]) -> None:
+    def stepped(self, result: StepResult, step: int, fetch_seconds: float) -> None:
         """No-op."""
 
 
@@ -77,21 +76,22 @@ class RankStatusFile:
         )
         self._figures: Mapping[str, Any] = {}
         self._times: deque[tuple[float, int]] = deque(maxlen=_PACE_STEPS + 1)
-        self._waits, self._counted, self._begun = (0.0, 0.0), 0, 0
+        self._fetched, self._counted, self._begun = 0.0, 0, 0
         self._written_at = self._sensed_at = float("-inf")
         self._sensed: tuple[float | None, float | None] = (None, None)
         self._writing = threading.Lock()
         self._writer: threading.Thread | None = None
 
-    def stepped(self, result: StepResult, step: int, waits: tuple[float, float]) -> None:
+    def stepped(self, result: StepResult, step: int, fetch_seconds: float) -> None:
         """Take over the figures of a step. They are read on another thread, so they are one new object."""
         now = time.monotonic()
         self._times.append((now, step))
         self._begun += 1
         if self._begun > _WARM_UP:
             self._counted += 1
-            self._waits = self._waits[0] + waits[0], self._waits[1] + waits[1]
-        count, whole, swap = max(1, self._counted), result.seconds + waits[0], result.swap
+            self._fetched += fetch_seconds + result.read_seconds
+        whole, swap = result.seconds + fetch_seconds, result.swap
+        waited = fetch_seconds + result.input_seconds
         moved, rate = swap.bytes_out + swap.bytes_in, self._rows / whole if whole > 0 else 0.0
         swaps = swap.limit_bytes + moved > 0
         self._figures = {
@@ -103,10 +103,9 @@ class RankStatusFile:
             "device_bytes": result.peak_bytes,
             "device_budget_bytes": self._budget,
             "stall_share": swap.stall_seconds / result.seconds if swaps else None,
-            "input_share": min(1.0, sum(waits) / whole) if whole > 0 else 0.0,
+            "input_share": min(1.0, waited / whole) if whole > 0 else 0.0,
             "swap_bytes_per_second": moved / result.seconds if swaps else None,
-            "fetch_seconds": self._waits[0] / count,
-            "read_seconds": self._waits[1] / count,
+            "fetch_seconds": self._fetched / max(1, self._counted),
             "seconds_left": self._seconds_left(step, now),
         }
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from parallax.common.documents import any_json, leaves, plain_yaml, read_lines
+from parallax.common.metrics import METRICS
 from parallax.errors import ConfigError, ParallaxError, nearest, printable
 from parallax.plan.plan import Plan
 from parallax.report.scaling import PointResult, RankPeak, SweepResults
@@ -28,7 +29,6 @@ from parallax.run.sweep.points import (
     read_json,
     summary_of,
 )
-from parallax.train.repeats import METRICS
 
 _HOW_MANY = ("cluster.devices", "plan.stages", "plan.replicas", "trainer.global_batch")
 # Settings that change neither the time of a step nor its memory.

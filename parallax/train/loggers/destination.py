@@ -47,9 +47,9 @@ class LoggedRun:
 class Destination(Protocol):
     """One run at one destination.
 
-    ``replaces``: the destination was opened without the points of steps after the resumed one, so these steps may be
-    sent again; otherwise they must not be. ``held``: the last step that the destination has; None if it cannot tell, or
-    if it never loses points that were sent.
+    ``replaces``: whether the destination has dropped the points after the step from which the run resumes. If so, these
+    steps are sent again; otherwise they must not be. ``held``: the last step that the destination has; None if it
+    cannot tell, or if it never loses points that were sent.
     """
 
     replaces: bool

@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from parallax.common.documents import SMALL_BYTES, read_json
+from parallax.common.metrics import METRICS
 from parallax.errors import printable
 from parallax.train.loggers.destination import Destination, LoggedRun, LoggerModule, Point
-from parallax.train.repeats import METRICS, records_between
+from parallax.train.repeats import records_between
 
 MOST_WAITING = 2000  # points in the queue
 _MOST_AT_ONCE = 50  # points in one write, the most that a killed process loses
