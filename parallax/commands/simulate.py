@@ -94,8 +94,8 @@ def _spans(forecast: Forecast, plan: Plan) -> list[Span]:
 def simulation_table(
     plan: Plan, ranks: Sequence[RankPrediction], stages: Sequence[StagePrediction]
 ) -> Table:
-    """Return a table with a row for each rank: its memory, and seconds by term. Seconds are known only for the fullest
-    rank of each pipeline rank, and shown for all its ranks."""
+    """Return a table with a row for each rank: its memory, and its seconds by term. Of the replicas of a pipeline rank,
+    only the one with the most memory has predicted seconds; every replica's row shows these."""
     terms = list(dict.fromkeys(term for stage in stages for term in stage.seconds))
     shown = [term for term in terms if any(stage.seconds.get(term) for stage in stages)]
     table = Table(

@@ -51,12 +51,14 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.source import ModelConfig
 from parallax.plan.analytic.catalog import CatalogClusterConfig
 from parallax.plan.config import PlanConfig
+from parallax.plan.task import PlanTask
 from parallax.runtime.checkpoint.config import CheckpointConfig
 from parallax.runtime.metrics.config import MetricsConfig
 from parallax.runtime.optim.config import OptimizerConfig
 from parallax.runtime.optim.ema import EmaConfig
 from parallax.runtime.optim.schedule import ScheduleConfig
 from parallax.runtime.replicas.config import ReplicasConfig
+from parallax.serve.config import ServeConfig
 from parallax.swap.config import SwapConfig
 from parallax.train.callbacks import callback_configs
 from parallax.train.data.source import DataConfig
@@ -72,15 +74,17 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """The settings of a run. ``name``: its directory is ``runs/<name>``. ``seed``: of initial weights, dropout and the
-    order of rows. ``compile``: compile the forward of each block with torch.compile, which takes a while at the
-    first step. ``metrics``: numbers of the held-out rows, by torchmetrics, and of the rows of each step if they need
-    only sums: a list of names such as accuracy, top5, f1, auroc and perplexity, or of {name: NAME, kwargs: {KEY:
-    VALUE}, target: package.module:Class}. ``callbacks``: your own code in the training loop, a list of
-    ``package.module:factory`` or of ``{target: package.module:factory, kwargs: {...}, on_error: note}``; an error of a
-    callback ends the run unless ``on_error`` is note."""
+    order of rows. ``task``: what `parallax plan` plans for: training, or forwards alone as evaluation, which computes
+    the loss, or as inference, which keeps the outputs of a batch. ``compile``: compile the forward of each block with
+    torch.compile, which takes a while at the first step. ``metrics``: numbers of the held-out rows, by torchmetrics,
+    and of the rows of each step if they need only sums: a list of names such as accuracy, top5, f1, auroc and
+    perplexity, or of {name: NAME, kwargs: {KEY: VALUE}, target: package.module:Class}. ``callbacks``: your own code in
+    the training loop, a list of ``package.module:factory`` or of ``{target: package.module:factory, kwargs: {...},
+    on_error: note}``; an error of a callback ends the run unless ``on_error`` is note."""
 
     name: str = "auto"
     seed: int = 1
+    task: str = PlanTask.TRAINING.value
     model: ModelConfig
     data: DataConfig
     cluster: ClusterConfig | CatalogClusterConfig
@@ -98,6 +102,7 @@ class RunConfig:
     checkpoint: CheckpointConfig
     logger: LoggerConfig
     debug: DebugConfig
+    serve: ServeConfig
     callbacks: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -109,6 +114,7 @@ class RunConfig:
             )
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed={self.seed}: accepted are whole numbers from 0 to {2**63 - 1}")
+        check_choice("task", self.task, list(map(str, PlanTask)))
         if self.trainer.steps:
             self.ema.check(self.trainer.steps)
         self.metrics_config.check_key("checkpoint.metric", self.checkpoint.metric)
@@ -465,8 +471,9 @@ def _remove(tree: dict[str, Any], key: str) -> None:
 
 
 def _read_run(tree: Any, mistakes: Mistakes) -> RunConfig:
-    """Return the configuration, with each group read into the dataclass of its ``name``. Raises one error for all wrong
-    keys and the ``mistakes`` so far; if there are none, one for all wrong values."""
+    """Return the configuration, with each group read into the dataclass of its ``name``. Raises one error that lists
+    the ``mistakes`` so far and all wrong keys. Values are checked only if there are no such mistakes; one error then
+    lists all wrong values."""
     groups = [key for key in field_types(RunConfig) if _kinds(key)]
     parts = checked(RunConfig, tree, "", elsewhere=elsewhere)
     kinds: dict[str, type[Any]] = {}
