@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ from parallax.machine.probes import ALONE, HostSpeeds, Probes, measure_together
 from parallax.plan.analytic.catalog import UPDATE_BYTES
 from parallax.plan.analytic.hardware import LINK_KINDS
 from parallax.plan.cluster import Cluster, Device, Link, Node, with_buckets
-from parallax.plan.tier import AUTO, ROOM_KEYS, Tier, choose_tier
+from parallax.plan.tier import AUTO, HOST, ROOM_KEYS, Tier, choose_tier
 
 RANKS_PER_GPU = 8
 MOST_PROCESSES = 8  # on a CPU with devices=auto
@@ -220,6 +221,7 @@ def build_cluster(
             kept_share=KEPT if choice.kind == "cpu" else 0.0,
             overlap_loss=1 - computing,
             tier_share=copying,
+            **_beside_tier(config, choice, target, probes),
             host_update_seconds=_host_update_seconds(target, probes),
         )
         for memory in _device_memory(config, choice)
@@ -238,7 +240,7 @@ def build_cluster(
     return with_buckets(Cluster(nodes=(node,), local=local, remote=local))
 
 
-def _beside_allocator(choice: DeviceChoice, probes: Probes) -> dict[str, int]:
+def _beside_allocator(choice: DeviceChoice, probes: Probes) -> dict[str, Any]:
     """Return the device memory of a process outside torch's allocator, by field of
     :class:`~parallax.plan.cluster.Device`. Each process on a shared device has a context. If no two ranks have
     different devices, they communicate through the host."""
@@ -253,6 +255,18 @@ def _beside_allocator(choice: DeviceChoice, probes: Probes) -> dict[str, int]:
         "collective_bytes": choice.apart * accelerator.collective_bytes,
         "edge_bytes": choice.apart * accelerator.edge_bytes,
     }
+
+
+def _beside_tier(
+    config: ClusterConfig, choice: DeviceChoice, tier: Tier, probes: Probes
+) -> dict[str, Any]:
+    """Return the memory of the host, by field of :class:`~parallax.plan.cluster.Device`, if devices offload to another
+    tier and could offload to it."""
+    if choice.kind == "cpu" or not tier.exists or tier.in_ram:
+        return {}
+    rate = min(HOST.bandwidth(probes))
+    free = _tier_bytes(config, HOST, probes) // choice.count
+    return {"host_link": Link(bytes_per_second=rate), "host_bytes": free}
 
 
 def offload_tier(choice: DeviceChoice, tier: str) -> Tier:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from parallax.common.events import Span
-from parallax.errors import ParallaxError
+from parallax.errors import ParallaxError, PlanError
 from parallax.mesh import Mesh
 from parallax.model.describe import Chain
 from parallax.model.layers.norms import BatchNorms
@@ -31,12 +31,13 @@ from parallax.model.losses import check_loss
 from parallax.model.precision import PrecisionConfig
 from parallax.model.saved import Selector
 from parallax.plan.plan import Plan
-from parallax.runtime.batch import Rows, as_tensors, row_count
+from parallax.runtime.batch import Rows, row_count
 from parallax.runtime.checkpoint import ALL_STAY, Retention
+from parallax.runtime.evaluation import Evaluator, step_loss
 from parallax.runtime.executor import CurrentAction, TrainingParts
 from parallax.runtime.forward import ForwardEngine, StageConfigs, build_stage
 from parallax.runtime.health.buffers import KeptBuffers
-from parallax.runtime.loss import Evaluation, GatheredLoss, Loss, LossOfParts
+from parallax.runtime.loss import Evaluation, Loss
 from parallax.runtime.meters.step import StepResult
 from parallax.runtime.metrics import Metrics, MetricsConfig
 from parallax.runtime.optim.builder import OptimizerBuilder
@@ -95,16 +96,10 @@ class Engine:
         self._evaluation = Evaluation(loss, chain, configs.stage.precision, self.metrics)
         self._update = self._open_update(configs, builder, later)
         self._buffers = KeptBuffers(self._stage.modules())
-        gathered = GatheredLoss(self._evaluation, chain, mesh) if plan.gather_loss else None
-        training = TrainingParts(
-            gathered or LossOfParts(self._evaluation),
-            self._sync,
-            self._update,
-            swap,
-            self._stalls(),
-        )
-        self._forward = ForwardEngine(chain, plan, mesh, built, training)
-        self._loss, self._counts = loss, hasattr(loss, "count")
+        training = TrainingParts(self._sync, self._update, swap, self._stalls())
+        of_step = step_loss(self._evaluation, chain, mesh)
+        self._forward = ForwardEngine(chain, plan, mesh, built, of_step, training)
+        self._evaluator = Evaluator(self._forward, chain, loss, self._evaluation, self._update.rows)
         self._step = 0
 
     def _open_update(
@@ -121,6 +116,7 @@ class Engine:
             groups=builder.groups,
             later=later,
             losses=self._evaluation.parts,
+            read=self.metrics.copy_states,
             dtype=self._chain.dtype,
         )
 
@@ -178,6 +174,8 @@ class Engine:
         ``metrics``          computed for evaluated rows and, if cheap, for the rows of each step
         """
         check_loss(loss)
+        if not plan.task.trains:
+            raise PlanError(f"the plan is for {plan.task}, without memory for training: plan again")
         plan = accepted(plan, chain)
         if replicas is not None:
             replicas.check(plan, drops=nonfinite_skips > 0)
@@ -246,7 +244,8 @@ class Engine:
         start, scale = time.perf_counter(), self._scale.factor
         self._optimizer.zero_grad()
         self._buffers.remember()
-        spans = self._run(batch, training=True, updates=True, scale=scale)
+        rows = self._forward.executor.timed(batch)
+        spans = self._run(rows, training=True, updates=True, scale=scale)
         done = self._update
         loss, norm, seconds = done.loss, done.norm, time.perf_counter() - start
         swapped = self._take_statistics()
@@ -264,6 +263,7 @@ class Engine:
             trouble=trouble,
             learning_rate=self._update.rate,
             metrics=self.metrics.stepped(),
+            read_seconds=rows.seconds,
         )
 
     def _undo(self) -> str:
@@ -303,14 +303,7 @@ class Engine:
     def evaluate_weighted(self, batch: Rows) -> tuple[float, float]:
         """Return the loss of a batch, and its weight in a mean over batches: the number of rows, or of targets that
         count."""
-        row_count(batch, self._step)
-        rows, weight = self._update.rows.numbers(batch), self._weight(batch)
-        with self._stage.evaluating():
-            self._run(batch, training=False, weight=weight)
-        mine = self._forward.executor.loss_share.item(), self._evaluation.mass
-        loss, mass, *sums = agreed_sum(self.mesh, *mine, *rows)
-        self._update.rows.check(sums, f"a batch that is evaluated at step {self._step}")
-        return loss, weight if self._counts else mass
+        return self._evaluator.evaluate(batch, self._step)
 
     @property
     def evaluates_averages(self) -> bool:
@@ -375,9 +368,15 @@ class Engine:
         self._step = found.step
         self._scale.load_state(found.scale)
         self._averages.load_state(found.averages)
-        if self._averages.config.averages and not found.averages and self.mesh.rank == 0:
+        if self.mesh.rank == 0 and self._averages.config.averages and not found.averages:
             logger.info(
                 "step %d was saved without averaged weights; they begin with the next update",
+                found.step,
+            )
+        if self.mesh.rank == 0 and found.averages and not self._averages.config.averages:
+            logger.warning(
+                "step %d was saved with averaged weights, and ema=off: they are dropped, and later checkpoints have "
+                "none; resume with the settings ema of the first start to keep them",
                 found.step,
             )
         return found.state
@@ -402,11 +401,9 @@ class Engine:
         training: bool,
         updates: bool = False,
         scale: float = 1.0,
-        weight: float | None = None,
     ) -> list[Span]:
         row_count(batch, self._step)
-        if weight is None:
-            weight = self._weight(batch)
+        weight = self._evaluator.weight(batch)
         return self._forward.run(
             batch,
             self._step,
@@ -415,18 +412,6 @@ class Engine:
             denominator=weight or 1.0,
             scale=scale,
         )
-
-    def _weight(self, batch: Rows) -> float:
-        """Return the number of rows of the batch, or of its targets that count, which the last stage counts for all
-        ranks."""
-        count = getattr(self._loss, "count", None)
-        if count is None:
-            return float(len(batch))
-        mine = 0.0
-        if self.mesh.is_last and self.mesh.replica == 0:
-            targets = batch.targets(0, len(batch))
-            mine = float(count(as_tensors("targets", targets, len(batch), self._chain.dtype)))
-        return agreed_sum(self.mesh, mine)[0]
 
 
 @dataclass(frozen=True)

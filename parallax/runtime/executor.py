@@ -38,7 +38,7 @@ from parallax.runtime.entry import GraphEntry
 from parallax.runtime.health.row_check import RowCheck
 from parallax.runtime.inputs import ModelInputs, Part
 from parallax.runtime.loss import Roots, StepLoss
-from parallax.runtime.meters.spans import SpanClock
+from parallax.runtime.meters.spans import SpanClock, TimedRows
 from parallax.runtime.replicas.buckets import Reduced
 from parallax.runtime.replicas.replicate import GradientSync
 from parallax.runtime.stage import MicroBatchContext, Stage
@@ -111,10 +111,9 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class TrainingParts:
-    """The parts of a rank that only training needs. ``stall_seconds`` returns the seconds for which the host has waited
-    for weights and activations."""
+    """The parts of a rank that only training needs, beside a loss. ``stall_seconds`` returns the seconds for which the
+    host has waited for weights and activations."""
 
-    loss: StepLoss
     sync: GradientSync
     update: Update
     swap: tuple[SwapManager, Selector] | None
@@ -122,8 +121,8 @@ class TrainingParts:
 
 
 class Executor:
-    """One rank's interpreter of action lists. Without ``training`` it runs forwards whose outputs are kept.
-    ``current``: the action that is running, or that failed, for watchdog threads."""
+    """One rank's interpreter of action lists. Without ``training`` it runs forwards: their outputs are kept, or go into
+    the ``loss``. ``current``: the action that is running, or that failed, for watchdog threads."""
 
     def __init__(
         self,
@@ -134,10 +133,12 @@ class Executor:
         channels: Channels,
         inputs: ModelInputs,
         spans: SpanClock,
+        loss: StepLoss | None = None,
         training: TrainingParts | None = None,
     ) -> None:
         self.current: CurrentAction | None = None
         self._chain, self._stage, self._mesh, self._training = chain, stage, mesh, training
+        self._loss = loss
         self._device, self._boundary = mesh.device, precision.boundary_dtype
         self._spans, self._inputs = spans, inputs
         self._swap = None if training is None else training.swap
@@ -164,8 +165,8 @@ class Executor:
         step = replace(step, batch=batch)
         if step.program.updates:
             self._training_parts.update.begin(given)
-        if self._training is not None:
-            self._training.loss.begin()
+        if self._loss is not None:
+            self._loss.begin()
         self._io.begin(len(step.batch), step.micro_batches)
         with private_random_state(self._device), torch.set_grad_enabled(step.training):
             self._inputs.begin(step.batch, self._input_parts(step.program))
@@ -189,10 +190,19 @@ class Executor:
         self._io.flush()
         return spans.take()
 
+    def timed(self, batch: Rows) -> TimedRows:
+        """Return the rows of ``batch``, whose reading is measured."""
+        return TimedRows(batch, self._spans)
+
     @property
     def loss_share(self) -> Tensor:
         """This rank's part of the last run's loss, on its device; the sum over all ranks is the loss."""
-        return self._training_parts.loss.share
+        return self._step_loss.share
+
+    @property
+    def _step_loss(self) -> StepLoss:
+        assert self._loss is not None, "an engine for predictions alone has no loss"
+        return self._loss
 
     @property
     def _training_parts(self) -> TrainingParts:
@@ -214,8 +224,9 @@ class Executor:
             self._in_flight,
         ):
             held.clear()
+        if self._loss is not None:
+            self._loss.abandon()
         if self._training is not None:
-            self._training.loss.abandon()
             self._training.sync.disarm()
         self._inputs.abandon()
 
@@ -256,7 +267,7 @@ class Executor:
         else:
             self._stage.skip()
         if action.stage == self._last_stage and action in step.program.last and step.keep is None:
-            waited = self._training_parts.loss.complete(step)
+            waited = self._step_loss.complete(step)
         return self._stall_seconds() - before + waited
 
     def _run_forward(self, action: Action, step: StepContext, first: int, rows: int) -> None:
@@ -287,9 +298,7 @@ class Executor:
         elif step.keep is not None:
             step.keep(first, self._chain.results(outputs))
         else:
-            in_flight.roots = self._training_parts.loss.add(
-                step, micro, first, first + rows, outputs
-            )
+            in_flight.roots = self._step_loss.add(step, micro, first, first + rows, outputs)
         if step.training:
             self._in_flight[_key(action)] = in_flight
 
@@ -312,7 +321,7 @@ class Executor:
         if is_last:
             self._training_parts.sync.arm(action.stage)
         gradients = (
-            self._training_parts.loss.gradients(action.micro)
+            self._step_loss.gradients(action.micro)
             if action.stage == self._last_stage
             else self._gradients.pop(key, ())
         )

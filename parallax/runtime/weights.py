@@ -32,14 +32,16 @@ def open_checkpoint(
     directory: Path,
     groups: DirectoryGroups,
     check_more: Callable[[CheckpointReader], None] = lambda _: None,
+    *,
+    averaged: bool = False,
 ) -> CheckpointReader:
     """Return the reader of a checkpoint, after every rank has checked the tensors that its ``stage`` needs. All ranks
-    call it."""
+    call it. ``averaged``: it reads averages in place of the weights that have one."""
     left_out, names = chain.left_out, saved_tensors(chain, stage)
     collect(directory, names, groups)
 
     def check() -> CheckpointReader:
-        reader = CheckpointReader(directory)
+        reader = CheckpointReader(directory, averaged=averaged)
         reader.check_names(
             set(parameter_names(chain, range(len(chain.blocks)))) - left_out,
             chain.fingerprint(),

@@ -167,7 +167,7 @@ class HostValueInterceptor(TorchFunctionMode):
 
 
 def _device(_: Tensor) -> torch.device:
-    """Return the CPU. Raises while pickling, which would write missing bytes."""
+    """Return the CPU. Raises while the tensor is pickled: it has no bytes that could be written."""
     if sys._getframe(2).f_code.co_name == "_reduce_ex_internal":
         raise Unrecordable("it pickles a tensor")
     return CPU

@@ -1,9 +1,9 @@
 """Measure the cost of each block on the real device: seconds, saved bytes by storage, working memory.
 
-Blocks that look the same (structure, parameter shapes, inputs) are measured once, at several numbers of rows from one
-on, and timed twice, some time apart. Their backward is measured whole and split (:mod:`parallax.model.split_backward`),
-for schedules with separate W passes. Results are cached by model, device and library versions, so only the first run of
-a model pays.
+Blocks that look the same (structure, parameter shapes, inputs) are measured together, at several numbers of rows, the
+smallest of which is one. Each is timed twice, some time apart. The backward is measured whole and split
+(:mod:`parallax.model.split_backward`), for schedules with separate W passes. Results are cached by model, device and
+library versions, so only the first run of a model pays.
 """
 
 from __future__ import annotations

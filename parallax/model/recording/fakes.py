@@ -47,8 +47,8 @@ class FakeModel:
     """``model`` with fake tensors in place of its own.
 
     ``names``: id of a fake tensor → its name in the model. ``shared``: ids of tensors with several names. ``bare``: id
-    of a fake tensor → the model's tensor that it replaces. ``value_of``: returns the value of such a tensor from the
-    constructor.
+    of a fake tensor → the model's tensor that it replaces. ``value_of``: returns the value that the model's
+    constructor gave to one of the replaced tensors.
     """
 
     model: nn.Module

@@ -165,7 +165,7 @@ class _Comparison:
 
     def _first_unknown(self, passes: Sequence[_Setting], where: _Setting) -> int:
         """Return the index of the first wrong block: one of its outputs is a tensor that the model's own forward never
-        computes, or it has parameters but returns only tensors that existed before."""
+        computes, or it has parameters but returns only tensors that earlier blocks have returned."""
         blocks = BlocksInOrder(self._chain)
         own = OwnForward(self._chain, blocks)
         for each in passes:

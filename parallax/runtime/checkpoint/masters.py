@@ -49,7 +49,9 @@ class HeldMasters:
     def weight(self, name: str, tensor: Tensor) -> Tensor:
         """Return the checkpoint's value of ``tensor``, in the format of ``tensor`` or of its master copy."""
         found = self._reader.read(f"model/{name}")
-        if found.dtype is tensor.dtype:
+        if (
+            found.dtype is tensor.dtype or self._reader.averaged
+        ):  # a master is of the trained weight
             return found
         master = self._reader.state_of(name, MASTER)
         return found if master is None else master

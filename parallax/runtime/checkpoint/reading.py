@@ -26,7 +26,7 @@ class CheckpointReader:
     tensor is returned. ``averaged``: read averages in place of the model's tensors that have one."""
 
     def __init__(self, directory: Path, *, averaged: bool = False) -> None:
-        self.directory, self._averaged = directory, averaged
+        self.directory, self.averaged = directory, averaged
         index = _read_index(directory)
         with _as_damage(directory):
             self.step, self.state = int(index["step"]), dict(thaw(index["state"]))
@@ -128,7 +128,7 @@ class CheckpointReader:
     def read(self, name: str) -> Tensor:
         """Return a tensor by its full name."""
         average = name.replace("model/", f"{AVERAGE}/", 1)
-        if self._averaged and name.startswith("model/") and average in self._checksums:
+        if self.averaged and name.startswith("model/") and average in self._checksums:
             return self._read(average).to(self._formats[name])
         return self._read(name)
 

@@ -74,8 +74,8 @@ class OptimizerConfig(Registered):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFactory(OptimizerConfig):
-    """An optimizer from the caller's own function, in Python only: ``factory(groups)`` returns it. It gets every
-    parameter with the function's own settings, and no gradient is clipped."""
+    """An optimizer that the caller's function ``factory(groups)`` returns; only Python code can configure it. By
+    default, every parameter has the settings that the function gives the optimizer, and no gradient is clipped."""
 
     factory: Callable[[Sequence[Group]], Optimizer]
     clip_norm: float = 0.0

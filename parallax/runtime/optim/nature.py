@@ -80,10 +80,10 @@ def nature_of(
     *,
     averages: bool = False,
 ) -> Nature:
-    """Return the nature of the optimizer of ``config``. ``groups``: settings of each parameter group, and the numbers
-    of dimensions of its parameters. ``dtype``: the type in which parameters are stepped. With ``averages`` the
-    optimizer also averages the weights. Raises :class:`ConfigError`, with the reason, for an optimizer that no plan can
-    step."""
+    """Return the properties of the optimizer of ``config`` that a plan depends on, found by stepping small tensors.
+    ``groups``: settings of each parameter group, and the numbers of dimensions of its parameters. ``dtype``: the type
+    in which parameters are stepped. With ``averages`` the optimizer also averages the weights. Raises
+    :class:`ConfigError`, with the reason, for an optimizer that no plan can step."""
     with torch.random.fork_rng(devices=[]):
         trial = _Trial(config, groups, dtype, averages)
         plain = trial.plain()
@@ -145,7 +145,8 @@ class _Trial:
 
     def in_buckets(self, *, split: bool, resumes: bool = False) -> list[Any]:
         """Step each parameter as a bucket of its own or, with ``split``, as several runs of elements; return parameters
-        and states. With ``resumes``, a new optimizer continues from the saved states in the middle."""
+        and states. With ``resumes``, a new optimizer, built from the saved states, takes the second half of the
+        steps."""
         parameters, optimizer = self._made()
         buckets, settings = self._buckets(parameters, optimizer, split=split)
         try:

@@ -85,8 +85,8 @@ class NoSync:
         self.disarm()
 
     def split(self, stage: int, pending: Collection[nn.Parameter]) -> Reduced:
-        """Call ``reduced`` for each parameter with a final gradient. Return a function to call for each of the
-        others."""
+        """Call the constructor's ``reduced`` for each parameter of ``stage`` that is not in ``pending``. Return a
+        function to call for each parameter in ``pending`` when its gradient is final; it calls ``reduced``."""
         mine = set(self._parameters.get(stage, ()))
 
         def ready(parameter: torch.Tensor) -> None:

@@ -31,7 +31,7 @@ class _HeldCopies:
         return len(self._watched)
 
     def take_freed_bytes(self) -> int:
-        """Return the bytes of the copies whose references ended since the last call."""
+        """Return the bytes of the copies that lost their last reference since the last call."""
         before = sum(size for _, size in self._watched)
         self._watched = [(watch, size) for watch, size in self._watched if watch() is not None]
         return before - sum(size for _, size in self._watched)

@@ -1,4 +1,5 @@
-"""One step of an optimizer, taken piece by piece by stand-ins, each of which has some of the parameters only."""
+"""One step of an optimizer, taken in pieces. A copy of the optimizer that has only some of the parameters takes each
+piece, and then the optimizer gets the changes of all copies."""
 
 from __future__ import annotations
 

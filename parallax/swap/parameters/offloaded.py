@@ -168,8 +168,8 @@ class OffloadedParameters:
         return self._flats[block].parameter_at(int(view.storage_offset()) * view.element_size())
 
     def attach(self, block: int, module: nn.Module) -> None:
-        """Make ``module`` enter ``block`` before each forward, recomputed or not, and before the backward of its
-        result."""
+        """Add hooks to ``module`` that load the weights of ``block`` before each forward, also a recomputed one, and
+        before the backward of the forward's result."""
         self._hooks.append(module.register_forward_pre_hook(lambda *_: self.enter(block)))
         self._hooks.append(
             module.register_forward_hook(

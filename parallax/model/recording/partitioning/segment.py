@@ -384,7 +384,9 @@ def _forms(values: tuple[Any, ...], size: Sizes, name: str) -> Iterator[str]:
 
 
 def _line(values: tuple[int, ...], size: Sizes, name: str) -> Iterator[str]:
-    """Yield the expression a·x + b if at least three runs agree on it."""
+    """Yield the expression "(name) * a + b", with integers a and b, if it gives the ``values`` of all runs. ``size``:
+    the size called ``name`` in each run. Nothing is yielded for fewer than three different sizes, because a line passes
+    through any two points."""
     points = sorted(set(zip(size, values)))
     if len(points) < 3 or len({x for x, _ in points}) < len(points):
         return
