@@ -67,7 +67,7 @@ def test_accepted(
     assert load(dump(config)) == config
 
 
-ROOTS = "groups and keys are name, seed, model, data, cluster"
+ROOTS = "groups and keys are name, seed, task, model, data, cluster"
 
 
 GPT = "unknown key; model=gpt accepts dropout, heads, hidden, layers, name"
@@ -130,7 +130,7 @@ REFUSED: list[tuple[str, str, str, str]] = [
     ("model=null", "model=null: ", "accepted are custom, gpt, huggingface, mlp", ""),
     ("model=[gpt]", "model=[gpt]: ", "accepted are custom, gpt, huggingface, mlp", "gpt"),
     ("trainer={steps:3}", "trainer={steps:3}: ", "accepted are default", ""),
-    ("experiment=tny", "experiment=tny: ", "unknown option; accepted are demo, ", "tiny"),
+    ("experiment=tny", "experiment=tny: ", "unknown option; accepted are bert, demo, ", "tiny"),
     ("model/gpt=3", "model/gpt=3: ", "accepted is model=OPTION or model.KEY=VALUE", ""),
     ("model@x=gpt", "model@x=gpt: ", "accepted is model=OPTION or model.KEY=VALUE", ""),
     (

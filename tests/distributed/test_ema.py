@@ -253,7 +253,9 @@ def resuming(case: Case, folder: Path, first: int, last: int) -> Averaged:
     return Averaged(losses, weights, averages, (0.0, 0.0), stored)
 
 
-def test_averages_may_begin_and_end_between_starts(pool: Pool, tmp_path: Path) -> None:
+def test_averages_may_begin_and_end_between_starts(
+    pool: Pool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Begun later, they are those of the weights since then; ended, they are dropped."""
     case = CASE.under((1,))
     without = replace(case, ema=EmaOff())
@@ -264,7 +266,9 @@ def test_averages_may_begin_and_end_between_starts(pool: Pool, tmp_path: Path) -
     for name, tensor in going.averages.items():
         share = 1 - min(0.8, 2 / 11)
         assert torch.equal(tensor, torch.lerp(begun.weights[name], going.weights[name], share))
-    (ended,) = pool.run(resuming, 1, without, tmp_path, 4, 5)
+    with caplog.at_level("WARNING", logger="parallax"):
+        ended = resuming(without, tmp_path, 4, 5)
+    assert "step 4 was saved with averaged weights, and ema=off: they are dropped" in caplog.text
     assert not ended.restored
     assert all(torch.equal(t, ended.weights[name]) for name, t in ended.averages.items())
 

@@ -91,6 +91,11 @@ def check_kind(here: Path, called: Called, kind: str) -> None:
     assert running(here) == []
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 @pytest.mark.faults
 def test_a_run_that_is_killed_and_resumed_sees_the_rows_of_one_that_is_not(
     here: Path, called: Called, request: pytest.FixtureRequest

@@ -33,8 +33,9 @@ CUSTOM = ["model=custom", "model.target=both:Both", "+model.kwargs={sequence:64,
 
 
 @pytest.fixture
-def chats(here: Path) -> list[str]:
+def chats(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     pytest.importorskip("transformers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here.parent / "cache"))
     with (here / "chats.jsonl").open("w") as file:
         for row in range(30):
             file.write(

@@ -128,6 +128,23 @@ def test_a_profile_is_used_instead_of_measuring(
     assert command_output("plan", *DGX, "--profile", "slow.json")["prediction"]["step_seconds"] > 7
 
 
+@pytest.mark.parametrize(
+    ("model", "code", "message"),
+    [
+        (TINY, 2, "fits no trained parameter"),
+        (GPT2, 0, "patterns are checked when training starts"),
+    ],
+)
+def test_patterns_of_groups_in_plans_for_catalog_clusters(
+    here: Path, capfd: pytest.CaptureFixture[str], model: list[str], code: int, message: str
+) -> None:
+    """A model of sizes alone has no names to compare with."""
+    groups = "optimizer.groups=[{match: nowhere, lr: 0.1}]"
+    assert cli.main(["plan", *model, "cluster=dgx_a100", groups]) == code
+    found = capfd.readouterr()
+    assert message in " ".join((found.err if code else found.out).split())
+
+
 def test_what_if(command_output: Callable[..., Any]) -> None:
     found = command_output(
         *("plan", *GPT2, "cluster=dgx_a100", "cluster.price_per_hour=3", "plan.activations=keep"),

@@ -117,6 +117,16 @@ def test_every_device_is_one_of_the_cluster(tmp_path: Path) -> None:
         assert (device.gap_share, device.overlap_loss) == (0, 0)
 
 
+def test_the_memory_of_the_host_is_known_beside_another_tier(tmp_path: Path) -> None:
+    install(80 * GIB, 80 * GIB)
+    onto_disk = cluster_of(tmp_path, tier="disk", host_memory="8GiB").devices[0]
+    assert (onto_disk.tier, onto_disk.host_bytes) == ("disk", 4 * GIB)
+    onto_host = cluster_of(tmp_path, tier="host", host_memory="8GiB").devices[0]
+    assert onto_disk.offloading_to_host() == onto_host
+    assert onto_host.offloading_to_host() is None
+    assert cluster_of(tmp_path, tier="none").devices[0].offloading_to_host() is None
+
+
 def test_ranks_that_share_a_device_have_a_context_each_and_talk_through_the_host(
     tmp_path: Path,
 ) -> None:

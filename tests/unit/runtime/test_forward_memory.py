@@ -16,11 +16,16 @@ from parallax.model.precision import PrecisionConfig
 from parallax.model.profiling import measure as module
 from parallax.model.profiling.allocations import measure_allocations
 from parallax.model.profiling.measure import measure
+from parallax.plan.config import PlanConfig
 from parallax.plan.cost.forward import forward_plan
 from parallax.plan.plan import Plan
 from parallax.plan.profile import ModelProfile
+from parallax.plan.search.search import search
+from parallax.plan.task import PlanTask
 from parallax.runtime.batch import TensorRows
+from parallax.runtime.evaluation import EvaluationEngine
 from parallax.runtime.forward import ForwardEngine
+from parallax.runtime.metrics import MetricsConfig
 from tests.alone import alone
 from tests.distributed.pool import Pool
 from tests.plans import described, make_plan
@@ -99,6 +104,56 @@ def test_no_forward_peaks_above_what_is_proved(
         assert found.held <= memory["parameters"] + memory["buffers"]
         proven = sum(memory[term] for term in TRANSIENT)
         assert 0.4 * proven < found.passing <= proven
+
+
+METRICS = ["accuracy", "f1", "perplexity", "top5"]
+
+
+def evaluation_peak(config: GPTConfig, plan: Plan, folder: Path) -> Peak:
+    """What a second evaluation holds on this rank."""
+    engine = EvaluationEngine.build(
+        described(config.build),
+        plan,
+        loss=GPT.loss,
+        metrics=MetricsConfig(metrics=MetricsConfig.read(METRICS)),
+        scratch=folder,
+    )
+    rows = batch()
+    engine.evaluate_weighted(rows)
+    found = measure_allocations(CPU, lambda: engine.evaluate_weighted(rows)).most
+    held = sum(tensor.nbytes for tensor in engine._forward._built.stage.held())
+    engine.close()
+    return Peak(held, found)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PlanConfig(stages=1, replicas=1),
+        PlanConfig(stages=2, replicas=[1, 2]),
+        PlanConfig(stages=2, replicas=1, parameters="host"),
+    ],
+    ids=str,
+)
+def test_no_evaluation_peaks_above_what_its_plan_proves(
+    pool: Pool, tmp_path: Path, config: PlanConfig
+) -> None:
+    """With the loss and the metrics, which work on copies of the outputs."""
+    profile, world = measured(described(MODEL.build)), config.ranks or 1
+    plan, _ = search(
+        profile,
+        cluster(world),
+        config,
+        global_batch=ROWS,
+        microbatch=4,
+        task=PlanTask.EVALUATION,
+    )
+    ranks = pool.run(evaluation_peak, world, MODEL, plan, tmp_path / "swap")
+    for rank, found in enumerate(ranks):
+        memory = plan.prediction.stages[plan.coordinate(rank).pipeline_rank].memory
+        assert found.held <= memory["parameters"] + memory["buffers"]
+        proven = sum(memory[term] for term in TRANSIENT)
+        assert 0.3 * proven < found.passing <= proven
 
 
 # ---- the whole process

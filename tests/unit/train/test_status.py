@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from parallax.common.events import Span
 from parallax.plan.plan import Prediction, RankPrediction
 from parallax.plan.schedule import Action, Kind
 from parallax.report.ranks import RankSnapshot, load_snapshots
@@ -63,10 +64,15 @@ def written(folder: Path) -> RankStatusFile:
     )
 
 
-def result(seconds: float, **swap: float) -> StepResult:
-    statistics = SwapStatistics(**swap)  # type: ignore[arg-type]
+def result(seconds: float, read: float, **swap: float) -> StepResult:
     return StepResult(
-        loss=1.0, gradient_norm=1.0, seconds=seconds, peak_bytes=700, swap=statistics, spans=[]
+        loss=1.0,
+        gradient_norm=1.0,
+        seconds=seconds,
+        peak_bytes=700,
+        swap=SwapStatistics(**swap),  # type: ignore[arg-type]
+        spans=[Span(2, 0, "forward", 1, 0, 0.0, seconds, read, read)],
+        read_seconds=0.25,
     )
 
 
@@ -85,19 +91,19 @@ def test_the_figures_of_a_step(tmp_path: Path, clock: Clock) -> None:
     for step in range(1, 5):
         clock.now += 2.5
         moved = {"bytes_out": 600, "bytes_in": 400, "stall_seconds": 0.5, "limit_bytes": 1}
-        file.stepped(result(2.0, **moved), step, (0.5, 0.25 * step))
+        file.stepped(result(2.0, 0.25 * step, **moved), step, 0.25 * step)
     beat(file, RankStatus(Action(Kind.FORWARD, 1, 3), 4, 0.1))
     found = read(tmp_path)
     assert (found.rank, found.ranks, found.stage, found.replica) == (2, RANKS, 1, 1)
     assert (found.doing, found.step, found.steps) == ("forward of micro-batch 3", 4, 20)
-    assert found.step_seconds == 2.5
-    assert found.rows_per_second == 4 / 2.5, "half of the rows are the other replica's"
-    assert found.tokens_per_second == 16 * 4 / 2.5
-    assert found.utilization == pytest.approx(100 * 4 / 2.5 / 1000)
+    assert found.step_seconds == 3
+    assert found.rows_per_second == 4 / 3, "half of the rows are the other replica's"
+    assert found.tokens_per_second == 16 * 4 / 3
+    assert found.utilization == pytest.approx(100 * 4 / 3 / 1000)
     assert (found.device_bytes, found.device_budget_bytes) == (700, 1000)
     assert (found.stall_share, found.swap_bytes_per_second) == (0.25, 500.0)
-    assert found.input_share == pytest.approx(1.5 / 2.5)
-    assert (found.fetch_seconds, found.read_seconds) == (0.5, 0.875), "without the first two"
+    assert found.input_share == pytest.approx(2.25 / 3)
+    assert found.fetch_seconds == 1.125, "without the first two"
     assert found.seconds_left == pytest.approx(16 * 2.5)
     assert (found.temperature, found.power_watts, found.ended) == (61.0, None, "")
     assert found.host_bytes is not None
