@@ -159,41 +159,37 @@ def _report(parsed: argparse.Namespace, found: EvaluatedRun) -> None:
         print_json(found.to_dict())
         return
     console = console_of(parsed)
+
+    def plain(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
     for remark in found.job.remarks if parsed.prepared is None else ():
-        console.print(remark, highlight=False, markup=False, soft_wrap=True)
+        plain(remark)
+    job, plan = found.job, found.job.plan
+    of_step = f"step {found.step}, {'averaged' if job.averaged else 'trained'} weights"
+    plain(f"{printable(str(job.directory))}: {of_step}")
     console.print(figures_table(found))
+    plain(
+        f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}, {format_seconds(found.seconds)}, "
+        f"{found.rows_per_second:.4g} rows/s (predicted {plan.rows_per_second:.4g}), "
+        f"at most {format_bytes(max(found.peak_bytes))} on a device"
+    )
     for name, each in found.sets.items():
         of = f" of {name}" if name else ""
         if each.bad is not None:
             index, loss = each.bad
-            line = f"the loss{of} is not finite: batch {index} gives {loss}"
-            console.print(line, highlight=False, markup=False)
+            plain(f"the loss{of} is not finite: batch {index} gives {loss}")
         if each.truncated:
-            console.print(
+            plain(
                 f"the figures{of} are of the first {each.batches} batches, and there are more: set "
-                "trainer.eval_batches",
-                highlight=False,
-                markup=False,
+                "trainer.eval_batches"
             )
-    console.print(f"figures: {printable(str(path))}", highlight=False, markup=False, soft_wrap=True)
+    plain(f"figures: {printable(str(path))}")
 
 
 def figures_table(found: EvaluatedRun) -> Table:
     """Return a table with a row for each held-out set."""
-    job, plan = found.job, found.job.plan
-    fullest = max(found.peak_bytes)
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"{job.directory}: step {found.step}, {'averaged' if job.averaged else 'trained'} weights",
-        caption=(
-            f"{plan.world_size} rank(s), {format_seconds(found.seconds)}, {found.rows_per_second:.4g} rows/s "
-            f"(predicted {plan.rows_per_second:.4g}), at most {format_bytes(fullest)} on a device"
-        ),
-        collapse_padding=True,
-        pad_edge=False,
-        title_justify="left",
-        caption_justify="left",
-    )
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     first = next(iter(found.sets.values()))
     table.add_column("rows of")
     for heading in ("rows", "loss", *first.metrics):
