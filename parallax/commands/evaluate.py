@@ -12,6 +12,7 @@ from rich.table import Table
 
 from parallax.commands.options import (
     RUNS,
+    add_checkpoint,
     add_json,
     add_overrides,
     check_writable,
@@ -51,18 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run", type=Path, nargs="?", metavar="RUN", help="the directory of a run, or its name"
     )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--best",
-        action="store_true",
-        help="the checkpoint with the best checkpoint.metric, or else validation loss; by default the last",
-    )
-    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N")
-    parser.add_argument(
-        "--weights",
-        choices=(TRAINED, EMA),
-        help="trained: the weights of the step; ema: their averages; by default those that the run validates with",
-    )
+    add_checkpoint(parser, (TRAINED, EMA))
     parser.add_argument(
         "--out",
         type=Path,

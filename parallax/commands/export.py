@@ -7,6 +7,7 @@ from pathlib import Path
 
 from parallax.commands.options import (
     RUNS,
+    add_checkpoint,
     add_class_paths,
     add_json,
     class_paths_of,
@@ -42,13 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="huggingface: a folder of transformers, with tokenizer; safetensors: the weights alone; dcp: weights and "
         "optimizer states, for torch.distributed.checkpoint; peft: adapters",
     )
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--best",
-        action="store_true",
-        help="the checkpoint with the best checkpoint.metric, or else validation loss; by default the last",
-    )
-    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N")
+    add_checkpoint(parser)
     parser.add_argument(
         "--merge",
         action="store_true",

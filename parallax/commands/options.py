@@ -119,6 +119,23 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
 
 
+def add_checkpoint(parser: argparse.ArgumentParser, weights: Sequence[str] = ()) -> None:
+    """Add the options that choose a checkpoint of a run, and a choice of its ``weights``."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--best",
+        action="store_true",
+        help="the checkpoint with the best checkpoint.metric, or else validation loss; by default the last",
+    )
+    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N")
+    if weights:
+        parser.add_argument(
+            "--weights",
+            choices=weights,
+            help="trained: the weights of the step; ema: their averages; by default those that the run validates with",
+        )
+
+
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the argument for a plan file."""
     parser.add_argument(

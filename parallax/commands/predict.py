@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from parallax.commands.options import RUNS, add_overrides, check_writable
+from parallax.commands.options import RUNS, add_checkpoint, add_overrides, check_writable
 from parallax.common.signals import handling_requests, interrupt, under_torchrun
 from parallax.common.terminal import safe_console
 from parallax.common.units import format_seconds
@@ -69,18 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="at a row that cannot be read: stop, or leave it out and list it in FILE.skipped.jsonl",
     )
     parser.add_argument("--force", action="store_true", help="overwrite the file of --out")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--best",
-        action="store_true",
-        help="the checkpoint with the best checkpoint.metric, or else validation loss; by default the last",
-    )
-    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N")
-    parser.add_argument(
-        "--weights",
-        choices=(TRAINED, EMA),
-        help="trained: the weights of the step; ema: their averages; by default those that the run validates with",
-    )
+    add_checkpoint(parser, (TRAINED, EMA))
     parser.add_argument("--prepared", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     add_overrides(parser)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from parallax import __version__
-from parallax.commands.options import RUNS, add_overrides, console_of
+from parallax.commands.options import RUNS, add_checkpoint, add_overrides, console_of
 from parallax.common.signals import handling_requests, interrupt, under_torchrun
 from parallax.errors import ConfigError
 from parallax.plan.task import PlanTask
@@ -37,18 +37,7 @@ _PLANNED_ROWS = "trainer.global_batch=${serve.max_batch_rows}"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run, or its name")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--best",
-        action="store_true",
-        help="the checkpoint with the best checkpoint.metric, or else validation loss; by default the last",
-    )
-    which.add_argument("--step", type=int, metavar="N", help="the checkpoint of step N")
-    parser.add_argument(
-        "--weights",
-        choices=(TRAINED, EMA),
-        help="trained: the weights of the step; ema: their averages; by default those that the run validates with",
-    )
+    add_checkpoint(parser, (TRAINED, EMA))
     add_overrides(parser)
 
 

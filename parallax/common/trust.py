@@ -49,7 +49,7 @@ def class_paths(text: str) -> dict[str, str]:
 
 
 def _metrics(tree: Any) -> dict[str, str]:
-    """Return ``metrics.N.target`` → class path, for those that are not torchmetrics' own."""
+    """Return ``metrics.N.target`` → class path of the metrics outside of torchmetrics."""
     entries = tree.get("metrics") if isinstance(tree, dict) else None
     targets = [
         (number, entry.get("target"))

@@ -187,9 +187,8 @@ class SavedBytes:
     def byte_totals(
         self, entering: Sequence[Tensor], results: Sequence[Tensor]
     ) -> tuple[int, int, int, int]:
-        """Return four sums of bytes: those that may be offloaded, those that stay resident, those that the loss saves,
-        and all that the forward adds. The loss runs after the block, so the tensors that it saves are neither offloaded
-        nor recomputed."""
+        """Return offloadable bytes, resident bytes, bytes saved by the loss, and all bytes that the forward adds. The
+        loss runs after the block, so the tensors that it saves are neither offloaded nor recomputed."""
         block = {key: found for key, found in self._block.items() if key not in self._loss}
         before = {address(tensor.untyped_storage()) for tensor in entering}
         left = {key: size for key, (size, _) in block.items() if key not in before} | self._loss

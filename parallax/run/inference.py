@@ -268,8 +268,11 @@ class ForwardJob:
         """The settings to open the rows and build the model with."""
         return self.config if self.rows is None else self.rows.read_by(self.config)
 
-    def build_forward(self, chain: Chain, device: torch.device) -> ForwardEngine:
-        """Return the engine of this rank without a loss, with the checkpoint's weights; all ranks call it."""
+    def build_forward(
+        self, chain: Chain, device: torch.device, command: str = "predict"
+    ) -> ForwardEngine:
+        """Return the engine of this rank without a loss, with the checkpoint's weights; all ranks call it. Swap files
+        are in the folder of the ``command``."""
         config = self.config
         engine = ForwardEngine.build(
             chain,
@@ -278,7 +281,7 @@ class ForwardJob:
             precision=config.precision,
             swap=config.swap,
             compile=config.compile,
-            scratch=self.directory / "evaluate" / "swap",
+            scratch=self.directory / command / "swap",
         )
         engine.load(self.checkpoint, averaged=self.averaged)
         return engine

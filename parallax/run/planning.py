@@ -371,7 +371,7 @@ def plan_together(
     try:
         return _plan_together(chain, loss, batch, sized, nodes, options)
     finally:
-        set_ranks_devices(None)  # what is planned later may be for this process alone
+        set_ranks_devices(None)  # later plans may be for this process alone
 
 
 def _plan_together(

@@ -3,7 +3,7 @@
 ::
 
     out.npy.parts/  job.json            the plan and the checkpoint, which a resumed prediction uses again
-                    request.json        what was asked for, and the rows' fingerprint
+                    request.json        options and settings of the command, and the rows' fingerprint
                     000000000000-000000004096.npy                    rows [0, 4096)
                     000000000000-000000004096.skipped.jsonl          its bad rows
                     ...
@@ -224,8 +224,9 @@ def _concatenate(file: IO[bytes], parts: Iterable[Path]) -> None:
 
 @dataclass
 class Outputs:
-    """The output file ``path`` of a prediction, of which ``top`` classes are kept (0: all outputs). ``bad``:
-    stop or skip at bad rows. ``request``: what was asked for; a prediction resumes only with the same."""
+    """The output file ``path`` of a prediction. ``top``: how many of the best classes to write; 0: all outputs.
+    ``bad``: stop or skip at bad rows. ``request``: options and settings of the command; a prediction resumes only if
+    they are equal."""
 
     path: Path
     top: int

@@ -147,14 +147,4 @@ def open_model(job: ForwardJob) -> RunModel:
     device = select_device(choice.kind, 0)
     limit_device_memory(device, job.plan.allocator_bytes(0))
     chain = build_chain(config)
-    engine = ForwardEngine.build(
-        chain,
-        job.plan,
-        device=device,
-        precision=config.precision,
-        swap=config.swap,
-        compile=config.compile,
-        scratch=job.directory / "serve" / "swap",
-    )
-    engine.load(job.checkpoint, averaged=job.averaged)
-    return RunModel(job, engine, chain)
+    return RunModel(job, job.build_forward(chain, device, "serve"), chain)

@@ -36,8 +36,8 @@ _GONE = 499  # as proxies log it; nobody reads this answer
 
 
 class ServeApp:
-    """The application of one model. ``version``: of Parallax. ``draining``: it answers what is queued, and no new
-    requests. ``unanswered``: requests in progress."""
+    """The application of one model. ``version``: of Parallax. ``draining``: it answers queued requests and
+    refuses new ones. ``unanswered``: the number of requests in progress."""
 
     def __init__(
         self,

@@ -304,8 +304,8 @@ class _Counter:
     def _saved(
         self, block: nn.Module, entering: tuple[Tensor, ...], targets: Any
     ) -> tuple[int, int, int, int]:
-        """Return four sums of bytes saved for backward, as the profiler does: those that may be offloaded, those that
-        stay resident, those that the loss saves, and the total that the forward adds."""
+        """Return the bytes saved for backward, as the profiler does: offloadable bytes, resident bytes, bytes saved by
+        the loss, and all bytes that the forward adds."""
         held = [*block.parameters(), *block.buffers()]
         saved = SavedBytes(held, self._minimum, plain=FakeTensor)
         with saved.block_hooks():

@@ -452,8 +452,8 @@ class _Bench:
     def _saved(
         self, block: nn.Module, entering: tuple[Tensor, ...], targets: Any
     ) -> tuple[int, int, int, int]:
-        """Return four sums of bytes saved for backward: those that may be offloaded, those that stay resident, those
-        that the loss saves, and the total that the forward adds."""
+        """Return the bytes saved for backward: offloadable bytes, resident bytes, bytes saved by the loss, and all
+        bytes that the forward adds."""
         saved = SavedBytes([*block.parameters(), *block.buffers()], self._minimum)
         with saved.block_hooks():
             results = self.forward(block, entering, None)

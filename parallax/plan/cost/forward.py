@@ -42,7 +42,8 @@ from parallax.plan.task import PlanTask
 
 # Outputs that wait on the device for their copies to the host, where messages are staged through it.
 _STAGED = 4
-# Of a micro-batch's outputs: those that count, their probabilities, the best classes in 8 bytes each, a temporary one.
+# Metrics copy a micro-batch's outputs: without ignored targets, as probabilities, as class numbers of 8 bytes each
+# (twice the bytes of fp32), and once more while they compute.
 _METRIC_COPIES = 5
 
 

@@ -1,4 +1,4 @@
-"""A run as the simulator models it: its plan's inputs, corrected cause by cause by what was measured."""
+"""A run as the simulator models it: the inputs of its plan, corrected for each cause by the measurements."""
 
 from __future__ import annotations
 

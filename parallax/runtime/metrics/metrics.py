@@ -95,8 +95,8 @@ class Metrics:
         return {name: sum(values) for name, values in columns.items()}
 
     def settle(self) -> None:
-        """Choose the metrics that are also computed on training rows: those that proved cheap in the first evaluation.
-        All ranks call it after that evaluation."""
+        """Choose the metrics that are also computed on training rows, by their cost in the first evaluation. All ranks
+        call it after that evaluation."""
         cheap = [name for name, each in self._made[False].items() if _is_cheap(each, self._task)]
         found = self._mesh.all_gather_object(cheap)
         self.trained = tuple(name for name in self.names if any(name in each for each in found))

@@ -347,8 +347,8 @@ class OptimizerStates:
         return _GUESS * local_bytes(parameter) if known is None else known
 
     def _known_size(self, index: int, parameter: Tensor) -> int | None:
-        """Return the bytes of a parameter's states, including those that its first step will make; None if these are
-        unknown."""
+        """Return the bytes of a parameter's states, with the states that its first step will make; None if their size
+        is unknown."""
         if parameter in self._offloaded:
             return self._offloaded[parameter].size
         if parameter in self._resident:

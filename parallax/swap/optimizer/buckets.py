@@ -300,8 +300,8 @@ def joined(parts: Iterable[Mapping[str, Tensor]], parameter: Tensor) -> dict[str
 
 
 class GroupRates:
-    """Sets the learning rates of parameter groups to multiples of those that they were built with, as torch's
-    ``LambdaLR`` does."""
+    """Sets the learning rates of parameter groups to multiples of their initial values, as torch's ``LambdaLR``
+    does."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer

@@ -20,7 +20,7 @@ class CustomOptimizerConfig(OptimizerConfig):
 
     ``target``: the class as ``package.module:Class``, ``torch.optim:Adafactor``, or a function that takes parameter
     groups and returns the optimizer. ``kwargs``: its arguments besides the parameters and ``lr``. ``weight_decay``
-    applies to all parameters, as in a loop of one's own; 0 leaves it to the class."""
+    applies to all parameters, as it does for a torch optimizer without groups; 0 leaves the class's default."""
 
     name: str = "custom"
     target: str = ""
